@@ -1,0 +1,364 @@
+"""Contiguous storage for gradients and parameters: the only file that assigns ``param.data`` and ``param.grad``.
+
+[Note: views with a storage of their own]
+A parameter (or gradient) in a flat buffer is made from a *slice of the buffer's storage*, not from a view of the buffer:
+same memory, but its storage spans exactly its own bytes. So ``torch.save``, ``safetensors``, ``deepcopy`` and pickling see
+tensors that share nothing, and write one parameter where a plain view would write the whole buffer.
+
+[Note: life of a gradient view]
+``clear`` (zero_grad) only marks a view dirty and sets ``.grad = None``. ``open`` (start of a backward) zeroes what is dirty, a
+whole bucket at once where it can, and sets ``.grad`` to the views, so that autograd adds in place. ``seal`` takes ``.grad``
+away while the bucket is on the wire: a gradient that arrives late then lands in a tensor of its own, not in memory that a
+collective is reading. ``publish`` says what the reduction left behind: with all-reduce the views come back, with
+reduce-scatter ``.grad`` stays None, since only this rank's shard of the buffer means anything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .errors import ParameterChangedError
+from .layout import BufferLayout, ParamSpec
+
+
+def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:
+    """Elements ``[start, start + numel)`` of ``flat`` (1-D, offset 0) as a tensor of ``shape``; see [Note: views with a storage of their own]."""
+    if numel == 0:
+        return flat.new_empty(shape)
+    itemsize = flat.element_size()
+    storage = flat.untyped_storage()[start * itemsize : (start + numel) * itemsize]
+    return flat.new_empty(0).set_(storage, 0, tuple(shape), tuple(stride))
+
+
+class GradBuffers(ABC):
+    """Where gradients accumulate, and the tensors that the reducer sends.
+
+    Attributes:
+        params: the model's trainable parameters, in the layout's order (owned by the model).
+        views: what ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own.
+        has_grad: whether a parameter received a gradient since it was last cleared (after a synchronised backward: on any rank).
+    """
+
+    def __init__(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
+        self.layout = layout
+        self.params = list(params)
+        self.views: list[Tensor | None] = [None] * len(self.params)
+        self.has_grad = [False] * len(self.params)
+        for param, spec in zip(self.params, layout.params, strict=True):
+            param.grad = None
+            # autograd then accumulates a 16-bit parameter's gradient in fp32; a no-op where the two dtypes are one
+            param.grad_dtype = spec.grad_dtype
+
+    @abstractmethod
+    def open(self, first: int | None = None) -> None:
+        """Makes every gradient ready to be accumulated into. ``first``: the parameter whose gradient came before this call."""
+
+    @abstractmethod
+    def adopt(self, param: int) -> None:
+        """Takes in a gradient that autograd or the user put somewhere other than the view."""
+
+    @abstractmethod
+    def seal(self, bucket: int) -> Tensor:
+        """Ends accumulation in a bucket and returns what to reduce: 1-D, ``bucket.numel`` elements, owned by this object."""
+
+    @abstractmethod
+    def publish(self, bucket: int) -> None:
+        """The reduction of a sealed bucket is complete; ``has_grad`` holds what the ranks agreed on."""
+
+    def take(self, param: int) -> Tensor:
+        """Hands over the gradient that arrived while the bucket was sealed; ``.grad`` is None again."""
+        grad = self.params[param].grad
+        assert grad is not None
+        self.params[param].grad = None
+        return grad
+
+    def detach_unused(self) -> None:  # noqa: B027 - nothing to do where .grad is autograd's own
+        """After a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
+
+    def use_up(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is there to be cleared
+        """An optimizer stepped with these gradients; with reduce-scatter the next backward starts from zero.
+
+        ``.grad`` is None by then, so zeroing through the raw module or by hand could not be noticed.
+        """
+
+    @abstractmethod
+    def clear(self, params: Iterable[int]) -> None:
+        """Drops the gradients of these parameters: ``.grad`` is None, accumulation starts from zero."""
+
+    def zero(self, params: Iterable[int]) -> None:
+        """Sets the gradients that exist to zero, and keeps them."""
+        for index in params:
+            view, grad = self.views[index], self.params[index].grad
+            if self.has_grad[index] and view is not None:
+                view.zero_()
+            elif grad is not None:
+                grad.zero_()
+
+    def check_param(self, param: int) -> None:
+        """Raises ParameterChangedError if the parameter is no longer what its place was made for."""
+        check_unchanged(self.params[param], self.layout.params[param])
+
+    def close(self) -> None:
+        """Leaves ``.grad`` None and the parameters' gradient dtype as torch has it by default."""
+        for param in self.params:
+            param.grad = None
+            param.grad_dtype = param.dtype
+
+
+class ContiguousGradBuffers(GradBuffers):
+    """Persistent buffers, one for each (dtype, grad dtype): 1-D, ``layout.buffers[i].numel`` elements, on ``device``."""
+
+    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], dp_rank: int, device: torch.device) -> None:
+        super().__init__(layout, params)
+        self.flats = [torch.zeros(b.numel, dtype=b.grad_dtype, device=device) for b in layout.buffers]
+        self._sharded = layout.num_shards > 1
+        self._shards = [layout.shard_range(bucket, dp_rank) for bucket in layout.buckets]
+        self._reduced = [False] * len(layout.buckets)  # the bucket holds a result, outside this rank's shard rubbish
+        self._stale = [False] * len(self.params)  # to be zeroed before the next gradient is added
+        self._addresses: list[int] = []
+        for index in range(len(self.params)):
+            self.views[index] = self._view(index)
+            self._addresses.append(self._get_view(index).data_ptr())
+
+    def bucket(self, bucket: int) -> Tensor:
+        """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
+        place = self.layout.buckets[bucket]
+        return self.flats[place.buffer][place.start : place.end]
+
+    def is_sharded(self, param: int) -> bool:
+        """Whether only this rank's shard of the gradient means anything: after a reduce-scatter, until the next backward."""
+        return self._sharded and self._reduced[self.layout.slots[param].bucket]
+
+    def use_up(self, params: Iterable[int]) -> None:
+        if self._sharded:
+            self._mark_stale(params)
+
+    def open(self, first: int | None = None) -> None:
+        reopened = {b for b, reduced in enumerate(self._reduced) if reduced and self._sharded}
+        for bucket in self.layout.buckets:
+            if bucket.index in reopened:
+                self.reopen(bucket.index)
+            else:
+                self._zero_stale(bucket.index)
+        for index, param in enumerate(self.params):
+            view, grad = self._get_view(index), param.grad
+            if grad is view:
+                continue
+            self.check_param(index)
+            in_reopened = self.layout.slots[index].bucket in reopened
+            if grad is None:
+                if self.has_grad[index] and not in_reopened:
+                    view.zero_()  # the user set .grad = None, which means zero
+                    self.has_grad[index] = False
+            elif index == first and in_reopened:
+                view.add_(grad)  # autograd found .grad None; what was reduced before stays
+            else:
+                view.copy_(grad)
+                self.has_grad[index] = True
+            param.grad = view
+
+    def reopen(self, bucket: int) -> None:
+        """Turns a reduce-scattered bucket into one that can be accumulated into and reduced again.
+
+        Afterwards a second reduction (mean over ranks) gives the first result plus the mean of what is added: the
+        shard is multiplied by the number of ranks, the rest, which other ranks own, is zeroed. This takes no memory, and is what
+        torch DDP computes by averaging an average.
+        """
+        place = self.layout.buckets[bucket]
+        flat = self.flats[place.buffer]
+        shard_start, shard_end = self._shards[bucket]
+        if any(self.has_grad[i] and not self._stale[i] for i in place.params):
+            flat[place.start : shard_start].zero_()
+            flat[shard_end : place.end].zero_()
+            flat[shard_start:shard_end].mul_(self.layout.num_shards)
+        else:
+            self._mark_stale(place.params)
+        self._zero_stale(bucket)
+        self._reduced[bucket] = False
+
+    def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
+        """Adds local gradients, by parameter, to a bucket that is reduced already; it must then be sealed and reduced again."""
+        if self._sharded:
+            self.reopen(bucket)
+        for index in self.layout.buckets[bucket].params:
+            self.params[index].grad = self.views[index]
+        for index, grad in grads.items():
+            self._get_view(index).add_(grad)
+
+    def adopt(self, param: int) -> None:
+        self.check_param(param)
+        view = self._get_view(param)
+        grad = self.params[param].grad
+        assert grad is not None
+        view.copy_(grad)
+        self.params[param].grad = view
+
+    def seal(self, bucket: int) -> Tensor:
+        for index in self.layout.buckets[bucket].params:
+            param, view = self.params[index], self._get_view(index)
+            grad = param.grad
+            if grad is None:
+                view.zero_()
+                self.has_grad[index] = False
+            elif grad is not view or view.data_ptr() != self._addresses[index]:
+                # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
+                self.check_param(index)
+                self.views[index] = self._view(index)
+                self._get_view(index).copy_(grad)
+                self.has_grad[index] = True
+            param.grad = None
+        return self.bucket(bucket)
+
+    def publish(self, bucket: int) -> None:
+        self._reduced[bucket] = True
+        if not self._sharded:
+            for index in self.layout.buckets[bucket].params:
+                self.params[index].grad = self.views[index] if self.has_grad[index] else None
+
+    def clear(self, params: Iterable[int]) -> None:
+        for index in params:
+            self.params[index].grad = None
+            self.has_grad[index] = False
+            self._stale[index] = True
+
+    def detach_unused(self) -> None:
+        if not all(self.has_grad):
+            for index, param in enumerate(self.params):
+                if not self.has_grad[index] and param.grad is self.views[index]:
+                    param.grad = None
+
+    def close(self) -> None:
+        super().close()
+        self.views, self.flats = [None] * len(self.params), []
+
+    def _view(self, index: int) -> Tensor:
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        return slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
+
+    def _get_view(self, index: int) -> Tensor:
+        view = self.views[index]
+        assert view is not None
+        return view
+
+    def _mark_stale(self, params: Iterable[int]) -> None:
+        for index in params:
+            self._stale[index] = True
+
+    def _zero_stale(self, bucket: int) -> None:
+        params = self.layout.buckets[bucket].params
+        stale = [index for index in params if self._stale[index]]
+        if len(stale) == len(params):
+            self.bucket(bucket).zero_()
+        else:
+            for index in stale:
+                self._get_view(index).zero_()
+        for index in stale:
+            self._stale[index] = self.has_grad[index] = False
+
+
+class FlattenedGradBuffers(GradBuffers):
+    """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is reduced."""
+
+    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
+        super().__init__(layout, params)
+        self._device = device
+        self._flats: dict[int, Tensor] = {}
+
+    def open(self, first: int | None = None) -> None:
+        for index, param in enumerate(self.params):
+            if index != first:
+                self.has_grad[index] = param.grad is not None
+
+    def adopt(self, param: int) -> None:
+        self.check_param(param)
+
+    def seal(self, bucket: int) -> Tensor:
+        place = self.layout.buckets[bucket]
+        flat = torch.zeros(place.numel, dtype=self.layout.buffers[place.buffer].grad_dtype, device=self._device)
+        for index in place.params:
+            grad = self.params[index].grad
+            self.has_grad[index] = grad is not None
+            if grad is not None:
+                self._view_in(flat, index).copy_(grad)
+        self._flats[bucket] = flat
+        return flat
+
+    def publish(self, bucket: int) -> None:
+        flat = self._flats.pop(bucket)
+        for index in self.layout.buckets[bucket].params:
+            param = self.params[index]
+            if not self.has_grad[index]:
+                continue
+            if param.grad is None:
+                param.grad = torch.empty_like(param, dtype=flat.dtype)
+            param.grad.copy_(self._view_in(flat, index))
+
+    def clear(self, params: Iterable[int]) -> None:
+        for index in params:
+            self.params[index].grad = None
+            self.has_grad[index] = False
+
+    def _view_in(self, flat: Tensor, index: int) -> Tensor:
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        start = slot.start - self.layout.buckets[slot.bucket].start
+        return flat[start : start + spec.numel].as_strided(spec.shape, spec.stride)
+
+
+class ParamBuffers:
+    """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
+
+    The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values, shapes and
+    strides stay. ``restore`` gives them memory of their own again.
+    """
+
+    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
+        self.layout = layout
+        self.params = list(params)
+        self.flats = [torch.zeros(b.numel, dtype=b.dtype, device=device) for b in layout.buffers]
+        self._addresses: list[int] = []
+        for index, param in enumerate(self.params):
+            self._move_in(index, param.detach())
+            self._addresses.append(param.data_ptr())
+
+    def bucket(self, bucket: int) -> Tensor:
+        """The bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""
+        place = self.layout.buckets[bucket]
+        return self.flats[place.buffer][place.start : place.end]
+
+    def recapture(self) -> None:
+        """Brings back parameters that were re-pointed from outside (``p.data = x``, ``load_state_dict(assign=True)``), with the values they have now.
+
+        Raises:
+            ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
+        """
+        for index, param in enumerate(self.params):
+            if param.data_ptr() != self._addresses[index] and param.numel() > 0:
+                check_unchanged(param, self.layout.params[index])
+                self._move_in(index, param.detach())
+
+    def restore(self) -> None:
+        """Gives every parameter memory of its own, with the present values and strides."""
+        self.recapture()
+        for param in self.params:
+            param.data = param.detach().clone(memory_format=torch.preserve_format)
+        self.flats = []
+
+    def _move_in(self, index: int, value: Tensor) -> None:
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        view = slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
+        view.copy_(value)
+        self.params[index].data = view
+
+
+def check_unchanged(param: Parameter, spec: ParamSpec) -> None:
+    """Raises ParameterChangedError if dtype or shape differ from what the buffers were laid out for."""
+    if param.dtype != spec.dtype or tuple(param.shape) != spec.shape:
+        raise ParameterChangedError(
+            f"parameter {spec.name!r} was {spec.dtype} of shape {spec.shape} when the model was wrapped and is now {param.dtype} of shape "
+            f"{tuple(param.shape)}. Change dtypes and shapes before wrapping, or wrap the model again"
+        )

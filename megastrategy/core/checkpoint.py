@@ -1,0 +1,172 @@
+"""Optimizer state: shards here, torch's own full-shaped format outside.
+
+The format is what plain DDP would have written: ``{"state": {index: {name: value}}, "param_groups": [...]}``, where a value that has one number
+for each element of the parameter has the parameter's shape and strides. It does not depend on the number of ranks, buckets or padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .collectives import Collectives
+from .errors import CheckpointError
+from .layout import BufferLayout, ParamSpec
+
+if TYPE_CHECKING:
+    from .distributed_optimizer import ParamShard
+
+
+def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """torch's numbering: ``id(param)`` -> index, counted through the groups, each parameter once."""
+    numbers: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            numbers.setdefault(id(param), len(numbers))
+    return numbers
+
+
+def gather_state_dict(
+    optimizer: torch.optim.Optimizer,
+    params_by_id: Mapping[int, int],
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    collectives: Collectives | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The full state on rank 0's host memory, nothing on other ranks. Collective if ``collectives`` is given.
+
+    One state tensor of one bucket is gathered at a time.
+    """
+    numbers = number_params(optimizer)
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
+    is_root = collectives is None or collectives.rank == 0
+    scalars, sharded_keys = _describe_state(optimizer, shards, collectives, device)
+    state: dict[int, dict[str, Any]] = {}
+    if is_root:
+        state = {number_of[index]: dict(values) for index, values in scalars.items() if index in number_of}
+    for bucket in layout.buckets:
+        keys = dict.fromkeys((key, dtype) for index in bucket.params for key, dtype in sharded_keys.get(index, ()))
+        for key, dtype in keys:
+            flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+            for index in bucket.params:
+                shard = shards.get(index)
+                if shard is not None and (key, dtype) in sharded_keys.get(index, ()):
+                    start = layout.slots[index].start - bucket.start
+                    flat[start + shard.start : start + shard.end] = _in_memory_order(optimizer.state[shard.main][key], layout.params[index])
+            if collectives is not None:
+                collectives.all_gather(flat).wait()
+            if not is_root:
+                continue
+            for index in bucket.params:
+                if index in number_of and (key, dtype) in sharded_keys.get(index, ()):
+                    spec, start = layout.params[index], layout.slots[index].start - bucket.start
+                    full = flat[start : start + spec.numel].cpu().clone()
+                    state.setdefault(number_of[index], {})[key] = full.as_strided(spec.shape, spec.stride)
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def load_full_state_dict(
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    params_by_id: Mapping[int, int],
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    groups_of_shards: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Cuts a full state into this rank's shards and hands it to the optimizer's own ``load_state_dict``.
+
+    Raises:
+        CheckpointError: if groups or shapes do not fit, before anything is changed.
+    """
+    groups = state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+        raise CheckpointError(
+            f"the state has parameter groups of {[len(group['params']) for group in groups]} parameters, the optimizer of "
+            f"{[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it was when the state was saved"
+        )
+    per_element = _per_element_keys(state_dict["state"])
+    shard_state: dict[int, dict[str, Any]] = {}
+    shard_groups = []
+    count = 0
+    for saved, own in zip(groups, optimizer.param_groups, strict=True):
+        members = []
+        for number, param in zip(saved["params"], own["params"], strict=True):
+            index = params_by_id.get(id(param))
+            if index is None or index not in shards:
+                continue
+            values = state_dict["state"].get(number, {})
+            if values:
+                spec, shard = layout.params[index], shards[index]
+                shard_state[count] = {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+            members.append(count)
+            count += 1
+        shard_groups.append({**{key: value for key, value in saved.items() if key != "params"}, "params": members})
+    with groups_of_shards():
+        optimizer.load_state_dict({"state": shard_state, "param_groups": shard_groups})
+
+
+def _describe_state(
+    optimizer: torch.optim.Optimizer, shards: Mapping[int, ParamShard], collectives: Collectives | None, device: torch.device
+) -> tuple[dict[int, dict[str, Any]], dict[int, list[tuple[str, torch.dtype]]]]:
+    """What state exists on any rank: values that belong to a whole parameter, and the names and dtypes of element-wise ones."""
+    scalars: dict[int, dict[str, Any]] = {}
+    sharded: dict[int, list[tuple[str, torch.dtype]]] = {}
+    for index, shard in shards.items():
+        for key, value in optimizer.state.get(shard.main, {}).items():
+            if isinstance(value, Tensor) and value.shape == shard.main.shape and value.dim() > 0:
+                sharded.setdefault(index, []).append((key, value.dtype))
+            elif isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
+                raise CheckpointError(
+                    f"state {key!r} of shape {tuple(value.shape)} has neither one number nor one for each of the {shard.main.numel()} elements of its shard"
+                )
+            else:
+                scalars.setdefault(index, {})[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    if collectives is None:
+        return scalars, sharded
+    everybody = collectives.all_gather_objects((scalars, sharded), device)
+    for other_scalars, other_sharded in everybody:
+        for index, values in other_scalars.items():
+            scalars.setdefault(index, values)
+        for index, keys in other_sharded.items():
+            sharded.setdefault(index, keys)
+    return scalars, sharded
+
+
+def _in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
+    """A state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
+    if value.dim() == 1 and tuple(value.shape) != spec.shape:
+        return value
+    if tuple(value.shape) != spec.shape:
+        return value.reshape(-1)
+    restrided = (
+        value
+        if value.stride() == spec.stride
+        else torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+    )
+    return restrided.as_strided((spec.numel,), (1,))
+
+
+def _per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """The names whose values have one number an element. A parameter of shape () cannot tell them from counters; others can."""
+    tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
+    shaped = {key for key, value in tensors if value.dim() > 0}
+    return shaped or {key for key, _ in tensors} - {"step"}
+
+
+def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
+    if not isinstance(value, Tensor) or key not in per_element:
+        return value
+    if tuple(value.shape) != spec.shape:
+        raise CheckpointError(
+            f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: this state is of another model"
+        )
+    return _in_memory_order(value, spec)[shard.start : shard.end].clone().reshape(shard.main.shape)

@@ -1,0 +1,300 @@
+"""Every byte that leaves a rank goes through here: the only file that calls torch.distributed.
+
+Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the default
+group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return at once with a
+:class:`Handle`; they run in the order in which they were started, which must be the same on every rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .errors import CollectiveError
+
+BROADCAST_CHUNK_BYTES = 64 * 2**20
+
+
+class Handle(ABC):
+    """A started collective."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when the result may be used (on CUDA: by work queued from now on). Raises CollectiveError if it failed."""
+
+
+class Collectives(ABC):
+    """What the engine asks of a process group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        """``tensor`` becomes the sum over ranks of ``scale * tensor``."""
+
+    @abstractmethod
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        """``tensor`` becomes the element-wise maximum over ranks."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+        """The rank-th of ``size`` equal parts of ``tensor`` becomes the sum over ranks of ``scale *`` that part; the rest is undefined."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Handle:
+        """Every rank's own part (rank-th of ``size`` equal parts) reaches all ranks; ``tensor`` is then equal everywhere."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor) -> Handle:
+        """``tensor`` becomes rank 0's."""
+
+    def close(self) -> None:
+        """Releases threads and scratch memory; the group stays the caller's. May be called again, and used again afterwards."""
+
+    def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
+        """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
+        for chunk in _chunks_by_dtype(tensors, BROADCAST_CHUNK_BYTES):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+            self.broadcast(flat).wait()
+            start = 0
+            for tensor in chunk:
+                tensor.detach().copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+                start += tensor.numel()
+
+    def all_gather_bytes(self, data: bytes, device: torch.device) -> list[bytes]:
+        """Every rank's ``data``, by rank; lengths may differ."""
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
+        lengths[self.rank] = len(data)
+        self.all_gather(lengths).wait()
+        sizes = [int(size) for size in lengths.tolist()]
+        width = max(1, max(sizes))
+        table = torch.zeros(self.size, width, dtype=torch.uint8, device=device)
+        table[self.rank, : len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)].to(device)
+        self.all_gather(table.view(-1)).wait()
+        return [bytes(row[:size].tolist()) for row, size in zip(table.cpu(), sizes, strict=True)]
+
+    def all_gather_objects(self, value: Any, device: torch.device) -> list[Any]:
+        """Every rank's picklable ``value``, by rank. The bytes come from the group's own ranks and are trusted."""
+        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(value), device)]
+
+
+def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
+    """The implementation for the backend that ``group`` uses on ``device``."""
+    backend = group._get_backend(device)
+    return GlooCollectives(group) if backend.name() == "gloo" else BackendCollectives(group)
+
+
+def private_group(group: ProcessGroup | None = None) -> ProcessGroup:
+    """A new group over the same ranks as ``group`` (default: all), for this engine alone.
+
+    On a group shared with others, a collective of theirs would wait behind ours, or run in another order on another rank.
+    All ranks of ``group`` must call this together. ``torch.distributed.destroy_process_group()`` ends it.
+
+    Raises:
+        ValueError: if torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun sets the "
+            "environment for it), or pass process_group"
+        )
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return dist.new_group(ranks, use_local_synchronization=group is not None)
+
+
+class BackendCollectives(Collectives):
+    """The backend's own collectives (NCCL and others), asynchronous on its own streams."""
+
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        tensor.mul_(scale)
+        return _WorkHandle("all-reduce", self.group.allreduce([tensor]), self)
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return _WorkHandle("all-reduce", self.group.allreduce([tensor], _max_options()), self)
+
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+        tensor.mul_(scale)
+        own = tensor.chunk(self.size)[self.rank]
+        return _WorkHandle("reduce-scatter", self.group._reduce_scatter_base(own, tensor), self)
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        own = tensor.chunk(self.size)[self.rank]
+        return _WorkHandle("all-gather", self.group._allgather_base(tensor, own), self)
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return _WorkHandle("broadcast", self.group.broadcast([tensor], dist.BroadcastOptions()), self)
+
+
+class GlooCollectives(Collectives):
+    """Gloo, with rings of our own for reduce-scatter and all-gather.
+
+    Gloo's reduce-scatter is an all-reduce inside and sends twice the bytes. The ring (as in Patarasuk and Yuan, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations", 2009) sends ``(size - 1) / size`` of the tensor, the least
+    possible. Receives are posted before sends: gloo then writes incoming data to its place directly. One thread carries out
+    everything in order, so the caller's thread (autograd's, during backward) goes on; it mostly waits outside the GIL.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._worker: _Worker | None = None
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._tag = 0
+
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        def run() -> None:
+            tensor.mul_(scale)
+            self.group.allreduce([tensor]).wait()
+
+        return self._start("all-reduce", run)
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self._start("all-reduce", lambda: self.group.allreduce([tensor], _max_options()).wait())
+
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+        return self._start("reduce-scatter", lambda: self._ring_reduce_scatter(tensor, scale))
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        return self._start("all-gather", lambda: self._ring_all_gather(tensor))
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return self._start("broadcast", lambda: self.group.broadcast([tensor], dist.BroadcastOptions()).wait())
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._scratch.clear()
+
+    def _start(self, what: str, run: Callable[[], object]) -> Handle:
+        if self._worker is None:
+            self._worker = _Worker()
+        return _FutureHandle(what, self._worker.submit(run), self)
+
+    def _ring_reduce_scatter(self, tensor: Tensor, scale: float) -> None:
+        tensor.mul_(scale)
+        chunks = tensor.chunk(self.size)
+        received = self._get_scratch(tensor.dtype, chunks[0].numel())
+        for step in range(self.size - 1):
+            sent = chunks[(self.rank - step - 1) % self.size]
+            target = chunks[(self.rank - step - 2) % self.size]
+            self._exchange(sent, received, then=lambda target=target: target.add_(received))
+
+    def _ring_all_gather(self, tensor: Tensor) -> None:
+        chunks = tensor.chunk(self.size)
+        for step in range(self.size - 1):
+            self._exchange(chunks[(self.rank - step) % self.size], chunks[(self.rank - step - 1) % self.size])
+
+    def _exchange(self, sent: Tensor, received: Tensor, then: Callable[[], object] | None = None) -> None:
+        """Sends to the next rank while receiving from the one before; ``then`` runs when the data is here."""
+        self._tag = (self._tag + 1) % 2**30
+        receive = self.group.recv([received], (self.rank - 1) % self.size, self._tag)
+        send = self.group.send([sent], (self.rank + 1) % self.size, self._tag)
+        receive.wait()
+        if then is not None:
+            then()
+        send.wait()
+
+    def _get_scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
+        scratch = self._scratch.get(dtype)
+        if scratch is None or scratch.numel() < numel:
+            scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype)
+        return scratch[:numel]
+
+
+class _WorkHandle(Handle):
+    def __init__(self, what: str, work: Any, collectives: Collectives) -> None:
+        self._what, self._work, self._collectives = what, work, collectives
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _failed(self._what, self._collectives, error) from error
+
+
+class _FutureHandle(Handle):
+    def __init__(self, what: str, future: Future[None], collectives: Collectives) -> None:
+        self._what, self._future, self._collectives = what, future, collectives
+
+    def wait(self) -> None:
+        try:
+            self._future.result()
+        except RuntimeError as error:
+            raise _failed(self._what, self._collectives, error) from error
+
+
+class _Worker:
+    """One thread that runs what it is given, in order. A daemon: a rank whose peers are gone must be able to exit."""
+
+    _CLOSE_TIMEOUT_S = 5.0
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="megastrategy-gloo", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], object]) -> Future[None]:
+        future: Future[None] = Future()
+        self._jobs.put((future, run))
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after what is queued; after an error on another rank that may never come, so not waited for long."""
+        self._jobs.put(None)
+        self._thread.join(self._CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, run = job
+            try:
+                with torch.no_grad():
+                    run()
+            except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del future, run, job  # a thread that waits for work keeps no tensor alive
+
+
+def _max_options() -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return options
+
+
+def _failed(what: str, collectives: Collectives, error: RuntimeError) -> CollectiveError:
+    return CollectiveError(
+        f"rank {collectives.rank} of {collectives.size}: {what} did not complete. Most often another rank ended with an error, was killed, "
+        f"or is stuck longer than the group's timeout: look at the first error among the ranks. The backend said: {error}"
+    )
+
+
+def _chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
+    """The tensors in groups of one dtype and device, each of at most ``max_bytes`` (or one tensor)."""
+    chunks: list[list[Tensor]] = []
+    kinds = list(dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors))
+    for kind in kinds:
+        current: list[Tensor] = []
+        current_bytes = 0
+        for tensor in (tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind and tensor.numel() > 0):
+            if current and current_bytes + tensor.nbytes > max_bytes:
+                chunks.append(current)
+                current, current_bytes = [], 0
+            current.append(tensor)
+            current_bytes += tensor.nbytes
+        if current:
+            chunks.append(current)
+    return chunks

@@ -1,0 +1,146 @@
+"""The configuration: every option once, checked at construction, never changed afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedDataParallelConfig:
+    """Options of :class:`~megastrategy.DistributedDataParallel`, under Megatron-LM's names.
+
+    Raises:
+        ValueError: for a value of the wrong type, out of range, or contradicting another field; the message
+            names the field, the value and the remedy.
+    """
+
+    bucket_size: int | None = None
+    """Soft minimum of a bucket, in elements: a bucket is closed by the parameter that reaches it. ``None`` takes an
+    eighth of the model's trainable elements, at least 2**18 (1 MB in fp32) and at most Megatron-LM's
+    ``max(40_000_000, 1_000_000 * dp_size)``. Why an eighth: the bucket filled last cannot overlap with backward, so its
+    share of the traffic is always exposed; more buckets than that pay latency for little, and below 1 MB a
+    collective costs more in latency than in bytes. From 320M elements on the bucket is Megatron-LM's."""
+
+    grad_reduce_in_fp32: bool = True
+    """Accumulate and reduce the gradients of 16-bit parameters in fp32 (4 bytes a parameter); off: in the parameter's
+    dtype (2 bytes). On by default: sums in bf16 lose small gradients, the more so the more ranks and microbatches."""
+
+    overlap_grad_reduce: bool = True
+    """Launch a bucket's reduction as soon as its last gradient is there, while backward goes on; off: all of
+    them at the end of backward, in the same order and with the same result."""
+
+    use_distributed_optimizer: bool = True
+    """Reduce-scatter the gradients and shard the optimizer over the ranks; off: all-reduce, and every rank steps the
+    whole model, as torch DDP does (for optimizers that cannot be sharded, and for code that reads ``.grad``)."""
+
+    use_contiguous_buffers: bool = True
+    """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to autograd and
+    flattens one bucket at a time after backward (needs ``use_distributed_optimizer=False`` and
+    ``overlap_grad_reduce=False``). Saves no memory while training; for code that insists on owning ``.grad``."""
+
+    broadcast_buffers: bool = True
+    """Broadcast rank 0's module buffers (BatchNorm statistics) before each synchronised forward, as torch DDP does."""
+
+    find_unused_parameters: bool = True
+    """Agree after each synchronised backward on the parameters that any rank used, one byte a parameter, so that parameters
+    unused on some or all ranks get what torch DDP gives them. Nothing is searched, so the cost does not depend on the
+    graph. Off: every parameter must receive a gradient in every synchronised backward, or an error names it."""
+
+    static_graph: bool = False
+    """The same parameters are used in every synchronised backward: agree once, on the first."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "bucket_size" and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r}: expected True or False")
+        size = self.bucket_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size <= 0):
+            raise ValueError(
+                f"bucket_size={size!r}: expected a positive number of elements, or None for the default "
+                "(an eighth of the model, between 2**18 and 40 million elements)"
+            )
+        if not self.use_contiguous_buffers:
+            for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"use_contiguous_buffers=False contradicts {name}=True: without persistent buffers gradients are "
+                        f"flattened and all-reduced after backward. Pass {name}=False as well, or leave "
+                        "use_contiguous_buffers on"
+                    )
+        if self.static_graph and not self.find_unused_parameters:
+            raise ValueError(
+                "static_graph=True contradicts find_unused_parameters=False: a static graph agrees once on the used parameters, "
+                "the other promises that there is nothing to agree on. Pass one of the two"
+            )
+
+
+def field_names() -> tuple[str, ...]:
+    """The names of all configuration fields, in their order of declaration."""
+    return tuple(field.name for field in dataclasses.fields(DistributedDataParallelConfig))
+
+
+def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """Builds a config from keyword arguments that may be ours or torch DDP's.
+
+    Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and ``broadcast_buffers`` are
+    fields here too; ``gradient_as_bucket_view`` is accepted and has nothing to do (gradients always live in the buckets);
+    ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``. Everything else is refused by name.
+
+    Raises:
+        ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
+            engine has no counterpart for, with the reason.
+    """
+    known = field_names()
+    chosen: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name in known:
+            chosen[name] = value
+        elif name == "gradient_as_bucket_view":
+            if not isinstance(value, bool):
+                raise ValueError(f"gradient_as_bucket_view={value!r}: expected True or False")
+        elif name == "bucket_cap_mb":
+            chosen["bucket_size"] = _bucket_size_from_mib(value, arguments)
+        elif name in _REFUSED_DDP_ARGUMENTS:
+            raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"unknown argument {name!r}: {hint}known are {', '.join(known)}")
+    if chosen.get("static_graph") and arguments.get("find_unused_parameters") is False:
+        # torch DDP's own default spelled out beside static_graph=True; there the pair means static_graph alone.
+        del chosen["find_unused_parameters"]
+    return DistributedDataParallelConfig(**chosen)
+
+
+def _bucket_size_from_mib(value: Any, arguments: Mapping[str, Any]) -> int | None:
+    if arguments.get("bucket_size") is not None:
+        raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"bucket_cap_mb={value!r}: expected a positive number of MiB")
+    return max(1, int(value * 2**20 / 4))
+
+
+_HOOKS = "buckets are reduced by this engine alone; communication hooks and model averaging need strategy='ddp'"
+_REFUSED_DDP_ARGUMENTS = {
+    "ddp_comm_hook": _HOOKS,
+    "ddp_comm_state": _HOOKS,
+    "ddp_comm_wrapper": _HOOKS,
+    "model_averaging_period": _HOOKS,
+    "mixed_precision": "choose the precision in the framework (bf16-true keeps fp32 main params) or by autocast",
+    "delay_all_reduce_named_params": "freeze what must not be reduced, or leave it out of the wrapped module",
+    "param_to_hook_all_reduce": "freeze what must not be reduced, or leave it out of the wrapped module",
+    "device_mesh": "pass the data-parallel process group",
+    "device_ids": "the module's own device is used: move it there first",
+    "output_device": "the module's own device is used: move it there first",
+    "dim": "inputs are not scattered; a sampler gives every rank its part",
+    "check_reduction": "it has had no effect in torch for years: leave it out",
+    "init_sync": "parameters and buffers are always broadcast from rank 0 at the start: leave it out",
+    "skip_all_reduce_unused_params": "every bucket is always reduced, so that all ranks launch the same collectives: leave it out",
+}

@@ -1,0 +1,366 @@
+"""The user's optimizer, stepped on this rank's shards.
+
+[Note: whose object is it]
+The user's own optimizer object does the arithmetic. During ``step`` its groups hold this rank's flat shards; at any other time
+they hold the model's Parameters, so schedulers, callbacks and freezing code see what they expect. Its ``state`` is keyed by the
+shards throughout. :class:`DistributedOptimizer` is the face shown to the framework; everything it knows is in one
+:class:`_ShardedStep`, since frameworks copy an optimizer's ``__dict__`` into wrappers of their own.
+
+[Note: main params]
+A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and the weight gets its rounding. Before each
+step the two are compared element by element; where the weight is not the rounding of the main param, somebody
+changed it from outside (``load_state_dict``, averaging, ``p.data = x``), and the main param takes the weight's value. fp32 and fp64
+weights need no main param: the shard is a view of the weights themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .buffers import ContiguousGradBuffers, slice_view
+from .checkpoint import gather_state_dict, load_full_state_dict
+from .clip_grads import check_finite, scale_to_norm_, total_grad_norm, unscale_grads_
+from .collectives import Collectives
+from .distributed_data_parallel import DistributedDataParallel
+from .elementwise import why_not_elementwise
+from .errors import CheckpointError, OptimizerNotShardableError
+from .events import EventKind
+
+_16_BIT = (torch.float16, torch.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamShard:
+    """What this rank steps of one parameter.
+
+    Attributes:
+        param: index in the layout.
+        start, end: the part of the parameter, in elements of its memory order.
+        main: what the optimizer updates: fp32 memory of its own, or (``model`` is None) the weights themselves.
+            Flat if the parameter is sharded, of the parameter's shape if not.
+        model: the 16-bit weights that get ``main``'s rounding, or None.
+    """
+
+    param: int
+    start: int
+    end: int
+    main: Tensor
+    model: Tensor | None
+
+
+class _ShardedStep:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+        self.inner = optimizer
+        self.model = model
+        self.layout = model.layout
+        self.sharded = self.layout.num_shards > 1
+        self.params_by_id = {id(param): index for index, param in enumerate(model.params)}
+        self.shards: dict[int, ParamShard] = {}
+        self._names = {id(param): name for name, param in model.module.named_parameters()}
+        self._passing_through = False
+        self._grad_views: dict[int, Tensor] = {}
+        self.add_shards()
+
+    @property
+    def owner_collectives(self) -> Collectives | None:
+        """The ranks among which elements are divided; None where every rank has all of them."""
+        return self.model.collectives if self.sharded else None
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether stepping goes through tensors other than the model's Parameters."""
+        return self.sharded or any(spec.dtype in _16_BIT for spec in self.layout.params)
+
+    def add_shards(self) -> None:
+        """Makes the shards of parameters that have none yet, after checking that the model has them."""
+        for number, group in enumerate(self.inner.param_groups):
+            for place, param in enumerate(group["params"]):
+                if id(param) not in self._names:
+                    raise ValueError(
+                        f"the optimizer's parameter {place} of group {number}, of shape {tuple(param.shape)}, is not a parameter of the wrapped "
+                        "model: its gradient would never be reduced. Pass model.parameters() of the model that was wrapped"
+                    )
+                index = self.params_by_id.get(id(param))
+                if self.has_shards and index is not None and index not in self.shards:
+                    self._add_shard(index, param)
+
+    def _add_shard(self, index: int, param: Parameter) -> None:
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        buffers = self.model.param_buffers
+        if buffers is None:
+            main = param.detach().to(torch.float32, copy=True) if spec.dtype in _16_BIT else param
+            model = param.detach() if spec.dtype in _16_BIT else None
+            self.shards[index] = ParamShard(index, 0, spec.numel, main, model)
+            return
+        owned = self.layout.owned_range(index, self.model.collectives.rank)
+        if owned is None:
+            return
+        start, end = owned
+        weights = slice_view(buffers.flats[slot.buffer], start, (end - start,), (1,), end - start)
+        if spec.dtype in _16_BIT:
+            self.shards[index] = ParamShard(index, start - slot.start, end - slot.start, weights.float(), weights)
+        else:
+            self.shards[index] = ParamShard(index, start - slot.start, end - slot.start, weights, None)
+        grads = self.model.grad_buffers
+        assert isinstance(grads, ContiguousGradBuffers), "parameters are sharded only with persistent gradient buffers"
+        self._grad_views[index] = grads.flats[slot.buffer][start:end]
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def param_indices(self) -> list[int]:
+        """The layout's indices of this optimizer's parameters."""
+        ids = dict.fromkeys(id(param) for group in self.inner.param_groups for param in group["params"])
+        return [self.params_by_id[key] for key in ids if key in self.params_by_id]
+
+    def owned_grads(self) -> list[Tensor]:
+        """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient dtype."""
+        has_grad = self.model.grad_buffers.has_grad
+        if not self.sharded:
+            params = [self.model.params[index] for index in self.param_indices()]
+            return [param.grad for param in params if param.grad is not None]
+        return [self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views]
+
+    def _grad_of(self, shard: ParamShard) -> Tensor | None:
+        if not self.sharded:
+            grad = self.model.params[shard.param].grad
+        else:
+            grad = self._grad_views[shard.param] if self.model.grad_buffers.has_grad[shard.param] else None
+        return None if grad is None else grad.to(shard.main.dtype)
+
+    # --- step --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def groups_of_shards(self) -> Iterator[None]:
+        """The optimizer's groups hold this rank's shards while this is open; a group may be empty, none is missing."""
+        groups = list(self.inner.param_groups)
+        whole = [group["params"] for group in groups]
+        for group, params in zip(groups, whole, strict=True):
+            indices = (self.params_by_id.get(id(param)) for param in params)
+            group["params"] = [self.shards[i].main for i in indices if i is not None and i in self.shards]
+        self._passing_through = True
+        try:
+            yield
+        finally:
+            self._passing_through = False
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def step(self) -> None:
+        model, indices = self.model, self.param_indices()
+        if self.sharded:
+            model.reducer.finish_grad_sync()
+        if model.param_buffers is not None:
+            model.param_buffers.recapture()
+        own = [self.shards[index] for index in indices if index in self.shards]
+        model.emit(EventKind.STEP_START, 0)
+        for shard in own:
+            self._take_outside_changes(shard)
+            shard.main.grad = self._grad_of(shard)
+        try:
+            with self.groups_of_shards():
+                self.inner.step()
+            for shard in own:
+                if shard.model is not None and shard.main.grad is not None:
+                    shard.model.copy_(shard.main)
+        finally:
+            for shard in own:
+                if shard.main is not model.params[shard.param]:
+                    shard.main.grad = None
+        model.emit(EventKind.STEP_END, 0)
+        if self.sharded:
+            has_grad = model.grad_buffers.has_grad
+            stepped = {self.layout.slots[index].bucket for index in indices if has_grad[index]}
+            model.param_gather.gather(stepped)
+            model.grad_buffers.use_up(indices)
+
+    @staticmethod
+    def _take_outside_changes(shard: ParamShard) -> None:
+        if shard.model is not None:
+            changed = shard.main.to(shard.model.dtype) != shard.model
+            torch.where(changed, shard.model.float(), shard.main, out=shard.main)
+
+    def refuse_direct_use(self, *_: Any) -> None:
+        """Hook on the user's object: its state is keyed by shards, so its own state_dict would be wrong."""
+        if not self._passing_through:
+            raise CheckpointError(
+                "this optimizer's state is sharded over the ranks: call state_dict() and load_state_dict() of the DistributedOptimizer "
+                "around it, on all ranks, instead of those of the optimizer that was passed to it"
+            )
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Any torch optimizer over a :class:`~megastrategy.DistributedDataParallel` model, sharded over the ranks.
+
+    Args:
+        optimizer: built on ``model.parameters()`` or a part of it, with any groups. The object itself goes on being
+            used: its groups, hyper-parameters and schedulers keep working. Must not be stepped directly any more.
+        model: the wrapped model.
+
+    With ``use_distributed_optimizer=False`` every rank steps all parameters; 16-bit weights get fp32 main params either way.
+    The instance is also an instance of the optimizer's class.
+
+    Raises:
+        ValueError: if the model is not wrapped, or the optimizer has a parameter that the model has not.
+        OptimizerNotShardableError: if the update is not element-wise (found by a numerical probe) and the model's
+            configuration shards the optimizer.
+    """
+
+    _impl: _ShardedStep
+
+    def __new__(cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> DistributedOptimizer:
+        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__})
+        return object.__new__(kind)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
+            raise ValueError(f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}")
+        if not isinstance(model, DistributedDataParallel):
+            raise ValueError(f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module first")
+        if model.layout.num_shards > 1:
+            main_dtype = torch.float64 if any(spec.dtype == torch.float64 for spec in model.layout.params) else torch.float32
+            reason = why_not_elementwise(optimizer, model.device, main_dtype)
+            if reason is not None:
+                raise OptimizerNotShardableError(
+                    f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: every rank then steps "
+                    "whole parameters, as under torch DDP"
+                )
+        state = optimizer.state_dict() if optimizer.state else None
+        self._impl = impl = _ShardedStep(optimizer, model)
+        if impl.has_shards:
+            optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
+            optimizer.register_load_state_dict_pre_hook(impl.refuse_direct_use)
+        if impl.has_shards and state is not None:
+            optimizer.state.clear()
+            self.load_state_dict(state)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's optimizer."""
+        return self._impl.inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The user's optimizer's groups: the model's Parameters and hyper-parameters."""
+        return self._impl.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The user's optimizer's state, keyed by this rank's shards."""
+        return self._impl.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._impl.inner.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_impl", "_step_supports_amp_scaling"):
+            # the second: unscaling is never left to a fused step, which would make clipping impossible
+            raise AttributeError(name)
+        return getattr(self._impl.inner, name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters, and returns the closure's result. Collective.
+
+        When it returns every rank holds all new weights. With reduce-scatter the step uses the gradients up: the next backward
+        starts from zero whether or not ``zero_grad`` is called.
+        """
+        impl = self._impl
+        if not impl.has_shards:
+            return impl.inner.step() if closure is None else impl.inner.step(closure)
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        with torch.no_grad():
+            impl.step()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops (or, with ``set_to_none=False``, zeroes) the gradients of this optimizer's parameters."""
+        impl = self._impl
+        if set_to_none:
+            impl.model.grad_buffers.clear(impl.param_indices())
+        else:
+            impl.model.grad_buffers.zero(impl.param_indices())
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on every rank. Collective."""
+        impl = self._impl
+        if not impl.sharded:
+            params = [param for group in self.param_groups for param in group["params"]]
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        impl.model.reducer.finish_grad_sync()
+        grads = impl.owned_grads()
+        norm = total_grad_norm(grads, norm_type, impl.owner_collectives, impl.model.device)
+        if error_if_nonfinite:
+            check_finite(norm, norm_type)
+        with torch.no_grad():
+            scale_to_norm_(grads, norm, max_norm)
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """As ``torch.nn.utils.clip_grad_value_`` over this optimizer's parameters."""
+        impl = self._impl
+        if impl.sharded:
+            impl.model.reducer.finish_grad_sync()
+        grads = impl.owned_grads()
+        if grads:
+            torch._foreach_clamp_min_(grads, -clip_value)
+            torch._foreach_clamp_max_(grads, clip_value)
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of this optimizer's reduced gradients: a scalar, the same bits on every rank. Collective."""
+        impl = self._impl
+        return total_grad_norm(impl.owned_grads(), norm_type, impl.owner_collectives, impl.model.device)
+
+    def full_grad(self, param: Parameter) -> Tensor | None:
+        """The whole reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
+        return self._impl.model.full_grad(param)
+
+    def unscale_grads_(self, inv_scale: Tensor) -> Tensor:
+        """For gradient scalers: multiplies the gradients by ``inv_scale``; (1,) fp32, 1.0 on all ranks if any is not finite. Collective."""
+        impl = self._impl
+        return unscale_grads_(impl.owned_grads(), inv_scale, impl.owner_collectives, impl.model.device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the parameters must belong to the wrapped model."""
+        self._impl.inner.add_param_group(param_group)
+        try:
+            self._impl.add_shards()
+        except ValueError:
+            self._impl.inner.param_groups.pop()
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimizer would have saved under torch DDP: full-shaped state by parameter index, on the host. Collective.
+
+        Rank 0 gets the state; on other ranks ``state`` is empty and the groups are there.
+        """
+        impl = self._impl
+        if not impl.has_shards:
+            return impl.inner.state_dict()
+        return gather_state_dict(impl.inner, impl.params_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state as torch DDP would have saved it (every rank the whole of it) and keeps this rank's shards."""
+        impl = self._impl
+        if not impl.has_shards:
+            impl.inner.load_state_dict(state_dict)
+            return
+        load_full_state_dict(impl.inner, state_dict, impl.params_by_id, impl.shards, impl.layout, impl.groups_of_shards)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self._impl.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self._impl.inner.register_step_post_hook(hook)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self._impl.inner!r})"

@@ -1,0 +1,38 @@
+"""Errors of what happened at run time; what a user passed in wrongly is a ``ValueError``.
+
+Every message says what was expected, what was found, which parameter or bucket it concerns, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class MegastrategyError(RuntimeError):
+    """Base class of every error raised for something that went wrong while training."""
+
+
+class LayoutMismatchError(MegastrategyError):
+    """The ranks hold different models or configurations, so their buckets do not line up."""
+
+
+class ParameterChangedError(MegastrategyError):
+    """A parameter no longer has the dtype, shape or device that its place in the buffers was made for."""
+
+
+class UnusedParameterError(MegastrategyError):
+    """A parameter received no gradient although the configuration promised that all of them do."""
+
+
+class BucketInFlightError(MegastrategyError):
+    """A gradient arrived for a bucket whose reduction had already been launched, in a graph declared static."""
+
+
+class CollectiveError(MegastrategyError):
+    """A collective did not complete, most often because another rank ended or hangs."""
+
+
+class OptimizerNotShardableError(MegastrategyError, ValueError):
+    """The optimizer's update of one element depends on other elements, so flat shards would change it."""
+
+
+class CheckpointError(MegastrategyError):
+    """An optimizer state does not fit the optimizer that it is loaded into."""

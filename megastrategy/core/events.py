@@ -1,0 +1,44 @@
+"""What the engine reports while it runs: one vocabulary for tests, the profiler and the simulator.
+
+A listener is any callable that takes an :class:`Event`. Without one, nothing is built and nothing is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Callable
+
+
+class EventKind(enum.Enum):
+    """What happened. ``index`` of the event is a parameter's or a bucket's, as said here."""
+
+    GRAD_READY = "grad_ready"
+    """A parameter's gradient was accumulated (index: parameter)."""
+    REDUCE_START = "reduce_start"
+    """A bucket's reduction was launched (index: bucket)."""
+    REDUCE_END = "reduce_end"
+    """A bucket's reduction has been waited for (index: bucket)."""
+    GATHER_START = "gather_start"
+    """The all-gather of a bucket's parameters was launched (index: bucket)."""
+    GATHER_END = "gather_end"
+    """The all-gather of a bucket's parameters has been waited for (index: bucket)."""
+    BACKWARD_END = "backward_end"
+    """A backward ended; index 1 if it was synchronised, else 0."""
+    STEP_START = "step_start"
+    """The optimizer starts to update this rank's shards (index: 0)."""
+    STEP_END = "step_end"
+    """The optimizer has updated this rank's shards (index: 0)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One event: its kind, the index of what it concerns, and ``time.perf_counter_ns()`` at that moment."""
+
+    kind: EventKind
+    index: int
+    time_ns: int = dataclasses.field(default_factory=time.perf_counter_ns)
+
+
+Listener = Callable[[Event], None]

@@ -1,0 +1,240 @@
+"""Where every gradient element lives, who owns it, and which bucket carries it: arithmetic only, no tensors.
+
+The layout is a pure function of parameter specs, configuration and ``dp_size``; all ranks compute it alone and compare a
+digest before the first collective. Rules, after Megatron-LM's ``_ParamAndGradBuffer``
+(https://github.com/NVIDIA/Megatron-LM, megatron/core/distributed/param_and_grad_buffer.py):
+
+* parameters are laid out in reverse order of registration, which is about the order in which backward finishes them;
+* one buffer for each pair of parameter dtype and gradient dtype;
+* a parameter starts on a multiple of 64 elements, a bucket ends on a multiple of ``lcm(dp_size, 128)``, so that every shard
+  has the same size and starts on an aligned address;
+* with the distributed optimizer rank r owns the r-th of ``dp_size`` equal parts of every bucket, otherwise all of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .config import DistributedDataParallelConfig
+
+PARAM_ALIGNMENT_NUMEL = 64
+BUCKET_ALIGNMENT_NUMEL = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """A trainable parameter as the layout sees it.
+
+    ``stride`` (elements) is the parameter's own if its memory is dense, so that channels_last stays channels_last;
+    a parameter that overlaps itself or has holes gets contiguous strides.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSlot:
+    """The place of one parameter: elements ``[start, end)`` of buffer ``buffer``, inside bucket ``bucket``."""
+
+    buffer: int
+    bucket: int
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Elements ``[start, end)`` of buffer ``buffer``, reduced by one collective; ``index`` is its place in the launch order.
+
+    ``params`` are indices into :attr:`BufferLayout.params`, in the order of their addresses.
+    """
+
+    index: int
+    buffer: int
+    start: int
+    end: int
+    params: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A contiguous stretch of memory for all parameters of one dtype whose gradients have one dtype."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class BufferLayout:
+    """The whole plan. It checks itself when it is made; nothing computes an offset after it.
+
+    Args:
+        params: every trainable parameter once, in order of registration.
+        slots: the place of each parameter, same order.
+        buffers: one for each (dtype, grad dtype).
+        buckets: in launch order.
+        dp_size: number of data-parallel ranks.
+        num_shards: ``dp_size`` when buckets are owned in shards, 1 when every rank owns all of every bucket.
+    """
+
+    params: tuple[ParamSpec, ...]
+    slots: tuple[ParamSlot, ...]
+    buffers: tuple[Buffer, ...]
+    buckets: tuple[Bucket, ...]
+    dp_size: int
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        alignment = math.lcm(self.dp_size, BUCKET_ALIGNMENT_NUMEL)
+        ends = [0] * len(self.buffers)
+        for bucket in sorted(self.buckets, key=lambda bucket: (bucket.buffer, bucket.start)):
+            assert bucket.start == ends[bucket.buffer], "buckets cover a buffer without gap or overlap"
+            assert bucket.numel % alignment == 0, "a bucket divides into equal shards"
+            ends[bucket.buffer] = bucket.end
+            position = bucket.start
+            for index in bucket.params:
+                slot = self.slots[index]
+                assert slot.start >= position and slot.end <= bucket.end, "parameters lie in their bucket, apart"
+                assert slot.start % PARAM_ALIGNMENT_NUMEL == 0, "parameters are aligned"
+                assert slot.end - slot.start == self.params[index].numel
+                assert (slot.buffer, slot.bucket) == (bucket.buffer, bucket.index)
+                position = slot.end
+        assert ends == [buffer.numel for buffer in self.buffers], "buckets end where their buffer ends"
+        assert [bucket.index for bucket in self.buckets] == list(range(len(self.buckets)))
+        placed = sorted(index for bucket in self.buckets for index in bucket.params)
+        assert placed == list(range(len(self.params))), "every parameter is in exactly one bucket"
+
+    def shard_range(self, bucket: Bucket, dp_rank: int) -> tuple[int, int]:
+        """Elements ``[start, end)`` of the bucket's buffer that ``dp_rank`` owns."""
+        if self.num_shards == 1:
+            return bucket.start, bucket.end
+        shard_numel = bucket.numel // self.num_shards
+        start = bucket.start + dp_rank * shard_numel
+        return start, start + shard_numel
+
+    def owned_range(self, param: int, dp_rank: int) -> tuple[int, int] | None:
+        """The part ``[start, end)`` of parameter ``param``'s slot (buffer offsets) that ``dp_rank`` owns; None if none of it."""
+        slot = self.slots[param]
+        shard_start, shard_end = self.shard_range(self.buckets[slot.bucket], dp_rank)
+        start, end = max(slot.start, shard_start), min(slot.end, shard_end)
+        return (start, end) if start < end else None
+
+    def describe(self) -> list[list[object]]:
+        """One JSON-able row a parameter, then one a bucket: what ranks must agree on."""
+        rows: list[list[object]] = [["dp_size", self.dp_size, "num_shards", self.num_shards]]
+        for spec, slot in zip(self.params, self.slots, strict=True):
+            rows.append(
+                [
+                    spec.name,
+                    list(spec.shape),
+                    list(spec.stride),
+                    str(spec.dtype),
+                    str(spec.grad_dtype),
+                    slot.buffer,
+                    slot.bucket,
+                    slot.start,
+                ]
+            )
+        rows.extend([f"bucket {b.index}", b.buffer, b.start, b.end] for b in self.buckets)
+        return rows
+
+    def digest(self) -> bytes:
+        """32 bytes that are equal on two ranks if and only if their layouts are."""
+        return hashlib.sha256(json.dumps(self.describe()).encode()).digest()
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """``stride`` if it walks ``prod(shape)`` adjacent elements once each, else the contiguous strides of ``shape``."""
+    expected = 1
+    for size, step in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n > 1), key=lambda pair: pair[1]):
+        if step != expected:
+            return contiguous_stride(shape)
+        expected *= size
+    return tuple(stride)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def default_bucket_size(total_numel: int, dp_size: int) -> int:
+    """The bucket size, in elements, for ``DistributedDataParallelConfig.bucket_size=None`` (the reason stands there)."""
+    megatron = max(40_000_000, 1_000_000 * dp_size)
+    return min(max(total_numel // 8, 2**18), megatron)
+
+
+def build_layout(specs: Sequence[ParamSpec], config: DistributedDataParallelConfig, dp_size: int) -> BufferLayout:
+    """Places every parameter. ``specs``: trainable parameters, tied ones once, in order of registration.
+
+    Raises:
+        ValueError: if two specs share a name or ``dp_size`` is not positive.
+    """
+    if dp_size < 1:
+        raise ValueError(f"dp_size={dp_size}: expected at least one rank")
+    repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
+    bucket_size = config.bucket_size or default_bucket_size(sum(spec.numel for spec in specs), dp_size)
+    alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL)
+
+    kinds = list(dict.fromkeys((spec.dtype, spec.grad_dtype) for spec in specs))
+    numels = [0] * len(kinds)
+    starts: dict[int, int] = {}
+    drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
+    for number, kind in enumerate(kinds):
+        members = [i for i in reversed(range(len(specs))) if (specs[i].dtype, specs[i].grad_dtype) == kind]
+        bucket_start = position = 0
+        current: list[int] = []
+        for place, index in enumerate(members):
+            position = _round_up(position, PARAM_ALIGNMENT_NUMEL)
+            starts[index] = position
+            position += specs[index].numel
+            current.append(index)
+            if position - bucket_start >= bucket_size or place == len(members) - 1:
+                position = _round_up(position, alignment)
+                drafts.append((number, bucket_start, position, tuple(current)))
+                bucket_start, current = position, []
+        numels[number] = position
+    # A bucket is complete when its first-registered parameter is, so that decides the order between dtypes.
+    drafts.sort(key=lambda draft: -min(draft[3]))
+    buckets = tuple(Bucket(index, *draft) for index, draft in enumerate(drafts))
+    bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+    slots = tuple(ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel) for i, spec in enumerate(specs))
+    return BufferLayout(
+        params=tuple(specs),
+        slots=slots,
+        buffers=tuple(Buffer(*kind, numel) for kind, numel in zip(kinds, numels, strict=True)),
+        buckets=buckets,
+        dp_size=dp_size,
+        num_shards=dp_size if config.use_distributed_optimizer else 1,
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

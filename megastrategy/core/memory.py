@@ -1,0 +1,72 @@
+"""How many bytes a rank holds, computed from the layout; the table in the README and the line at the start of a fit are this."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .layout import BufferLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params."""
+
+    param_bytes: int
+    grad_bytes: int
+    state_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.param_bytes + self.grad_bytes + self.state_bytes
+
+
+def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> MemoryUse:
+    """What this engine holds for the trainable parameters, to the byte, in tensors with a number for each element.
+
+    Args:
+        layout: the plan.
+        dp_rank: the rank (shards are cut at bucket borders, so ranks differ by padding and rounding).
+        state_tensors: how many numbers the optimizer keeps for each element (Adam: 2), in the dtype of what it steps.
+    """
+    sharded = layout.num_shards > 1
+    param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
+    if not sharded:  # parameters stay where the module has them
+        param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
+    grad_bytes = sum(buffer.numel * buffer.grad_dtype.itemsize for buffer in layout.buffers)
+    state_bytes = 0
+    for index, spec in enumerate(layout.params):
+        owned = layout.owned_range(index, dp_rank)
+        numel = owned[1] - owned[0] if owned is not None else 0
+        main_itemsize = max(spec.dtype.itemsize, 4)
+        main_param_numel = numel if spec.dtype.itemsize < 4 else 0
+        state_bytes += main_itemsize * (main_param_numel + state_tensors * numel)
+    return MemoryUse(param_bytes, grad_bytes, state_bytes)
+
+
+def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
+    """What torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds gradients twice)."""
+    bytes_once = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
+    return MemoryUse(bytes_once, bytes_once, state_tensors * bytes_once)
+
+
+def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tensors: int | None) -> str:
+    """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's."""
+    numels = [bucket.numel for bucket in layout.buckets]
+    reduction = "reduce-scatter, sharded optimizer" if layout.num_shards > 1 else "all-reduce, whole optimizer on every rank"
+    timing = "while backward runs" if overlap else "after backward"
+    wire = ", ".join(dict.fromkeys(str(buffer.grad_dtype).removeprefix("torch.") for buffer in layout.buffers)) or "nothing"
+    sizes = f"{min(numels):,} to {max(numels):,} elements each" if numels else "no trainable parameter"
+    lines = [
+        f"megatron_ddp on {layout.dp_size} rank(s): {reduction}",
+        f"  {len(numels)} bucket(s), {sizes}, {sum(numels):,} in all, sent as {wire} {timing}",
+        f"  {'bytes a rank':<16}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'total':>14}",
+    ]
+    rows = [("megatron_ddp", memory_use(layout, dp_rank, state_tensors or 0)), ("ddp", memory_use_of_ddp(layout, state_tensors or 0))]
+    for name, use in rows:
+        state, total = (_mib(use.state_bytes), _mib(use.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
+        lines.append(f"  {name:<16}{_mib(use.param_bytes):>14}{_mib(use.grad_bytes):>14}{state:>14}{total:>14}")
+    return "\n".join(lines)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB"

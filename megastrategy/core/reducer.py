@@ -1,0 +1,299 @@
+"""From gradient-ready hooks to reduced buckets.
+
+[Note: one synchronised backward]
+Hooks count a bucket's gradients; a complete bucket is launched once all buckets before it have been, so every rank launches the
+same collectives in the same order, whatever order its gradients arrive in. When the outermost backward has ended, the buckets that
+are left (some of their parameters were unused on this rank) are launched too, the ranks agree on what was used, and all
+reductions are waited for: gradients are final when ``backward()`` returns.
+
+[Note: gradients that come twice]
+A parameter used by two re-entrant checkpoints gets its gradient in two parts, and no count can tell in advance. If the second
+part comes when the bucket is already on the wire, it lands in a tensor of its own (``GradBuffers.seal`` has taken the view away),
+the ranks agree that the bucket is late, and it is reduced once more with the rest added: same mean, nothing lost. From then on this
+rank launches that bucket only at the end of backward. A launch order that is fixed is what makes this a local decision.
+
+[Note: which backward synchronises]
+As in torch DDP the last forward decides (``no_sync`` around forward and backward). A backward that no forward of the wrapper has
+ended before (Lightning's manual optimization runs them inside one) is decided when it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+
+from .buffers import ContiguousGradBuffers, GradBuffers
+from .collectives import Collectives, Handle
+from .config import DistributedDataParallelConfig
+from .errors import BucketInFlightError, UnusedParameterError
+from .events import Event, EventKind, Listener
+from .layout import BufferLayout
+
+
+class Reducer:
+    """Reduces the gradients of one wrapped module.
+
+    Args:
+        layout: the plan; equal on all ranks.
+        params: trainable parameters in the layout's order.
+        buffers: where gradients accumulate.
+        collectives: how buckets are sent.
+        config: the options.
+        should_sync: asked when a backward starts that no forward has decided for.
+        listener: gets every event, or None.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Sequence[Parameter],
+        buffers: GradBuffers,
+        collectives: Collectives,
+        config: DistributedDataParallelConfig,
+        should_sync: Callable[[], bool],
+        listener: Listener | None = None,
+    ) -> None:
+        self.layout = layout
+        self.buffers = buffers
+        self._params = list(params)
+        self._collectives = collectives
+        self._config = config
+        self._should_sync = should_sync
+        self._listener = listener
+
+        self._active = False  # a backward is under way and has reached a parameter
+        self._syncing = False
+        self._forward_decision: bool | None = None
+        self._watched = False  # the outermost backward is under way, known from the forward's outputs
+        self._epoch = 0
+        self._seen = [0] * len(self._params)  # the last epoch in which the parameter's gradient arrived
+        self._missing: list[int] = []  # gradients still to come, by bucket
+        self._handles: list[Handle] = []  # in launch order
+        self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
+        self._late_grads: dict[int, Tensor] = {}
+        self._deferred: set[int] = set()  # buckets that wait for the end of backward
+        self._has_local_grads = False
+        self._static_used: list[bool] | None = None
+        self._static_local: list[bool] = []
+        self._device = params[0].device if params else torch.device("cpu")
+        self._bucket_of = [slot.bucket for slot in layout.slots]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._params)]
+
+    def close(self) -> None:
+        """Removes the hooks. Reductions in flight are left alone: after an error elsewhere they might never end."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._handles = []
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """A forward starts. What a backward that ended in an exception left behind is waited for and dropped."""
+        if _inside_backward():  # recomputed by a checkpoint around the whole wrapper
+            return
+        if self._active:
+            self._active = self._syncing = False
+            self._wait_for_launched()
+            self._late.clear()
+            self._has_local_grads = False
+            self.buffers.clear(range(len(self._params)))
+        self._watched = False
+        self._forward_decision = None
+
+    def after_forward(self, outputs: Any, sync: bool) -> None:
+        """A forward ended whose backward shall be synchronised or not."""
+        self._forward_decision = sync
+        self.watch(outputs)
+
+    def watch(self, outputs: Any) -> None:
+        """Finds the tensors in ``outputs`` that a backward may start from, to know its outermost graph when it runs.
+
+        Callbacks queued inside a nested (re-entrant checkpoint) backward run when that ends, too early to send what is left.
+        """
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(self._on_output_grad)
+
+    def _on_output_grad(self, grad: Tensor) -> None:
+        if not self._watched:
+            self._watched = True
+            _queue_callback(self._end_watched_backward)
+
+    def _end_watched_backward(self) -> None:
+        self._watched = False
+        self._end_backward()
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
+        buffers, seen, has_grad = self.buffers, self._seen, self.buffers.has_grad
+        views, bucket = buffers.views, self._bucket_of[index]
+
+        def on_grad_accumulated(param: Tensor) -> None:
+            if not self._active:
+                self._begin_backward(index)
+            elif param.grad is not views[index]:
+                if self._syncing and bucket < len(self._handles):
+                    self._on_late_grad(index)
+                    return
+                buffers.adopt(index)
+            has_grad[index] = True
+            if self._listener is not None:
+                self._listener(Event(EventKind.GRAD_READY, index))
+            if self._syncing and seen[index] != self._epoch:
+                seen[index] = self._epoch
+                self._missing[bucket] -= 1
+                if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
+                    self._launch_ready()
+
+        return on_grad_accumulated
+
+    def _begin_backward(self, first: int) -> None:
+        self._active = True
+        self._epoch += 1
+        decision = self._forward_decision
+        self._syncing = self._should_sync() if decision is None else decision
+        self._missing = [len(b.params) + (b.index in self._deferred) for b in self.layout.buckets]
+        self._has_local_grads = True
+        self.buffers.open(first)
+        if not self._watched:
+            _queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if not self._active:
+            return
+        self._active = False
+        synced, self._syncing = self._syncing, False
+        if synced:
+            self.finish_grad_sync()
+        else:
+            self.buffers.detach_unused()
+        self._emit(EventKind.BACKWARD_END, int(synced))
+
+    def _on_late_grad(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        if not self._agrees():
+            raise BucketInFlightError(
+                f"parameter {self.layout.params[index].name!r}: a second gradient arrived in one backward after bucket {bucket} had been "
+                "launched (a second backward inside the first, or a layer used by two re-entrant checkpoints). Leave "
+                "find_unused_parameters on and static_graph off, so that the ranks can agree to reduce the bucket again, or use checkpoint(use_reentrant=False)"
+            )
+        self._late.add(index)
+        self._deferred.add(bucket)
+
+    # --- reduction ---------------------------------------------------------------------------------------------------
+
+    def finish_grad_sync(self) -> None:
+        """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
+
+        Collective: all ranks call it in the same state (each after the same number of synchronised backwards).
+
+        Raises:
+            CollectiveError: if a reduction failed, most often because another rank ended.
+            UnusedParameterError: if a parameter has no gradient against what the configuration promises.
+        """
+        if not self._has_local_grads:
+            return
+        self._check_promises()
+        while len(self._handles) < len(self.layout.buckets):
+            self._launch(len(self._handles))
+        late_buckets = self._agree()
+        self._wait_for_launched(publish=True)
+        for bucket in late_buckets:
+            self._reduce_again(bucket)
+        self._late.clear()
+        self._has_local_grads = False
+
+    def _launch_ready(self) -> None:
+        while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
+            self._launch(len(self._handles))
+
+    def _launch(self, bucket: int) -> None:
+        self._handles.append(self._start_reduction(bucket))
+
+    def _start_reduction(self, bucket: int) -> Handle:
+        tensor = self.buffers.seal(bucket)
+        self._emit(EventKind.REDUCE_START, bucket)
+        mean = 1.0 / self._collectives.size
+        if self.layout.num_shards > 1:
+            return self._collectives.reduce_scatter(tensor, mean)
+        return self._collectives.all_reduce(tensor, mean)
+
+    def _wait_for_launched(self, *, publish: bool = False) -> None:
+        handles, self._handles = self._handles, []
+        for bucket, handle in enumerate(handles):
+            handle.wait()
+            self._emit(EventKind.REDUCE_END, bucket)
+            if publish:
+                for index in self._late.intersection(self.layout.buckets[bucket].params):
+                    self._late_grads[index] = self.buffers.take(index)
+                self.buffers.publish(bucket)
+
+    def _agree(self) -> list[int]:
+        """Makes ``has_grad`` say what any rank used, and returns the buckets in which any rank has late gradients."""
+        has_grad = self.buffers.has_grad
+        if not self._agrees():
+            if self._static_used is not None:
+                has_grad[:] = self._static_used
+            return []
+        local = list(has_grad)
+        late_buckets = {self._bucket_of[index] for index in self._late}
+        flags = local + [bucket.index in late_buckets for bucket in self.layout.buckets]
+        tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        self._collectives.all_reduce_max(tensor).wait()
+        agreed = [bool(flag) for flag in tensor.tolist()]
+        has_grad[:] = agreed[: len(local)]
+        if self._config.static_graph:
+            self._static_used, self._static_local = list(has_grad), local
+        return [bucket for bucket, late in enumerate(agreed[len(local) :]) if late]
+
+    def _agrees(self) -> bool:
+        """Whether a synchronised backward ends with an exchange of what was used."""
+        return self._config.find_unused_parameters and self._static_used is None
+
+    def _check_promises(self) -> None:
+        has_grad = self.buffers.has_grad
+        if self._static_used is not None:
+            changed = [i for i, used in enumerate(has_grad) if used != self._static_local[i]]
+            promise = "static_graph=True: the same parameters as in the first synchronised backward must be used"
+        elif not self._config.find_unused_parameters:
+            changed = [i for i, used in enumerate(has_grad) if not used]
+            promise = "find_unused_parameters=False: every parameter must be used"
+        else:
+            return
+        if changed:
+            names = ", ".join(repr(self.layout.params[i].name) for i in changed[:5]) + (", ..." if len(changed) > 5 else "")
+            what = "no gradient" if not has_grad[changed[0]] else "a gradient"
+            raise UnusedParameterError(
+                f"rank {self._collectives.rank}: {len(changed)} parameter(s) received {what} in this backward against {promise}: {names}. "
+                "Drop the option (unused parameters are handled by default, at one byte a parameter a step), or freeze what is never used"
+            )
+
+    def _reduce_again(self, bucket: int) -> None:
+        """Adds late gradients to a reduced bucket, on the ranks that have them, and reduces it once more, on all."""
+        buffers = self.buffers
+        assert isinstance(buffers, ContiguousGradBuffers), "other buffers are launched at the end, when nothing can be late"
+        late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
+        buffers.add_to_reduced(bucket, late)
+        self._start_reduction(bucket).wait()
+        self._emit(EventKind.REDUCE_END, bucket)
+        buffers.publish(bucket)
+
+    def _emit(self, kind: EventKind, index: int) -> None:
+        if self._listener is not None:
+            self._listener(Event(kind, index))
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` when the backward that is running now (its innermost graph) ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _inside_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

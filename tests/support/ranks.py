@@ -1,0 +1,62 @@
+"""Ranks as threads, each over a gloo group of its own made on one HashStore: no default group, no processes, starts in a tenth of a second."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo, Store
+
+T = TypeVar("T")
+
+
+def gloo_group(store: Store, rank: int, size: int, timeout_s: float = 30.0) -> ProcessGroup:
+    """A process group that no registry of torch.distributed knows."""
+    group = ProcessGroup(store, rank, size)
+    group._register_backend(
+        torch.device("cpu"), ProcessGroup.BackendType.GLOO, ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+    )
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    return group
+
+
+class RankError(AssertionError):
+    """What went wrong, by rank."""
+
+
+def run_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: float = 30.0) -> list[T]:
+    """``run(rank, group)`` on ``size`` threads; the results by rank, or a RankError with every rank's traceback."""
+    outcomes = try_ranks(size, run, timeout_s=timeout_s)
+    failed = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
+    if failed:
+        report = "\n".join(f"rank {r}:\n" + "".join(traceback.format_exception(error)) for r, error in failed.items())
+        raise RankError(report)
+    return outcomes  # type: ignore[return-value]
+
+
+def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: float = 30.0) -> list[T | BaseException]:
+    """Like :func:`run_ranks`, but exceptions are results. A rank that ends in one closes its connections, as a dying process would."""
+    store = HashStore()
+    outcomes: list[T | BaseException] = [RankError("did not run")] * size
+
+    def target(rank: int) -> None:
+        group = None
+        try:
+            group = gloo_group(store, rank, size, timeout_s)
+            outcomes[rank] = run(rank, group)
+        except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
+            outcomes[rank] = error
+            if group is not None:
+                group._get_backend(torch.device("cpu")).shutdown()
+
+    threads = [threading.Thread(target=target, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s + 60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs beyond the group's timeout"
+    return outcomes
