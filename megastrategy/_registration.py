@@ -1,8 +1,9 @@
 """Makes the strategy names known to Lightning without importing Lightning.
 
-Lightning's registry exists once ``lightning.pytorch.strategies`` is imported. If it is already, the names are added at once; if not, a
-finder at the front of ``sys.meta_path`` adds them at the end of that import. The finder answers for that one module
-and is gone afterwards. What is registered is a factory, so the strategy itself is imported when a Trainer asks for it.
+Lightning's registry exists once ``lightning.pytorch.strategies`` is imported. If it is already, the names are added
+at once; if not, a finder at the front of ``sys.meta_path`` adds them at the end of that import. The finder answers
+for that one module and is gone afterwards. What is registered is a factory, so the strategy itself is imported when a
+Trainer asks for it.
 """
 
 from __future__ import annotations

@@ -95,8 +95,12 @@ class MegatronDDPStrategy(DDPStrategy):
         optimizers = [opt._optimizer if isinstance(opt, LightningOptimizer) else opt for opt in self.optimizers]
         real = [opt for opt in optimizers if not isinstance(opt, _MockOptimizer)]
         state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)
-        self.optimizers = [opt if isinstance(opt, _MockOptimizer) else DistributedOptimizer(opt, model) for opt in optimizers]
-        rank_zero_info(describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors))
+        self.optimizers = [
+            opt if isinstance(opt, _MockOptimizer) else DistributedOptimizer(opt, model) for opt in optimizers
+        ]
+        rank_zero_info(
+            describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
+        )
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -106,7 +110,11 @@ class MegatronDDPStrategy(DDPStrategy):
         # The plugin goes through `.grad`, which is None under reduce-scatter. Bound on this instance, removed by teardown.
         plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
         plugin.clip_grad_by_value = partial(_clip_grad_by_value, plugin)  # type: ignore[method-assign]
-        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None and not isinstance(plugin.scaler, GradScaler):
+        if (
+            isinstance(plugin, MixedPrecision)
+            and plugin.scaler is not None
+            and not isinstance(plugin.scaler, GradScaler)
+        ):
             self._replaced_scaler = plugin.scaler
             plugin.scaler = _sharded_scaler(plugin.scaler)
 

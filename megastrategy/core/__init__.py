@@ -1,9 +1,10 @@
 """The engine: torch and the standard library only.
 
-Reading order: config, layout, buffers, reducer, collectives, clip_grads, distributed_optimizer, param_gather, checkpoint,
-distributed_data_parallel. To follow one gradient: ``layout`` gives it an address, ``buffers`` makes the address memory, the ``reducer``'s
-hook counts it ready, ``collectives`` sends its bucket, ``clip_grads`` and ``distributed_optimizer`` use the shard, and ``param_gather`` brings
-every rank the new weight.
+Reading order: config, layout, buffers, reducer, collectives, clip_grads, distributed_optimizer, param_gather,
+checkpoint,
+distributed_data_parallel. To follow one gradient: ``layout`` gives it an address, ``buffers`` makes the address
+memory, the ``reducer``'s hook counts it ready, ``collectives`` sends its bucket, ``clip_grads`` and
+``distributed_optimizer`` use the shard, and ``param_gather`` brings every rank the new weight.
 """
 
 from .clip_grads import GradScaler

@@ -1,16 +1,18 @@
 """Contiguous storage for gradients and parameters: the only file that assigns ``param.data`` and ``param.grad``.
 
 [Note: views with a storage of their own]
-A parameter (or gradient) in a flat buffer is made from a *slice of the buffer's storage*, not from a view of the buffer:
-same memory, but its storage spans exactly its own bytes. So ``torch.save``, ``safetensors``, ``deepcopy`` and pickling see
-tensors that share nothing, and write one parameter where a plain view would write the whole buffer.
+A parameter (or gradient) in a flat buffer is made from a *slice of the
+buffer's storage*, not from a view of the buffer: same memory, but its storage spans exactly its own bytes. So
+``torch.save``, ``safetensors``, ``deepcopy`` and pickling see tensors that share nothing, and write one parameter
+where a plain view would write the whole buffer.
 
 [Note: life of a gradient view]
-``clear`` (zero_grad) only marks a view dirty and sets ``.grad = None``. ``open`` (start of a backward) zeroes what is dirty, a
-whole bucket at once where it can, and sets ``.grad`` to the views, so that autograd adds in place. ``seal`` takes ``.grad``
-away while the bucket is on the wire: a gradient that arrives late then lands in a tensor of its own, not in memory that a
-collective is reading. ``publish`` says what the reduction left behind: with all-reduce the views come back, with
-reduce-scatter ``.grad`` stays None, since only this rank's shard of the buffer means anything.
+``clear`` (zero_grad) only marks a view dirty and sets ``.grad = None``. ``open``
+(start of a backward) zeroes what is dirty, a whole bucket at once where it can, and sets ``.grad`` to the views, so
+that autograd adds in place. ``seal`` takes ``.grad`` away while the bucket is on the wire: a gradient that arrives
+late then lands in a tensor of its own, not in memory that a collective is reading. ``publish`` says what the
+reduction left behind: with all-reduce the views come back, with reduce-scatter ``.grad`` stays None, since only this
+rank's shard of the buffer means anything.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from .layout import BufferLayout, ParamSpec
 
 
 def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:
-    """Elements ``[start, start + numel)`` of ``flat`` (1-D, offset 0) as a tensor of ``shape``; see [Note: views with a storage of their own]."""
+    """Elements ``[start, start + numel)`` of ``flat`` (1-D, offset 0) as a tensor of ``shape``; see [Note: views with
+    a storage of their own]."""
     if numel == 0:
         return flat.new_empty(shape)
     itemsize = flat.element_size()
@@ -38,10 +41,9 @@ def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[
 class GradBuffers(ABC):
     """Where gradients accumulate, and the tensors that the reducer sends.
 
-    Attributes:
-        params: the model's trainable parameters, in the layout's order (owned by the model).
-        views: what ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own.
-        has_grad: whether a parameter received a gradient since it was last cleared (after a synchronised backward: on any rank).
+    Attributes: params: the model's trainable parameters, in the layout's order (owned by the model). views: what
+        ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own. has_grad: whether a
+        parameter received a gradient since it was last cleared (after a synchronised backward: on any rank).
     """
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
@@ -56,7 +58,8 @@ class GradBuffers(ABC):
 
     @abstractmethod
     def open(self, first: int | None = None) -> None:
-        """Makes every gradient ready to be accumulated into. ``first``: the parameter whose gradient came before this call."""
+        """Makes every gradient ready to be accumulated into. ``first``: the parameter whose gradient came before this
+        call."""
 
     @abstractmethod
     def adopt(self, param: int) -> None:
@@ -64,7 +67,8 @@ class GradBuffers(ABC):
 
     @abstractmethod
     def seal(self, bucket: int) -> Tensor:
-        """Ends accumulation in a bucket and returns what to reduce: 1-D, ``bucket.numel`` elements, owned by this object."""
+        """Ends accumulation in a bucket and returns what to reduce: 1-D, ``bucket.numel`` elements, owned by this
+        object."""
 
     @abstractmethod
     def publish(self, bucket: int) -> None:
@@ -111,7 +115,8 @@ class GradBuffers(ABC):
 
 
 class ContiguousGradBuffers(GradBuffers):
-    """Persistent buffers, one for each (dtype, grad dtype): 1-D, ``layout.buffers[i].numel`` elements, on ``device``."""
+    """Persistent buffers, one for each (dtype, grad dtype): 1-D, ``layout.buffers[i].numel`` elements, on
+    ``device``."""
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], dp_rank: int, device: torch.device) -> None:
         super().__init__(layout, params)
@@ -131,7 +136,8 @@ class ContiguousGradBuffers(GradBuffers):
         return self.flats[place.buffer][place.start : place.end]
 
     def is_sharded(self, param: int) -> bool:
-        """Whether only this rank's shard of the gradient means anything: after a reduce-scatter, until the next backward."""
+        """Whether only this rank's shard of the gradient means anything: after a reduce-scatter, until the next
+        backward."""
         return self._sharded and self._reduced[self.layout.slots[param].bucket]
 
     def use_up(self, params: Iterable[int]) -> None:
@@ -166,8 +172,8 @@ class ContiguousGradBuffers(GradBuffers):
         """Turns a reduce-scattered bucket into one that can be accumulated into and reduced again.
 
         Afterwards a second reduction (mean over ranks) gives the first result plus the mean of what is added: the
-        shard is multiplied by the number of ranks, the rest, which other ranks own, is zeroed. This takes no memory, and is what
-        torch DDP computes by averaging an average.
+        shard is multiplied by the number of ranks, the rest, which other ranks own, is zeroed. This takes no memory,
+        and is what torch DDP computes by averaging an average.
         """
         place = self.layout.buckets[bucket]
         flat = self.flats[place.buffer]
@@ -182,7 +188,8 @@ class ContiguousGradBuffers(GradBuffers):
         self._reduced[bucket] = False
 
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        """Adds local gradients, by parameter, to a bucket that is reduced already; it must then be sealed and reduced again."""
+        """Adds local gradients, by parameter, to a bucket that is reduced already; it must then be sealed and reduced
+        again."""
         if self._sharded:
             self.reopen(bucket)
         for index in self.layout.buckets[bucket].params:
@@ -262,7 +269,8 @@ class ContiguousGradBuffers(GradBuffers):
 
 
 class FlattenedGradBuffers(GradBuffers):
-    """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is reduced."""
+    """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is
+    reduced."""
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
         super().__init__(layout, params)
@@ -312,8 +320,8 @@ class FlattenedGradBuffers(GradBuffers):
 class ParamBuffers:
     """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
 
-    The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values, shapes and
-    strides stay. ``restore`` gives them memory of their own again.
+    The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
+    shapes and strides stay. ``restore`` gives them memory of their own again.
     """
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
@@ -331,7 +339,8 @@ class ParamBuffers:
         return self.flats[place.buffer][place.start : place.end]
 
     def recapture(self) -> None:
-        """Brings back parameters that were re-pointed from outside (``p.data = x``, ``load_state_dict(assign=True)``), with the values they have now.
+        """Brings back parameters that were re-pointed from outside (``p.data = x``,
+        ``load_state_dict(assign=True)``), with the values they have now.
 
         Raises:
             ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
@@ -359,6 +368,7 @@ def check_unchanged(param: Parameter, spec: ParamSpec) -> None:
     """Raises ParameterChangedError if dtype or shape differ from what the buffers were laid out for."""
     if param.dtype != spec.dtype or tuple(param.shape) != spec.shape:
         raise ParameterChangedError(
-            f"parameter {spec.name!r} was {spec.dtype} of shape {spec.shape} when the model was wrapped and is now {param.dtype} of shape "
-            f"{tuple(param.shape)}. Change dtypes and shapes before wrapping, or wrap the model again"
+            f"parameter {spec.name!r} was {spec.dtype} of shape {spec.shape} when the model was wrapped and is now "
+            f"{param.dtype} of shape {tuple(param.shape)}. Change dtypes and shapes before wrapping, or wrap the "
+            "model again"
         )

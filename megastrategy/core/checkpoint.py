@@ -1,7 +1,8 @@
 """Optimizer state: shards here, torch's own full-shaped format outside.
 
-The format is what plain DDP would have written: ``{"state": {index: {name: value}}, "param_groups": [...]}``, where a value that has one number
-for each element of the parameter has the parameter's shape and strides. It does not depend on the number of ranks, buckets or padding.
+The format is what plain DDP would have written: ``{"state": {index: {name: value}}, "param_groups": [...]}``, where a
+value that has one number for each element of the parameter has the parameter's shape and strides. It does not depend
+on the number of ranks, buckets or padding.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ def gather_state_dict(
     """
     numbers = number_params(optimizer)
     groups = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[id(p)] for p in group["params"]]}
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [numbers[id(p)] for p in group["params"]],
+        }
         for group in optimizer.param_groups
     ]
     number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
@@ -61,7 +65,9 @@ def gather_state_dict(
                 shard = shards.get(index)
                 if shard is not None and (key, dtype) in sharded_keys.get(index, ()):
                     start = layout.slots[index].start - bucket.start
-                    flat[start + shard.start : start + shard.end] = _in_memory_order(optimizer.state[shard.main][key], layout.params[index])
+                    flat[start + shard.start : start + shard.end] = _in_memory_order(
+                        optimizer.state[shard.main][key], layout.params[index]
+                    )
             if collectives is not None:
                 collectives.all_gather(flat).wait()
             if not is_root:
@@ -90,8 +96,9 @@ def load_full_state_dict(
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         raise CheckpointError(
-            f"the state has parameter groups of {[len(group['params']) for group in groups]} parameters, the optimizer of "
-            f"{[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it was when the state was saved"
+            f"the state has parameter groups of {[len(group['params']) for group in groups]} parameters, the "
+            f"optimizer of {[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it "
+            "was when the state was saved"
         )
     per_element = _per_element_keys(state_dict["state"])
     shard_state: dict[int, dict[str, Any]] = {}
@@ -115,9 +122,13 @@ def load_full_state_dict(
 
 
 def _describe_state(
-    optimizer: torch.optim.Optimizer, shards: Mapping[int, ParamShard], collectives: Collectives | None, device: torch.device
+    optimizer: torch.optim.Optimizer,
+    shards: Mapping[int, ParamShard],
+    collectives: Collectives | None,
+    device: torch.device,
 ) -> tuple[dict[int, dict[str, Any]], dict[int, list[tuple[str, torch.dtype]]]]:
-    """What state exists on any rank: values that belong to a whole parameter, and the names and dtypes of element-wise ones."""
+    """What state exists on any rank: values that belong to a whole parameter, and the names and dtypes of
+    element-wise ones."""
     scalars: dict[int, dict[str, Any]] = {}
     sharded: dict[int, list[tuple[str, torch.dtype]]] = {}
     for index, shard in shards.items():
@@ -126,10 +137,13 @@ def _describe_state(
                 sharded.setdefault(index, []).append((key, value.dtype))
             elif isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
                 raise CheckpointError(
-                    f"state {key!r} of shape {tuple(value.shape)} has neither one number nor one for each of the {shard.main.numel()} elements of its shard"
+                    f"state {key!r} of shape {tuple(value.shape)} has neither one number nor one for each of the "
+                    f"{shard.main.numel()} elements of its shard"
                 )
             else:
-                scalars.setdefault(index, {})[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                scalars.setdefault(index, {})[key] = (
+                    value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                )
     if collectives is None:
         return scalars, sharded
     everybody = collectives.all_gather_objects((scalars, sharded), device)
@@ -156,7 +170,8 @@ def _in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
 
 
 def _per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
-    """The names whose values have one number an element. A parameter of shape () cannot tell them from counters; others can."""
+    """The names whose values have one number an element. A parameter of shape () cannot tell them from counters;
+    others can."""
     tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
     shaped = {key for key, value in tensors if value.dim() > 0}
     return shaped or {key for key, _ in tensors} - {"step"}
@@ -167,6 +182,7 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
         return value
     if tuple(value.shape) != spec.shape:
         raise CheckpointError(
-            f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: this state is of another model"
+            f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: "
+            "this state is of another model"
         )
     return _in_memory_order(value, spec)[shard.start : shard.end].clone().reshape(shard.main.shape)

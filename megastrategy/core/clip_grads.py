@@ -1,7 +1,7 @@
 """Norms over owned shards, clipping, and one answer on all ranks to "is any gradient not finite?".
 
-Each rank sums over the elements it owns, so every element counts once, however often a parameter is tied or used. The partial
-results are gathered and combined in rank order, which gives every rank the same bits.
+Each rank sums over the elements it owns, so every element counts once, however often a parameter is tied or used. The
+partial results are gathered and combined in rank order, which gives every rank the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 from .collectives import Collectives
 
 
-def total_grad_norm(grads: Sequence[Tensor], norm_type: float, collectives: Collectives | None, device: torch.device) -> Tensor:
+def total_grad_norm(
+    grads: Sequence[Tensor], norm_type: float, collectives: Collectives | None, device: torch.device
+) -> Tensor:
     """The norm of all gradients on all ranks: a scalar in fp32 on ``device``, the same bits on every rank.
 
     Args:
@@ -38,7 +40,8 @@ def total_grad_norm(grads: Sequence[Tensor], norm_type: float, collectives: Coll
 
 
 def scale_to_norm_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
-    """Multiplies the gradients in place so that their total norm is at most ``max_norm`` (torch's formula, no host sync)."""
+    """Multiplies the gradients in place so that their total norm is at most ``max_norm`` (torch's formula, no host
+    sync)."""
     coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     if grads:
         torch._foreach_mul_(list(grads), coefficient)
@@ -48,12 +51,14 @@ def check_finite(total_norm: Tensor, norm_type: float) -> None:
     """Raises RuntimeError, as torch's ``clip_grad_norm_(error_if_nonfinite=True)`` does, on every rank alike."""
     if not bool(torch.isfinite(total_norm)):
         raise RuntimeError(
-            f"the total norm of order {norm_type} of the gradients is {total_norm.item()}, so it cannot be clipped. To clip "
-            "non-finite gradients anyway, pass error_if_nonfinite=False"
+            f"the total norm of order {norm_type} of the gradients is {total_norm.item()}, so it cannot be clipped. "
+            "To clip non-finite gradients anyway, pass error_if_nonfinite=False"
         )
 
 
-def unscale_grads_(grads: Sequence[Tensor], inv_scale: Tensor, collectives: Collectives | None, device: torch.device) -> Tensor:
+def unscale_grads_(
+    grads: Sequence[Tensor], inv_scale: Tensor, collectives: Collectives | None, device: torch.device
+) -> Tensor:
     """Multiplies the owned gradients by ``inv_scale`` (one element, fp32) in place.
 
     Returns 1.0 (shape (1,), fp32) on every rank if any rank met a gradient that is not finite, else 0.0. Collective if
@@ -61,7 +66,9 @@ def unscale_grads_(grads: Sequence[Tensor], inv_scale: Tensor, collectives: Coll
     """
     found_inf = torch.zeros(1, dtype=torch.float32, device=device)
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
-        torch._amp_foreach_non_finite_check_and_unscale_([grad for grad in grads if grad.dtype == dtype], found_inf, inv_scale.to(device))
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [grad for grad in grads if grad.dtype == dtype], found_inf, inv_scale.to(device)
+        )
     if collectives is not None:
         collectives.all_reduce_max(found_inf).wait()
     return found_inf
@@ -70,9 +77,9 @@ def unscale_grads_(grads: Sequence[Tensor], inv_scale: Tensor, collectives: Coll
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` for sharded optimizers: same interface, same ``state_dict``.
 
-    A :class:`~megastrategy.DistributedOptimizer` unscales the shard it owns and agrees with the other ranks on non-finite
-    gradients, so a step is skipped by all ranks or by none, and the scale stays equal. Other optimizers are
-    treated as torch treats them.
+    A :class:`~megastrategy.DistributedOptimizer` unscales the shard it owns and agrees with the other ranks on
+    non-finite gradients, so a step is skipped by all ranks or by none, and the scale stays equal. Other optimizers
+    are treated as torch treats them.
     """
 
     def _unscale_grads_(
@@ -80,7 +87,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         unscale: Any = getattr(optimizer, "unscale_grads_", None)
         if unscale is None:
-            per_device: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
+                optimizer, inv_scale, found_inf, allow_fp16
+            )
             return per_device
         found: Tensor = unscale(inv_scale)
         return {found.device: found}

@@ -1,8 +1,9 @@
 """Every byte that leaves a rank goes through here: the only file that calls torch.distributed.
 
-Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the default
-group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return at once with a
-:class:`Handle`; they run in the order in which they were started, which must be the same on every rank.
+Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the
+default group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return
+at once with a :class:`Handle`; they run in the order in which they were started, which must be the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the result may be used (on CUDA: by work queued from now on). Raises CollectiveError if it failed."""
+        """Returns when the result may be used (on CUDA: by work queued from now on). Raises CollectiveError if it
+        failed."""
 
 
 class Collectives(ABC):
@@ -51,18 +53,21 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
-        """The rank-th of ``size`` equal parts of ``tensor`` becomes the sum over ranks of ``scale *`` that part; the rest is undefined."""
+        """The rank-th of ``size`` equal parts of ``tensor`` becomes the sum over ranks of ``scale *`` that part; the
+        rest is undefined."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Handle:
-        """Every rank's own part (rank-th of ``size`` equal parts) reaches all ranks; ``tensor`` is then equal everywhere."""
+        """Every rank's own part (rank-th of ``size`` equal parts) reaches all ranks; ``tensor`` is then equal
+        everywhere."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> Handle:
         """``tensor`` becomes rank 0's."""
 
-    def close(self) -> None:
-        """Releases threads and scratch memory; the group stays the caller's. May be called again, and used again afterwards."""
+    def close(self) -> None:  # noqa: B027 - the backend's own collectives hold nothing
+        """Releases threads and scratch memory; the group stays the caller's. May be called again, and used again
+        afterwards."""
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
@@ -82,7 +87,9 @@ class Collectives(ABC):
         sizes = [int(size) for size in lengths.tolist()]
         width = max(1, max(sizes))
         table = torch.zeros(self.size, width, dtype=torch.uint8, device=device)
-        table[self.rank, : len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)].to(device)
+        table[self.rank, : len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[
+            : len(data)
+        ].to(device)
         self.all_gather(table.view(-1)).wait()
         return [bytes(row[:size].tolist()) for row, size in zip(table.cpu(), sizes, strict=True)]
 
@@ -100,19 +107,20 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
 def private_group(group: ProcessGroup | None = None) -> ProcessGroup:
     """A new group over the same ranks as ``group`` (default: all), for this engine alone.
 
-    On a group shared with others, a collective of theirs would wait behind ours, or run in another order on another rank.
-    All ranks of ``group`` must call this together. ``torch.distributed.destroy_process_group()`` ends it.
+    On a group shared with others, a collective of theirs would wait behind ours, or run in another order on another
+    rank. All ranks of ``group`` must call this together. ``torch.distributed.destroy_process_group()`` ends it.
 
     Raises:
         ValueError: if torch.distributed is not initialised.
     """
     if not dist.is_initialized():
         raise ValueError(
-            "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun sets the "
-            "environment for it), or pass process_group"
+            "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun "
+            "sets the environment for it), or pass process_group"
         )
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return dist.new_group(ranks, use_local_synchronization=group is not None)
+    own: ProcessGroup = dist.new_group(ranks, use_local_synchronization=group is not None)
+    return own
 
 
 class BackendCollectives(Collectives):
@@ -128,7 +136,9 @@ class BackendCollectives(Collectives):
     def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
         tensor.mul_(scale)
         own = tensor.chunk(self.size)[self.rank]
-        return _WorkHandle("reduce-scatter", self.group._reduce_scatter_base(own, tensor), self)
+        return _WorkHandle(
+            "reduce-scatter", self.group._reduce_scatter_base(own, tensor, dist.ReduceScatterOptions()), self
+        )
 
     def all_gather(self, tensor: Tensor) -> Handle:
         own = tensor.chunk(self.size)[self.rank]
@@ -141,10 +151,11 @@ class BackendCollectives(Collectives):
 class GlooCollectives(Collectives):
     """Gloo, with rings of our own for reduce-scatter and all-gather.
 
-    Gloo's reduce-scatter is an all-reduce inside and sends twice the bytes. The ring (as in Patarasuk and Yuan, "Bandwidth
-    optimal all-reduce algorithms for clusters of workstations", 2009) sends ``(size - 1) / size`` of the tensor, the least
-    possible. Receives are posted before sends: gloo then writes incoming data to its place directly. One thread carries out
-    everything in order, so the caller's thread (autograd's, during backward) goes on; it mostly waits outside the GIL.
+    Gloo's reduce-scatter is an all-reduce inside and sends twice the bytes. The ring (as in Patarasuk and Yuan,
+    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009) sends ``(size - 1) / size`` of the
+    tensor, the least possible. Receives are posted before sends: gloo then writes incoming data to its place
+    directly. One thread carries out everything in order, so the caller's thread (autograd's, during backward) goes
+    on; it mostly waits outside the GIL.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -190,21 +201,21 @@ class GlooCollectives(Collectives):
         for step in range(self.size - 1):
             sent = chunks[(self.rank - step - 1) % self.size]
             target = chunks[(self.rank - step - 2) % self.size]
-            self._exchange(sent, received, then=lambda target=target: target.add_(received))
+            self._exchange(sent, received, into=target)
 
     def _ring_all_gather(self, tensor: Tensor) -> None:
         chunks = tensor.chunk(self.size)
         for step in range(self.size - 1):
             self._exchange(chunks[(self.rank - step) % self.size], chunks[(self.rank - step - 1) % self.size])
 
-    def _exchange(self, sent: Tensor, received: Tensor, then: Callable[[], object] | None = None) -> None:
-        """Sends to the next rank while receiving from the one before; ``then`` runs when the data is here."""
+    def _exchange(self, sent: Tensor, received: Tensor, into: Tensor | None = None) -> None:
+        """Sends to the next rank while receiving from the one before, and adds what came to ``into``."""
         self._tag = (self._tag + 1) % 2**30
         receive = self.group.recv([received], (self.rank - 1) % self.size, self._tag)
         send = self.group.send([sent], (self.rank + 1) % self.size, self._tag)
         receive.wait()
-        if then is not None:
-            then()
+        if into is not None:
+            into.add_(received)
         send.wait()
 
     def _get_scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
@@ -252,7 +263,8 @@ class _Worker:
         return future
 
     def close(self) -> None:
-        """Ends the thread after what is queued; after an error on another rank that may never come, so not waited for long."""
+        """Ends the thread after what is queued; after an error on another rank that may never come, so not waited for
+        long."""
         self._jobs.put(None)
         self._thread.join(self._CLOSE_TIMEOUT_S)
 
@@ -271,14 +283,15 @@ class _Worker:
 
 def _max_options() -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return options
 
 
 def _failed(what: str, collectives: Collectives, error: RuntimeError) -> CollectiveError:
     return CollectiveError(
-        f"rank {collectives.rank} of {collectives.size}: {what} did not complete. Most often another rank ended with an error, was killed, "
-        f"or is stuck longer than the group's timeout: look at the first error among the ranks. The backend said: {error}"
+        f"rank {collectives.rank} of {collectives.size}: {what} did not complete. Most often another rank ended with "
+        "an error, was killed, or is stuck longer than the group's timeout: look at the first error among the "
+        f"ranks. The backend said: {error}"
     )
 
 

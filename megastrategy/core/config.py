@@ -38,17 +38,18 @@ class DistributedDataParallelConfig:
     whole model, as torch DDP does (for optimizers that cannot be sharded, and for code that reads ``.grad``)."""
 
     use_contiguous_buffers: bool = True
-    """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to autograd and
-    flattens one bucket at a time after backward (needs ``use_distributed_optimizer=False`` and
+    """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to
+    autograd and flattens one bucket at a time after backward (needs ``use_distributed_optimizer=False`` and
     ``overlap_grad_reduce=False``). Saves no memory while training; for code that insists on owning ``.grad``."""
 
     broadcast_buffers: bool = True
     """Broadcast rank 0's module buffers (BatchNorm statistics) before each synchronised forward, as torch DDP does."""
 
     find_unused_parameters: bool = True
-    """Agree after each synchronised backward on the parameters that any rank used, one byte a parameter, so that parameters
-    unused on some or all ranks get what torch DDP gives them. Nothing is searched, so the cost does not depend on the
-    graph. Off: every parameter must receive a gradient in every synchronised backward, or an error names it."""
+    """Agree after each synchronised backward on the parameters that any rank used, one byte a parameter, so that
+    parameters unused on some or all ranks get what torch DDP gives them. Nothing is searched, so the cost does not
+    depend on the graph. Off: every parameter must receive a gradient in every synchronised backward, or an error
+    names it."""
 
     static_graph: bool = False
     """The same parameters are used in every synchronised backward: agree once, on the first."""
@@ -68,14 +69,14 @@ class DistributedDataParallelConfig:
             for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
                 if getattr(self, name):
                     raise ValueError(
-                        f"use_contiguous_buffers=False contradicts {name}=True: without persistent buffers gradients are "
-                        f"flattened and all-reduced after backward. Pass {name}=False as well, or leave "
+                        f"use_contiguous_buffers=False contradicts {name}=True: without persistent buffers gradients "
+                        f"are flattened and all-reduced after backward. Pass {name}=False as well, or leave "
                         "use_contiguous_buffers on"
                     )
         if self.static_graph and not self.find_unused_parameters:
             raise ValueError(
-                "static_graph=True contradicts find_unused_parameters=False: a static graph agrees once on the used parameters, "
-                "the other promises that there is nothing to agree on. Pass one of the two"
+                "static_graph=True contradicts find_unused_parameters=False: a static graph agrees once on the used "
+                "parameters, the other promises that there is nothing to agree on. Pass one of the two"
             )
 
 
@@ -87,9 +88,10 @@ def field_names() -> tuple[str, ...]:
 def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParallelConfig:
     """Builds a config from keyword arguments that may be ours or torch DDP's.
 
-    Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and ``broadcast_buffers`` are
-    fields here too; ``gradient_as_bucket_view`` is accepted and has nothing to do (gradients always live in the buckets);
-    ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``. Everything else is refused by name.
+    Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and
+    ``broadcast_buffers`` are fields here too; ``gradient_as_bucket_view`` is accepted and has nothing to do
+    (gradients always live in the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``. Everything
+    else is refused by name.
 
     Raises:
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
@@ -142,5 +144,5 @@ _REFUSED_DDP_ARGUMENTS = {
     "dim": "inputs are not scattered; a sampler gives every rank its part",
     "check_reduction": "it has had no effect in torch for years: leave it out",
     "init_sync": "parameters and buffers are always broadcast from rank 0 at the start: leave it out",
-    "skip_all_reduce_unused_params": "every bucket is always reduced, so that all ranks launch the same collectives: leave it out",
+    "skip_all_reduce_unused_params": "every bucket is always reduced, the same collectives on all ranks: leave it out",
 }

@@ -24,16 +24,17 @@ from .reducer import Reducer
 class DistributedDataParallel(nn.Module):
     """Data parallelism after Megatron-LM around any module.
 
-    Args:
-        module: on its device already, the same on every rank; rank 0's parameters and buffers are broadcast. Parameters that
+    Args: module: on its device already, the same on every rank; rank 0's parameters and buffers are broadcast.
+        Parameters that
             require no gradients now are left out.
         config: the options; None for the defaults.
-        process_group: the data-parallel ranks, used for nothing else while training. None makes a group of its own over all ranks.
+        process_group: the data-parallel ranks, used for nothing else while training. None makes a group of its own
+        over all ranks.
         collectives: how to send instead of what fits the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
 
-    With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns; :meth:`close`
-    gives it back.
+    With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
+    :meth:`close` gives it back.
 
     Attributes:
         module: the wrapped module.
@@ -82,7 +83,13 @@ class DistributedDataParallel(nn.Module):
         self.require_backward_grad_sync = True
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
         self.reducer = Reducer(
-            self.layout, self.params, self.grad_buffers, collectives, config, lambda: self.require_backward_grad_sync, listener
+            self.layout,
+            self.params,
+            self.grad_buffers,
+            collectives,
+            config,
+            lambda: self.require_backward_grad_sync,
+            listener,
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +133,8 @@ class DistributedDataParallel(nn.Module):
             self.grad_buffers.zero(every)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None if it has none.
+        """The whole reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None if it has
+        none.
 
         Collective with reduce-scatter, where ``param.grad`` is None after a synchronised backward.
 
@@ -135,7 +143,9 @@ class DistributedDataParallel(nn.Module):
         """
         index = next((i for i, candidate in enumerate(self.params) if candidate is param), None)
         if index is None:
-            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of the wrapped module")
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of the wrapped module"
+            )
         grads = self.grad_buffers
         if not isinstance(grads, ContiguousGradBuffers) or not grads.is_sharded(index):
             return None if param.grad is None else param.grad.detach().clone()
@@ -155,7 +165,8 @@ class DistributedDataParallel(nn.Module):
             self._listener(Event(kind, index))
 
     def close(self) -> None:
-        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None. May be called twice."""
+        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None. May be called
+        twice."""
         self.reducer.close()
         self.grad_buffers.close()
         if self.param_buffers is not None:
@@ -167,8 +178,8 @@ class DistributedDataParallel(nn.Module):
         for name, param in self._frozen:
             if param.requires_grad:
                 raise ParameterChangedError(
-                    f"parameter {name!r} required no gradients when the model was wrapped and does now, so it is in no bucket and would never "
-                    "be synchronised. Unfreeze it before wrapping, or wrap the model again"
+                    f"parameter {name!r} required no gradients when the model was wrapped and does now, so it is in "
+                    "no bucket and would never be synchronised. Unfreeze it before wrapping, or wrap the model again"
                 )
 
 
@@ -190,8 +201,8 @@ def _common_device(module: nn.Module) -> torch.device:
             device, first = param.device, name
         if param.device != device:
             raise ValueError(
-                f"parameters are on several devices ({first!r} on {device}, {name!r} on {param.device}): one device a rank is expected; "
-                "move the module to one before wrapping"
+                f"parameters are on several devices ({first!r} on {device}, {name!r} on {param.device}): one device "
+                "a rank is expected; move the module to one before wrapping"
             )
     return device or torch.device("cpu")
 
@@ -214,7 +225,7 @@ def _check_layouts_agree(layout: BufferLayout, collectives: Collectives, device:
 
 def _mismatch(rank: int, mine: list[object], other: int, theirs: list[object]) -> str:
     return (
-        f"the ranks do not hold the same model or configuration. First difference: rank {rank} has {mine}, rank {other} has {theirs} "
-        "(name, shape, stride, dtype, gradient dtype, place). Build the same module, in the same order and with the same "
-        "frozen parameters and options, on every rank"
+        f"the ranks do not hold the same model or configuration. First difference: rank {rank} has {mine}, rank "
+        f"{other} has {theirs} (name, shape, stride, dtype, gradient dtype, place). Build the same module, in the "
+        "same order and with the same frozen parameters and options, on every rank"
     )

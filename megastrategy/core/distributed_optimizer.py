@@ -1,16 +1,18 @@
 """The user's optimizer, stepped on this rank's shards.
 
 [Note: whose object is it]
-The user's own optimizer object does the arithmetic. During ``step`` its groups hold this rank's flat shards; at any other time
-they hold the model's Parameters, so schedulers, callbacks and freezing code see what they expect. Its ``state`` is keyed by the
-shards throughout. :class:`DistributedOptimizer` is the face shown to the framework; everything it knows is in one
-:class:`_ShardedStep`, since frameworks copy an optimizer's ``__dict__`` into wrappers of their own.
+The user's own optimizer object does the arithmetic. During ``step`` its groups hold this
+rank's flat shards; at any other time they hold the model's Parameters, so schedulers, callbacks and freezing code see
+what they expect. Its ``state`` is keyed by the shards throughout. :class:`DistributedOptimizer` is the face shown to
+the framework; everything it knows is in one :class:`_ShardedStep`, since frameworks copy an optimizer's ``__dict__``
+into wrappers of their own.
 
 [Note: main params]
-A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and the weight gets its rounding. Before each
-step the two are compared element by element; where the weight is not the rounding of the main param, somebody
-changed it from outside (``load_state_dict``, averaging, ``p.data = x``), and the main param takes the weight's value. fp32 and fp64
-weights need no main param: the shard is a view of the weights themselves.
+A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and
+the weight gets its rounding. Before each step the two are compared element by element; where the weight is not the
+rounding of the main param, somebody changed it from outside (``load_state_dict``, averaging, ``p.data = x``), and the
+main param takes the weight's value. fp32 and fp64 weights need no main param: the shard is a view of the weights
+themselves.
 """
 
 from __future__ import annotations
@@ -84,8 +86,9 @@ class _ShardedStep:
             for place, param in enumerate(group["params"]):
                 if id(param) not in self._names:
                     raise ValueError(
-                        f"the optimizer's parameter {place} of group {number}, of shape {tuple(param.shape)}, is not a parameter of the wrapped "
-                        "model: its gradient would never be reduced. Pass model.parameters() of the model that was wrapped"
+                        f"the optimizer's parameter {place} of group {number}, of shape {tuple(param.shape)}, is not "
+                        "a parameter of the wrapped model: its gradient would never be reduced. Pass "
+                        "model.parameters() of the model that was wrapped"
                     )
                 index = self.params_by_id.get(id(param))
                 if self.has_shards and index is not None and index not in self.shards:
@@ -120,7 +123,8 @@ class _ShardedStep:
         return [self.params_by_id[key] for key in ids if key in self.params_by_id]
 
     def owned_grads(self) -> list[Tensor]:
-        """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient dtype."""
+        """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient
+        dtype."""
         has_grad = self.model.grad_buffers.has_grad
         if not self.sharded:
             params = [self.model.params[index] for index in self.param_indices()]
@@ -190,8 +194,9 @@ class _ShardedStep:
         """Hook on the user's object: its state is keyed by shards, so its own state_dict would be wrong."""
         if not self._passing_through:
             raise CheckpointError(
-                "this optimizer's state is sharded over the ranks: call state_dict() and load_state_dict() of the DistributedOptimizer "
-                "around it, on all ranks, instead of those of the optimizer that was passed to it"
+                "this optimizer's state is sharded over the ranks: call state_dict() and load_state_dict() of the "
+                "DistributedOptimizer around it, on all ranks, instead of those of the optimizer that was passed to "
+                "it"
             )
 
 
@@ -203,8 +208,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             used: its groups, hyper-parameters and schedulers keep working. Must not be stepped directly any more.
         model: the wrapped model.
 
-    With ``use_distributed_optimizer=False`` every rank steps all parameters; 16-bit weights get fp32 main params either way.
-    The instance is also an instance of the optimizer's class.
+    With ``use_distributed_optimizer=False`` every rank steps all parameters; 16-bit weights get fp32 main params
+    either way. The instance is also an instance of the optimizer's class.
 
     Raises:
         ValueError: if the model is not wrapped, or the optimizer has a parameter that the model has not.
@@ -220,16 +225,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
-            raise ValueError(f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}")
+            raise ValueError(
+                f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
+            )
         if not isinstance(model, DistributedDataParallel):
-            raise ValueError(f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module first")
+            raise ValueError(
+                f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module "
+                "first"
+            )
         if model.layout.num_shards > 1:
-            main_dtype = torch.float64 if any(spec.dtype == torch.float64 for spec in model.layout.params) else torch.float32
+            main_dtype = (
+                torch.float64 if any(spec.dtype == torch.float64 for spec in model.layout.params) else torch.float32
+            )
             reason = why_not_elementwise(optimizer, model.device, main_dtype)
             if reason is not None:
                 raise OptimizerNotShardableError(
-                    f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: every rank then steps "
-                    "whole parameters, as under torch DDP"
+                    f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: "
+                    "every rank then steps whole parameters, as under torch DDP"
                 )
         state = optimizer.state_dict() if optimizer.state else None
         self._impl = impl = _ShardedStep(optimizer, model)
@@ -268,8 +280,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
-        When it returns every rank holds all new weights. With reduce-scatter the step uses the gradients up: the next backward
-        starts from zero whether or not ``zero_grad`` is called.
+        When it returns every rank holds all new weights. With reduce-scatter the step uses the gradients up: the next
+        backward starts from zero whether or not ``zero_grad`` is called.
         """
         impl = self._impl
         if not impl.has_shards:
@@ -291,7 +303,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.model.grad_buffers.zero(impl.param_indices())
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on every rank. Collective."""
+        """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on
+        every rank. Collective."""
         impl = self._impl
         if not impl.sharded:
             params = [param for group in self.param_groups for param in group["params"]]
@@ -325,7 +338,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._impl.model.full_grad(param)
 
     def unscale_grads_(self, inv_scale: Tensor) -> Tensor:
-        """For gradient scalers: multiplies the gradients by ``inv_scale``; (1,) fp32, 1.0 on all ranks if any is not finite. Collective."""
+        """For gradient scalers: multiplies the gradients by ``inv_scale``; (1,) fp32, 1.0 on all ranks if any is not
+        finite. Collective."""
         impl = self._impl
         return unscale_grads_(impl.owned_grads(), inv_scale, impl.owner_collectives, impl.model.device)
 
@@ -339,14 +353,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer would have saved under torch DDP: full-shaped state by parameter index, on the host. Collective.
+        """What the optimizer would have saved under torch DDP: full-shaped state by parameter index, on the host.
+        Collective.
 
         Rank 0 gets the state; on other ranks ``state`` is empty and the groups are there.
         """
         impl = self._impl
         if not impl.has_shards:
             return impl.inner.state_dict()
-        return gather_state_dict(impl.inner, impl.params_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device)
+        return gather_state_dict(
+            impl.inner, impl.params_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch DDP would have saved it (every rank the whole of it) and keeps this rank's shards."""

@@ -1,13 +1,14 @@
 """Does an optimizer update each element by itself? A numerical probe, never a list of names.
 
-Flat shards cut parameters anywhere and forget their shapes. That changes nothing for an optimizer whose update of an element depends on that
-element's own gradient and state (SGD, Adam and most others), and everything for one that looks at norms, rows or
-matrices (LAMB, Adafactor, Muon, Shampoo).
+Flat shards cut parameters anywhere and forget their shapes. That changes nothing for an optimizer whose update of an
+element depends on that element's own gradient and state (SGD, Adam and most others), and everything for one that
+looks at norms, rows or matrices (LAMB, Adafactor, Muon, Shampoo).
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 import torch
@@ -36,25 +37,30 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, 
         grads = [torch.randn(_SHAPE, generator=generator) * size for _ in range(_STEPS)]
         whole = start.clone().to(device, dtype)
         flat = start.clone().to(device, dtype).reshape(-1)
-        pieces = [flat[a:b] for a, b in zip(_CUTS, _CUTS[1:], strict=False)]
+        pieces = [flat[a:b] for a, b in itertools.pairwise(_CUTS)]
         try:
             _step_on(_double(optimizer, group, [whole]), [whole], [[grad.to(device, dtype)] for grad in grads])
-            cut = [[grad.to(device, dtype).reshape(-1)[a:b] for a, b in zip(_CUTS, _CUTS[1:], strict=False)] for grad in grads]
+            cut = [[grad.to(device, dtype).reshape(-1)[a:b] for a, b in itertools.pairwise(_CUTS)] for grad in grads]
             _step_on(_double(optimizer, group, pieces), pieces, cut)
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return f"a trial step of parameter group {number} on flat tensors raised {type(error).__name__}: {error}"
-        moved, difference = (whole.reshape(-1) - start.to(device, dtype).reshape(-1)).abs(), (whole.reshape(-1) - flat).abs()
+        moved, difference = (
+            (whole.reshape(-1) - start.to(device, dtype).reshape(-1)).abs(),
+            (whole.reshape(-1) - flat).abs(),
+        )
         tolerance = 1e-4 * moved + 1e-6 * start.to(device, dtype).reshape(-1).abs()
         if not bool((difference <= tolerance).all()):
             return (
-                f"on a trial tensor of shape {_SHAPE}, parameter group {number} gave other results when the tensor was cut "
-                f"into flat pieces (largest difference {difference.max().item():.3g} where the step was {moved.max().item():.3g})"
+                f"on a trial tensor of shape {_SHAPE}, parameter group {number} gave other results when the tensor "
+                f"was cut into flat pieces (largest difference {difference.max().item():.3g} where the step was "
+                f"{moved.max().item():.3g})"
             )
     return None
 
 
 def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:
-    """How many numbers the optimizer keeps for each element (Adam: 2), from a trial step; None if it cannot be tried."""
+    """How many numbers the optimizer keeps for each element (Adam: 2), from a trial step; None if it cannot be
+    tried."""
     counts = []
     for group in optimizer.param_groups:
         param = torch.zeros(_SHAPE)
@@ -69,7 +75,8 @@ def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer like the given one, with one group of its own and no state. Its hooks and wrapped ``step`` stay behind."""
+    """An optimizer like the given one, with one group of its own and no state. Its hooks and wrapped ``step`` stay
+    behind."""
     double = object.__new__(type(optimizer))
     double.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     double.__dict__.update({name: collections.OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})

@@ -1,13 +1,13 @@
 """Where every gradient element lives, who owns it, and which bucket carries it: arithmetic only, no tensors.
 
-The layout is a pure function of parameter specs, configuration and ``dp_size``; all ranks compute it alone and compare a
-digest before the first collective. Rules, after Megatron-LM's ``_ParamAndGradBuffer``
+The layout is a pure function of parameter specs, configuration and ``dp_size``; all ranks compute it alone and
+compare a digest before the first collective. Rules, after Megatron-LM's ``_ParamAndGradBuffer``
 (https://github.com/NVIDIA/Megatron-LM, megatron/core/distributed/param_and_grad_buffer.py):
 
 * parameters are laid out in reverse order of registration, which is about the order in which backward finishes them;
 * one buffer for each pair of parameter dtype and gradient dtype;
-* a parameter starts on a multiple of 64 elements, a bucket ends on a multiple of ``lcm(dp_size, 128)``, so that every shard
-  has the same size and starts on an aligned address;
+* a parameter starts on a multiple of 64 elements, a bucket ends on a multiple of ``lcm(dp_size, 128)``, so that every
+  shard has the same size and starts on an aligned address;
 * with the distributed optimizer rank r owns the r-th of ``dp_size`` equal parts of every bucket, otherwise all of it.
 """
 
@@ -59,7 +59,8 @@ class ParamSlot:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Elements ``[start, end)`` of buffer ``buffer``, reduced by one collective; ``index`` is its place in the launch order.
+    """Elements ``[start, end)`` of buffer ``buffer``, reduced by one collective; ``index`` is its place in the launch
+    order.
 
     ``params`` are indices into :attr:`BufferLayout.params`, in the order of their addresses.
     """
@@ -114,7 +115,7 @@ class BufferLayout:
             position = bucket.start
             for index in bucket.params:
                 slot = self.slots[index]
-                assert slot.start >= position and slot.end <= bucket.end, "parameters lie in their bucket, apart"
+                assert position <= slot.start <= slot.end <= bucket.end, "parameters lie in their bucket, apart"
                 assert slot.start % PARAM_ALIGNMENT_NUMEL == 0, "parameters are aligned"
                 assert slot.end - slot.start == self.params[index].numel
                 assert (slot.buffer, slot.bucket) == (bucket.buffer, bucket.index)
@@ -133,7 +134,8 @@ class BufferLayout:
         return start, start + shard_numel
 
     def owned_range(self, param: int, dp_rank: int) -> tuple[int, int] | None:
-        """The part ``[start, end)`` of parameter ``param``'s slot (buffer offsets) that ``dp_rank`` owns; None if none of it."""
+        """The part ``[start, end)`` of parameter ``param``'s slot (buffer offsets) that ``dp_rank`` owns; None if
+        none of it."""
         slot = self.slots[param]
         shard_start, shard_end = self.shard_range(self.buckets[slot.bucket], dp_rank)
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
@@ -184,7 +186,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def default_bucket_size(total_numel: int, dp_size: int) -> int:
-    """The bucket size, in elements, for ``DistributedDataParallelConfig.bucket_size=None`` (the reason stands there)."""
+    """The bucket size, in elements, for ``DistributedDataParallelConfig.bucket_size=None`` (the reason stands
+    there)."""
     megatron = max(40_000_000, 1_000_000 * dp_size)
     return min(max(total_numel // 8, 2**18), megatron)
 
@@ -225,7 +228,10 @@ def build_layout(specs: Sequence[ParamSpec], config: DistributedDataParallelConf
     drafts.sort(key=lambda draft: -min(draft[3]))
     buckets = tuple(Bucket(index, *draft) for index, draft in enumerate(drafts))
     bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
-    slots = tuple(ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel) for i, spec in enumerate(specs))
+    slots = tuple(
+        ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel)
+        for i, spec in enumerate(specs)
+    )
     return BufferLayout(
         params=tuple(specs),
         slots=slots,

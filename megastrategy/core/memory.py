@@ -1,4 +1,5 @@
-"""How many bytes a rank holds, computed from the layout; the table in the README and the line at the start of a fit are this."""
+"""How many bytes a rank holds, computed from the layout; the table in the README and the line at the start of a fit
+are this."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> Memory
 
 
 def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
-    """What torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds gradients twice)."""
+    """What torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds
+    gradients twice)."""
     bytes_once = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
     return MemoryUse(bytes_once, bytes_once, state_tensors * bytes_once)
 
@@ -52,18 +54,28 @@ def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
 def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tensors: int | None) -> str:
     """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's."""
     numels = [bucket.numel for bucket in layout.buckets]
-    reduction = "reduce-scatter, sharded optimizer" if layout.num_shards > 1 else "all-reduce, whole optimizer on every rank"
+    reduction = (
+        "reduce-scatter, sharded optimizer" if layout.num_shards > 1 else "all-reduce, whole optimizer on every rank"
+    )
     timing = "while backward runs" if overlap else "after backward"
-    wire = ", ".join(dict.fromkeys(str(buffer.grad_dtype).removeprefix("torch.") for buffer in layout.buffers)) or "nothing"
+    wire = (
+        ", ".join(dict.fromkeys(str(buffer.grad_dtype).removeprefix("torch.") for buffer in layout.buffers))
+        or "nothing"
+    )
     sizes = f"{min(numels):,} to {max(numels):,} elements each" if numels else "no trainable parameter"
     lines = [
         f"megatron_ddp on {layout.dp_size} rank(s): {reduction}",
         f"  {len(numels)} bucket(s), {sizes}, {sum(numels):,} in all, sent as {wire} {timing}",
         f"  {'bytes a rank':<16}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'total':>14}",
     ]
-    rows = [("megatron_ddp", memory_use(layout, dp_rank, state_tensors or 0)), ("ddp", memory_use_of_ddp(layout, state_tensors or 0))]
+    rows = [
+        ("megatron_ddp", memory_use(layout, dp_rank, state_tensors or 0)),
+        ("ddp", memory_use_of_ddp(layout, state_tensors or 0)),
+    ]
     for name, use in rows:
-        state, total = (_mib(use.state_bytes), _mib(use.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
+        state, total = (
+            (_mib(use.state_bytes), _mib(use.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
+        )
         lines.append(f"  {name:<16}{_mib(use.param_bytes):>14}{_mib(use.grad_bytes):>14}{state:>14}{total:>14}")
     return "\n".join(lines)
 

@@ -18,7 +18,8 @@ class ParamGather:
         self._listener = listener
 
     def gather(self, buckets: Collection[int]) -> None:
-        """Gathers these buckets and returns when their parameters are whole. Collective: the same buckets on every rank.
+        """Gathers these buckets and returns when their parameters are whole. Collective: the same buckets on every
+        rank.
 
         The last buckets hold the first layers, which the next forward needs first, so they go first.
         """

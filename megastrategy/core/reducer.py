@@ -1,20 +1,23 @@
 """From gradient-ready hooks to reduced buckets.
 
 [Note: one synchronised backward]
-Hooks count a bucket's gradients; a complete bucket is launched once all buckets before it have been, so every rank launches the
-same collectives in the same order, whatever order its gradients arrive in. When the outermost backward has ended, the buckets that
-are left (some of their parameters were unused on this rank) are launched too, the ranks agree on what was used, and all
-reductions are waited for: gradients are final when ``backward()`` returns.
+Hooks count a bucket's gradients; a complete bucket is launched once all buckets
+before it have been, so every rank launches the same collectives in the same order, whatever order its gradients
+arrive in. When the outermost backward has ended, the buckets that are left (some of their parameters were unused on
+this rank) are launched too, the ranks agree on what was used, and all reductions are waited for: gradients are final
+when ``backward()`` returns.
 
 [Note: gradients that come twice]
-A parameter used by two re-entrant checkpoints gets its gradient in two parts, and no count can tell in advance. If the second
-part comes when the bucket is already on the wire, it lands in a tensor of its own (``GradBuffers.seal`` has taken the view away),
-the ranks agree that the bucket is late, and it is reduced once more with the rest added: same mean, nothing lost. From then on this
-rank launches that bucket only at the end of backward. A launch order that is fixed is what makes this a local decision.
+A parameter used by two re-entrant checkpoints gets its gradient in two parts, and
+no count can tell in advance. If the second part comes when the bucket is already on the wire, it lands in a tensor of
+its own (``GradBuffers.seal`` has taken the view away), the ranks agree that the bucket is late, and it is reduced
+once more with the rest added: same mean, nothing lost. From then on this rank launches that bucket only at the end of
+backward. A launch order that is fixed is what makes this a local decision.
 
 [Note: which backward synchronises]
-As in torch DDP the last forward decides (``no_sync`` around forward and backward). A backward that no forward of the wrapper has
-ended before (Lightning's manual optimization runs them inside one) is decided when it starts.
+As in torch DDP the last forward decides (``no_sync`` around forward and
+backward). A backward that no forward of the wrapper has ended before (Lightning's manual optimization runs them
+inside one) is decided when it starts.
 """
 
 from __future__ import annotations
@@ -114,7 +117,8 @@ class Reducer:
     def watch(self, outputs: Any) -> None:
         """Finds the tensors in ``outputs`` that a backward may start from, to know its outermost graph when it runs.
 
-        Callbacks queued inside a nested (re-entrant checkpoint) backward run when that ends, too early to send what is left.
+        Callbacks queued inside a nested (re-entrant checkpoint) backward run when that ends, too early to send what
+        is left.
         """
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
@@ -180,9 +184,10 @@ class Reducer:
         bucket = self._bucket_of[index]
         if not self._agrees():
             raise BucketInFlightError(
-                f"parameter {self.layout.params[index].name!r}: a second gradient arrived in one backward after bucket {bucket} had been "
-                "launched (a second backward inside the first, or a layer used by two re-entrant checkpoints). Leave "
-                "find_unused_parameters on and static_graph off, so that the ranks can agree to reduce the bucket again, or use checkpoint(use_reentrant=False)"
+                f"parameter {self.layout.params[index].name!r}: a second gradient arrived in one backward after "
+                f"bucket {bucket} had been launched (a second backward inside the first, or a layer used by two "
+                "re-entrant checkpoints). Leave find_unused_parameters on and static_graph off, so that the ranks "
+                "can agree to reduce the bucket again, or use checkpoint(use_reentrant=False)"
             )
         self._late.add(index)
         self._deferred.add(bucket)
@@ -268,17 +273,22 @@ class Reducer:
         else:
             return
         if changed:
-            names = ", ".join(repr(self.layout.params[i].name) for i in changed[:5]) + (", ..." if len(changed) > 5 else "")
+            names = ", ".join(repr(self.layout.params[i].name) for i in changed[:5]) + (
+                ", ..." if len(changed) > 5 else ""
+            )
             what = "no gradient" if not has_grad[changed[0]] else "a gradient"
             raise UnusedParameterError(
-                f"rank {self._collectives.rank}: {len(changed)} parameter(s) received {what} in this backward against {promise}: {names}. "
-                "Drop the option (unused parameters are handled by default, at one byte a parameter a step), or freeze what is never used"
+                f"rank {self._collectives.rank}: {len(changed)} parameter(s) received {what} in this backward "
+                f"against {promise}: {names}. Drop the option (unused parameters are handled by default, at one byte "
+                "a parameter a step), or freeze what is never used"
             )
 
     def _reduce_again(self, bucket: int) -> None:
         """Adds late gradients to a reduced bucket, on the ranks that have them, and reduces it once more, on all."""
         buffers = self.buffers
-        assert isinstance(buffers, ContiguousGradBuffers), "other buffers are launched at the end, when nothing can be late"
+        assert isinstance(buffers, ContiguousGradBuffers), (
+            "other buffers are launched at the end, when nothing can be late"
+        )
         late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
         buffers.add_to_reduced(bucket, late)
         self._start_reduction(bucket).wait()

@@ -1,4 +1,5 @@
-"""Ranks as threads, each over a gloo group of its own made on one HashStore: no default group, no processes, starts in a tenth of a second."""
+"""Ranks as threads, each over a gloo group of its own made on one HashStore: no default group, no processes, starts
+in a tenth of a second."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float = 30.0) -> P
     """A process group that no registry of torch.distributed knows."""
     group = ProcessGroup(store, rank, size)
     group._register_backend(
-        torch.device("cpu"), ProcessGroup.BackendType.GLOO, ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        torch.device("cpu"),
+        ProcessGroup.BackendType.GLOO,
+        ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s)),
     )
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group
@@ -39,7 +42,8 @@ def run_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
 
 
 def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: float = 30.0) -> list[T | BaseException]:
-    """Like :func:`run_ranks`, but exceptions are results. A rank that ends in one closes its connections, as a dying process would."""
+    """Like :func:`run_ranks`, but exceptions are results. A rank that ends in one closes its connections, as a dying
+    process would."""
     store = HashStore()
     outcomes: list[T | BaseException] = [RankError("did not run")] * size
 
