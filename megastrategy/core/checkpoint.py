@@ -57,6 +57,8 @@ def gather_state_dict(
     state: dict[int, dict[str, Any]] = {}
     if is_root:
         state = {number_of[index]: dict(values) for index, values in scalars.items() if index in number_of}
+        frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
+        state.update({numbers[id(p)]: _to_host(optimizer.state[p]) for p in frozen if optimizer.state.get(p)})
     for bucket in layout.buckets:
         keys = dict.fromkeys((key, dtype) for index in bucket.params for key, dtype in sharded_keys.get(index, ()))
         for key, dtype in keys:
@@ -108,10 +110,12 @@ def load_full_state_dict(
         members = []
         for number, param in zip(saved["params"], own["params"], strict=True):
             index = params_by_id.get(id(param))
-            if index is None or index not in shards:
+            if index is not None and index not in shards:
                 continue
             values = state_dict["state"].get(number, {})
-            if values:
+            if values and index is None:
+                shard_state[count] = dict(values)
+            elif values and index is not None:
                 spec, shard = layout.params[index], shards[index]
                 shard_state[count] = {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
             members.append(count)
@@ -141,9 +145,7 @@ def _describe_state(
                     f"{shard.main.numel()} elements of its shard"
                 )
             else:
-                scalars.setdefault(index, {})[key] = (
-                    value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                )
+                scalars.setdefault(index, {}).update(_to_host({key: value}))
     if collectives is None:
         return scalars, sharded
     everybody = collectives.all_gather_objects((scalars, sharded), device)
@@ -153,6 +155,10 @@ def _describe_state(
         for index, keys in other_sharded.items():
             sharded.setdefault(index, keys)
     return scalars, sharded
+
+
+def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
 def _in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:

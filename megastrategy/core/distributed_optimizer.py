@@ -140,20 +140,26 @@ class _ShardedStep:
 
     # --- step --------------------------------------------------------------------------------------------------------
 
+    def stepped_tensor(self, param: Parameter) -> Tensor | None:
+        """What the optimizer has in place of the parameter: this rank's shard; itself if it is frozen; None if all is elsewhere."""
+        index = self.params_by_id.get(id(param))
+        if index is None:
+            return param
+        return self.shards[index].main if index in self.shards else None
+
     @contextlib.contextmanager
     def groups_of_shards(self) -> Iterator[None]:
         """The optimizer's groups hold this rank's shards while this is open; a group may be empty, none is missing."""
-        groups = list(self.inner.param_groups)
-        whole = [group["params"] for group in groups]
-        for group, params in zip(groups, whole, strict=True):
-            indices = (self.params_by_id.get(id(param)) for param in params)
-            group["params"] = [self.shards[i].main for i in indices if i is not None and i in self.shards]
+        whole = [group["params"] for group in self.inner.param_groups]
+        for group, params in zip(self.inner.param_groups, whole, strict=True):
+            group["params"] = [tensor for param in params if (tensor := self.stepped_tensor(param)) is not None]
         self._passing_through = True
         try:
             yield
         finally:
             self._passing_through = False
-            for group, params in zip(groups, whole, strict=True):
+            # asked for again: load_state_dict makes new group dictionaries
+            for group, params in zip(self.inner.param_groups, whole, strict=True):
                 group["params"] = params
 
     def step(self) -> None:
