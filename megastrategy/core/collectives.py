@@ -153,16 +153,18 @@ class GlooCollectives(Collectives):
 
     Gloo's reduce-scatter is an all-reduce inside and sends twice the bytes. The ring (as in Patarasuk and Yuan,
     "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009) sends ``(size - 1) / size`` of the
-    tensor, the least possible. Receives are posted before sends: gloo then writes incoming data to its place
-    directly. One thread carries out everything in order, so the caller's thread (autograd's, during backward) goes
-    on; it mostly waits outside the GIL.
+    tensor, the least possible. One thread carries out everything in order, so the caller's thread (autograd's, during
+    backward) goes on; it mostly waits outside the GIL.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         self._worker: _Worker | None = None
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._tag = 0
+        self._exchanges = 0  # counted alike on all ranks: the tag of the messages
+        self._ready_word = torch.zeros(1, dtype=torch.uint8)
+        self._ready_received = torch.zeros(1, dtype=torch.uint8)
+        self._next_is_ready: Any = None  # the posted receive of the next rank's readiness
 
     def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         def run() -> None:
@@ -209,14 +211,30 @@ class GlooCollectives(Collectives):
             self._exchange(chunks[(self.rank - step) % self.size], chunks[(self.rank - step - 1) % self.size])
 
     def _exchange(self, sent: Tensor, received: Tensor, into: Tensor | None = None) -> None:
-        """Sends to the next rank while receiving from the one before, and adds what came to ``into``."""
-        self._tag = (self._tag + 1) % 2**30
-        receive = self.group.recv([received], (self.rank - 1) % self.size, self._tag)
-        send = self.group.send([sent], (self.rank + 1) % self.size, self._tag)
+        """Sends to the next rank while receiving from the one before, and adds what came to ``into``.
+
+        A message that meets the posting of its own receive makes gloo's event thread spin for the connection's lock:
+        on two cores most exchanges of a few kB then take a scheduler tick (4 ms, a core busy) instead of 0.1 ms. So a
+        rank sends only when the next one has said that its receive is posted, and the receive of that word is itself
+        posted before the data that it answers to is sent.
+        """
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        if self._next_is_ready is None:
+            self._next_is_ready = self._await_readiness(after)
+        self._exchanges += 1
+        receive = self.group.recv([received], before, 2 * self._exchanges)
+        say_ready = self.group.send([self._ready_word], before, 2 * self._exchanges + 1)
+        self._next_is_ready.wait()
+        self._next_is_ready = self._await_readiness(after)
+        send = self.group.send([sent], after, 2 * self._exchanges)
         receive.wait()
         if into is not None:
             into.add_(received)
         send.wait()
+        say_ready.wait()
+
+    def _await_readiness(self, after: int) -> Any:
+        return self.group.recv([self._ready_received], after, 2 * (self._exchanges + 1) + 1)
 
     def _get_scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
         scratch = self._scratch.get(dtype)

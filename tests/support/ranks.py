@@ -17,12 +17,13 @@ T = TypeVar("T")
 
 def gloo_group(store: Store, rank: int, size: int, timeout_s: float = 30.0) -> ProcessGroup:
     """A process group that no registry of torch.distributed knows."""
+    options = ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    # A device, and with it an event loop, for each rank, as processes have: on a shared one ranks get in each other's way.
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    backend = ProcessGroupGloo(store, rank, size, options)
     group = ProcessGroup(store, rank, size)
-    group._register_backend(
-        torch.device("cpu"),
-        ProcessGroup.BackendType.GLOO,
-        ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s)),
-    )
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group
 

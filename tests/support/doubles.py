@@ -1,0 +1,72 @@
+"""Collectives that record, delay or fail, around real ones. Everything still reaches the other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy.core.collectives import Collectives, Handle, make_collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One collective: its name, the elements and bytes of the tensor, and when it was started."""
+
+    name: str
+    numel: int
+    nbytes: int
+    time_ns: int
+
+
+class RecordingCollectives(Collectives):
+    """Writes down every collective, then does it."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._real = make_collectives(group, torch.device("cpu"))
+        self.calls: list[Call] = []
+
+    def _do(self, name: str, tensor: Tensor, *args: float) -> Handle:
+        self.calls.append(Call(name, tensor.numel(), tensor.nbytes, time.perf_counter_ns()))
+        handle: Handle = getattr(self._real, name)(tensor, *args)
+        return handle
+
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        return self._do("all_reduce", tensor, scale)
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self._do("all_reduce_max", tensor)
+
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+        return self._do("reduce_scatter", tensor, scale)
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        return self._do("all_gather", tensor)
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return self._do("broadcast", tensor)
+
+    def close(self) -> None:
+        self._real.close()
+
+    def named(self, *names: str) -> list[Call]:
+        """The calls of these names, in order."""
+        return [call for call in self.calls if call.name in names]
+
+
+class DelayingCollectives(RecordingCollectives):
+    """A rank whose reductions start late: ``delay_s`` passes in the worker's thread before each, so buckets stay in flight."""
+
+    def __init__(self, group: ProcessGroup, delay_s: float) -> None:
+        super().__init__(group)
+        self._delay_s = delay_s
+
+    def _do(self, name: str, tensor: Tensor, *args: float) -> Handle:
+        if name in ("reduce_scatter", "all_reduce"):
+            start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
+            start("delay", lambda: time.sleep(self._delay_s))
+        return super()._do(name, tensor, *args)

@@ -1,0 +1,75 @@
+"""Options: each one checked at construction, with the field, the value and the remedy in the error."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.config import config_from_arguments, field_names
+
+
+def test_every_field_has_a_docstring() -> None:
+    source = inspect.getsource(DistributedDataParallelConfig)
+    for name in field_names():
+        after = source.split(f"    {name}: ", 1)[1].split("\n", 1)[1]
+        assert after.lstrip().startswith('"""'), f"{name} has no docstring under it"
+
+
+def test_frozen_and_by_keyword_only() -> None:
+    config = DistributedDataParallelConfig(bucket_size=7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.bucket_size = 8  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        DistributedDataParallelConfig(7)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "big", True])
+def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"bucket_size={value!r}.*positive number of elements"):
+        DistributedDataParallelConfig(bucket_size=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in field_names() if name != "bucket_size"])
+def test_switches_must_be_booleans(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='yes'"):
+        DistributedDataParallelConfig(**{name: "yes"})
+
+
+def test_contradictions_name_both_fields_and_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"use_contiguous_buffers=False.*use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(use_contiguous_buffers=False)
+    with pytest.raises(ValueError, match=r"use_contiguous_buffers=False.*overlap_grad_reduce=False"):
+        DistributedDataParallelConfig(use_contiguous_buffers=False, use_distributed_optimizer=False)
+    with pytest.raises(ValueError, match=r"static_graph=True.*find_unused_parameters=False"):
+        DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
+
+
+def test_torch_ddp_arguments_have_a_meaning_here() -> None:
+    config = config_from_arguments(
+        {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": True}
+    )
+    assert config == DistributedDataParallelConfig(bucket_size=25 * 2**20 // 4, broadcast_buffers=False)
+    assert config_from_arguments({"bucket_cap_mb": None}) == DistributedDataParallelConfig()
+    static = config_from_arguments({"static_graph": True, "find_unused_parameters": False})
+    assert static == DistributedDataParallelConfig(static_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bucket_sise": 1}, "unknown argument 'bucket_sise': did you mean 'bucket_size'"),
+        ({"zzz": 1}, "unknown argument 'zzz': known are bucket_size"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook=.*strategy='ddp'"),
+        ({"mixed_precision": 1}, "mixed_precision=1 .*precision"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan"),
+        ({"bucket_cap_mb": 1, "bucket_size": 1}, "pass one of the two"),
+        ({"gradient_as_bucket_view": 3}, "gradient_as_bucket_view=3"),
+    ],
+)
+def test_other_arguments_are_refused_by_name(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_arguments(arguments)

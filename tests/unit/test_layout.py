@@ -1,0 +1,167 @@
+"""The layout is pure arithmetic, so its rules are checked over generated models."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megastrategy.core.config import DistributedDataParallelConfig
+from megastrategy.core.layout import (
+    BufferLayout,
+    ParamSpec,
+    build_layout,
+    contiguous_stride,
+    default_bucket_size,
+    dense_stride,
+)
+
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+
+
+def spec(name: str, *shape: int, dtypes: tuple[torch.dtype, torch.dtype] = DTYPES[0]) -> ParamSpec:
+    return ParamSpec(name, shape, contiguous_stride(shape), *dtypes)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[ParamSpec]:
+    shapes = draw(st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=20))
+    return [spec(f"p{i}", *shape, dtypes=draw(st.sampled_from(DTYPES))) for i, shape in enumerate(shapes)]
+
+
+def layouts() -> st.SearchStrategy[BufferLayout]:
+    return st.builds(
+        lambda specs, bucket_size, dp_size, sharded: build_layout(
+            specs, DistributedDataParallelConfig(bucket_size=bucket_size, use_distributed_optimizer=sharded), dp_size
+        ),
+        models(),
+        st.one_of(st.none(), st.integers(1, 5000)),
+        st.integers(1, 9),
+        st.booleans(),
+    )
+
+
+@given(layouts())
+@settings(deadline=None, max_examples=200)
+def test_every_element_is_owned_by_exactly_one_rank(layout: BufferLayout) -> None:
+    for index, param in enumerate(layout.params):
+        owners = [0] * param.numel
+        for rank in range(layout.num_shards):
+            owned = layout.owned_range(index, rank)
+            if owned is not None:
+                start = layout.slots[index].start
+                for element in range(owned[0] - start, owned[1] - start):
+                    owners[element] += 1
+        assert owners == [1] * param.numel
+
+
+@given(layouts())
+@settings(deadline=None, max_examples=200)
+def test_places_are_aligned_apart_and_equal_shards(layout: BufferLayout) -> None:
+    taken: dict[int, set[int]] = {}
+    for param, slot in zip(layout.params, layout.slots, strict=True):
+        assert slot.start % 64 == 0
+        assert slot.end - slot.start == param.numel
+        elements = set(range(slot.start, slot.end))
+        assert not elements & taken.setdefault(slot.buffer, set())
+        taken[slot.buffer] |= elements
+        buffer = layout.buffers[slot.buffer]
+        assert (buffer.dtype, buffer.grad_dtype) == (param.dtype, param.grad_dtype)
+    for bucket in layout.buckets:
+        assert bucket.end % math.lcm(layout.dp_size, 128) == 0
+        shards = [layout.shard_range(bucket, rank) for rank in range(layout.num_shards)]
+        assert shards[0][0] == bucket.start
+        assert shards[-1][1] == bucket.end
+        assert len({end - start for start, end in shards}) == 1
+
+
+@given(layouts())
+@settings(deadline=None, max_examples=100)
+def test_buckets_go_in_reverse_order_of_registration(layout: BufferLayout) -> None:
+    """Within one dtype addresses fall as registration goes on, and buckets are launched in the order in which they complete."""
+    for number in range(len(layout.buffers)):
+        members = [i for i, slot in enumerate(layout.slots) if slot.buffer == number and layout.params[i].numel]
+        starts = [layout.slots[i].start for i in members]
+        assert starts == sorted(starts, reverse=True)
+    complete_at = [min(bucket.params) for bucket in layout.buckets]
+    assert complete_at == sorted(complete_at, reverse=True)
+
+
+def test_a_bucket_is_closed_by_the_parameter_that_reaches_its_size() -> None:
+    specs = [spec("a", 100), spec("b", 100), spec("c", 100), spec("d", 1)]
+    layout = build_layout(specs, DistributedDataParallelConfig(bucket_size=150), 2)
+    # reverse order: d at 0, c at 64, which reaches 164 and closes the bucket at 256; b at 256, a at 384 reaches 228
+    assert [bucket.params for bucket in layout.buckets] == [(3, 2), (1, 0)]
+    assert [(bucket.start, bucket.end) for bucket in layout.buckets] == [(0, 256), (256, 512)]
+    assert [slot.start for slot in layout.slots] == [384, 256, 64, 0]
+
+
+def test_shards_when_the_number_of_ranks_has_odd_factors() -> None:
+    layout = build_layout([spec("a", 1000)], DistributedDataParallelConfig(), 6)
+    assert layout.buckets[0].numel == 1152  # the next multiple of lcm(6, 128) = 384
+    assert [layout.owned_range(0, rank) for rank in range(6)] == [
+        (0, 192), (192, 384), (384, 576), (576, 768), (768, 960), (960, 1000)
+    ]  # fmt: skip
+
+
+def test_digest_tells_layouts_apart() -> None:
+    def digest(*specs: ParamSpec, dp_size: int = 2, **options: object) -> bytes:
+        return build_layout(specs, DistributedDataParallelConfig(**options), dp_size).digest()  # type: ignore[arg-type]
+
+    same = digest(spec("a", 3, 4), spec("b", 5))
+    assert digest(spec("a", 3, 4), spec("b", 5)) == same
+    others = [
+        digest(spec("b", 5), spec("a", 3, 4)),
+        digest(spec("a", 4, 3), spec("b", 5)),
+        digest(spec("x", 3, 4), spec("b", 5)),
+        digest(spec("a", 3, 4), spec("b", 5), dp_size=3),
+        digest(spec("a", 3, 4), spec("b", 5), bucket_size=1),
+        digest(spec("a", 3, 4), spec("b", 5), use_distributed_optimizer=False),
+        digest(spec("a", 3, 4, dtypes=DTYPES[1]), spec("b", 5)),
+    ]
+    assert len({same, *others}) == len(others) + 1
+
+
+def test_default_bucket_size() -> None:
+    assert default_bucket_size(10_000, 2) == 2**18  # a small model: latency counts
+    assert default_bucket_size(10_000_000, 2) == 1_250_000  # eight buckets
+    assert default_bucket_size(10**10, 8) == 40_000_000  # Megatron-LM's
+    assert default_bucket_size(10**10, 64) == 64_000_000
+
+
+def test_dense_strides_are_kept_and_others_replaced() -> None:
+    assert dense_stride((2, 3, 4, 5), (60, 1, 15, 3)) == (60, 1, 15, 3)  # channels_last
+    assert dense_stride((3, 4), (1, 3)) == (1, 3)  # transposed
+    assert dense_stride((3, 4), (8, 1)) == (4, 1)  # every second row of something
+    assert dense_stride((3, 4), (0, 1)) == (4, 1)  # expanded
+    assert dense_stride((), ()) == ()
+    assert dense_stride((1, 5), (77, 1)) == (77, 1)  # the stride of a dimension of one says nothing
+
+
+def test_no_parameters_and_no_elements() -> None:
+    config = DistributedDataParallelConfig()
+    assert build_layout([], config, 2).buckets == ()
+    layout = build_layout([spec("empty", 0, 3), spec("a", 5)], config, 2)
+    assert layout.owned_range(0, 0) is None
+    assert layout.owned_range(1, 0) == (0, 5)
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="'a'"):
+        build_layout([spec("a", 1), spec("a", 2)], DistributedDataParallelConfig(), 2)
+    with pytest.raises(ValueError, match="dp_size=0"):
+        build_layout([spec("a", 1)], DistributedDataParallelConfig(), 0)
+
+
+def test_a_broken_layout_does_not_come_into_being() -> None:
+    layout = build_layout([spec("a", 100), spec("b", 100)], DistributedDataParallelConfig(bucket_size=1), 2)
+    import dataclasses
+
+    with pytest.raises(AssertionError, match="gap or overlap"):
+        dataclasses.replace(layout, buckets=layout.buckets[1:])
+    moved = dataclasses.replace(layout.slots[0], start=layout.slots[0].start + 64, end=layout.slots[0].end + 64)
+    with pytest.raises(AssertionError):
+        dataclasses.replace(layout, slots=(moved, layout.slots[1]))
