@@ -3,6 +3,7 @@ in a tenth of a second."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import traceback
 from collections.abc import Callable
@@ -37,26 +38,29 @@ def run_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
     outcomes = try_ranks(size, run, timeout_s=timeout_s)
     failed = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)}
     if failed:
-        report = "\n".join(f"rank {r}:\n" + "".join(traceback.format_exception(error)) for r, error in failed.items())
+        report = "\n".join(f"rank {rank}:\n{error.__notes__[-1]}" for rank, error in failed.items())
         raise RankError(report)
     return outcomes  # type: ignore[return-value]
 
 
 def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: float = 30.0) -> list[T | BaseException]:
-    """Like :func:`run_ranks`, but exceptions are results. A rank that ends in one closes its connections, as a dying
-    process would."""
+    """Like :func:`run_ranks`, but exceptions are results, with their traceback as a note. A rank that ends in one
+    gives up its group, which closes its connections as a dying process would.
+    """
     store = HashStore()
     outcomes: list[T | BaseException] = [RankError("did not run")] * size
 
     def target(rank: int) -> None:
-        group = None
         try:
-            group = gloo_group(store, rank, size, timeout_s)
-            outcomes[rank] = run(rank, group)
+            outcomes[rank] = run(rank, gloo_group(store, rank, size, timeout_s))
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
+            error.add_note("".join(traceback.format_exception(error)))
+            seen: BaseException | None = error
+            while seen is not None:  # frames hold the group
+                traceback.clear_frames(seen.__traceback__)
+                seen = seen.__cause__ or seen.__context__
+            gc.collect()
             outcomes[rank] = error
-            if group is not None:
-                group._get_backend(torch.device("cpu")).shutdown()
 
     threads = [threading.Thread(target=target, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
     for thread in threads:

@@ -1,0 +1,149 @@
+"""Which collectives are launched, how often and in which order: counted, on ranks whose gradients arrive differently."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.events import Event, EventKind
+from tests.support.doubles import RecordingCollectives
+from tests.support.models import awkward_model, images, two_layers
+from tests.support.ranks import run_ranks
+from tests.support.training import Run
+
+
+def wrap(
+    group: ProcessGroup, module: torch.nn.Module, events: list[Event] | None = None, **options: object
+) -> tuple[DistributedDataParallel, RecordingCollectives]:
+    collectives = RecordingCollectives(group)
+    config = DistributedDataParallelConfig(**options)  # type: ignore[arg-type]
+    listener = events.append if events is not None else None
+    return DistributedDataParallel(module, config, collectives=collectives, listener=listener), collectives
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_one_reduction_a_bucket_a_step(sharded: bool, overlap: bool, accumulate: int) -> None:
+    """Whatever the accumulation; nothing under no_sync; the same sequence on both ranks, buckets in order."""
+
+    def train(rank: int, group: ProcessGroup) -> list[tuple[str, int]]:
+        model, collectives = wrap(
+            group, awkward_model(), bucket_size=100, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded
+        )
+        optimizer = DistributedOptimizer(Run().make_optimizer(model), model)
+        numels = [bucket.numel for bucket in model.layout.buckets]
+        assert len(numels) > 4
+        reduction = "reduce_scatter" if sharded else "all_reduce"
+        for step in range(3):
+            collectives.calls.clear()
+            optimizer.zero_grad()
+            for microbatch in range(accumulate - 1):
+                with model.no_sync():
+                    model(images(rank, step, microbatch), step, rank).backward()
+            assert not collectives.named("reduce_scatter", "all_reduce", "all_reduce_max"), "nothing is sent under no_sync"
+            model(images(rank, step, 9), step, rank).backward()
+            assert [call.numel for call in collectives.named(reduction)] == numels
+            assert len(collectives.named("all_reduce_max")) == 1
+            optimizer.step()
+            used = [i for i, has in enumerate(model.grad_buffers.has_grad) if has]
+            stepped = {model.layout.slots[i].bucket for i in used}
+            assert len(collectives.named("all_gather")) == (len(stepped) if sharded else 0)
+        calls = [(call.name, call.numel) for call in collectives.calls]
+        model.close()
+        return calls
+
+    ranks = run_ranks(2, train)
+    assert ranks[0] == ranks[1]
+
+
+def test_the_first_bucket_is_launched_before_the_last_gradient_exists() -> None:
+    def train(rank: int, group: ProcessGroup) -> list[Event]:
+        events: list[Event] = []
+        model, _ = wrap(group, two_layers(), events, bucket_size=1)
+        model(torch.randn(4, 10)).sum().backward()
+        model.close()
+        return events
+
+    for events in run_ranks(2, train):
+        kinds = [(event.kind, event.index) for event in events]
+        last_grad = max(i for i, (kind, _) in enumerate(kinds) if kind is EventKind.GRAD_READY)
+        assert kinds.index((EventKind.REDUCE_START, 0)) < last_grad
+        assert [index for kind, index in kinds if kind is EventKind.REDUCE_START] == [0, 1, 2, 3]
+        assert [event.time_ns for event in events] == sorted(event.time_ns for event in events)
+
+
+def test_without_overlap_nothing_is_launched_before_the_last_gradient() -> None:
+    def train(rank: int, group: ProcessGroup) -> list[EventKind]:
+        events: list[Event] = []
+        model, _ = wrap(group, two_layers(), events, bucket_size=1, overlap_grad_reduce=False)
+        model(torch.randn(4, 10)).sum().backward()
+        model.close()
+        return [event.kind for event in events]
+
+    for kinds in run_ranks(2, train):
+        last_grad = max(i for i, kind in enumerate(kinds) if kind is EventKind.GRAD_READY)
+        assert kinds.index(EventKind.REDUCE_START) > last_grad
+
+
+class _EitherOrder(torch.nn.Module):
+    """Two branches whose backward runs in one order on rank 0 and in the other on rank 1."""
+
+    def __init__(self, reverse: bool) -> None:
+        super().__init__()
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(4))
+        for number, branch in enumerate(self.branches):
+            torch.nn.init.constant_(branch.weight, 0.1 * (number + 1))
+            torch.nn.init.zeros_(branch.bias)
+        self._order = list(range(4))[:: -1 if reverse else 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self._order:
+            x = x + torch.tanh(self.branches[number](x))
+        return x.sum()
+
+
+def test_the_same_order_on_ranks_whose_gradients_arrive_in_opposite_order() -> None:
+    def train(rank: int, group: ProcessGroup) -> tuple[list[int], list[int]]:
+        events: list[Event] = []
+        model, _ = wrap(group, _EitherOrder(reverse=rank == 1), events, bucket_size=1)
+        model(torch.ones(2, 5)).backward()
+        model.close()
+        arrived = [e.index for e in events if e.kind is EventKind.GRAD_READY]
+        return arrived, [e.index for e in events if e.kind is EventKind.REDUCE_START]
+
+    (arrived_0, sent_0), (arrived_1, sent_1) = run_ranks(2, train)
+    assert arrived_0 != arrived_1, "the ranks' gradients do arrive in other orders"
+    assert sent_0 == sent_1 == list(range(8))
+
+
+def test_static_graph_agrees_on_used_parameters_once() -> None:
+    def train(rank: int, group: ProcessGroup) -> int:
+        model, collectives = wrap(group, two_layers(), static_graph=True)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.randn(4, 10)).sum().backward()
+        model.close()
+        return len(collectives.named("all_reduce_max"))
+
+    assert run_ranks(2, train) == [1, 1]
+
+
+def test_forward_without_backward_and_evaluation_send_no_gradients() -> None:
+    def train(rank: int, group: ProcessGroup) -> list[str]:
+        model, collectives = wrap(group, two_layers())
+        model(torch.randn(4, 10))
+        with torch.no_grad():
+            model(torch.randn(4, 10))
+        model.eval()
+        with torch.inference_mode():
+            model(torch.randn(4, 10))
+        model.train()
+        collectives.calls.clear()
+        model(torch.randn(4, 10)).sum().backward()
+        model.close()
+        return [call.name for call in collectives.calls]
+
+    assert run_ranks(2, train) == [["reduce_scatter", "all_reduce_max"]] * 2
