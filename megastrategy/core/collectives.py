@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -194,6 +195,7 @@ class GlooCollectives(Collectives):
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
         if self._worker is None:
             self._worker = _Worker()
+            weakref.finalize(self, self._worker.stop)
         return _FutureHandle(what, self._worker.submit(run), self)
 
     def _ring_reduce_scatter(self, tensor: Tensor, scale: float) -> None:
@@ -280,10 +282,14 @@ class _Worker:
         self._jobs.put((future, run))
         return future
 
+    def stop(self) -> None:
+        """Lets the thread end after what is queued; may be called again."""
+        self._jobs.put(None)
+
     def close(self) -> None:
         """Ends the thread after what is queued; after an error on another rank that may never come, so not waited for
         long."""
-        self._jobs.put(None)
+        self.stop()
         self._thread.join(self._CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:

@@ -45,16 +45,17 @@ class ParamShard:
     Attributes:
         param: index in the layout.
         start, end: the part of the parameter, in elements of its memory order.
-        main: what the optimizer updates: fp32 memory of its own, or (``model`` is None) the weights themselves.
-            Flat if the parameter is sharded, of the parameter's shape if not.
-        model: the 16-bit weights that get ``main``'s rounding, or None.
+        main: what the optimizer updates: fp32 memory of its own for 16-bit weights, else the weights themselves. Flat if
+            the parameter is sharded, of the parameter's shape if not.
+        weights: the part of the parameter that ``main`` stands for, flat, in the parameter buffer; None if the parameter
+            is not sharded and may be re-pointed at any time.
     """
 
     param: int
     start: int
     end: int
     main: Tensor
-    model: Tensor | None
+    weights: Tensor | None
 
 
 class _ShardedStep:
@@ -99,18 +100,15 @@ class _ShardedStep:
         buffers = self.model.param_buffers
         if buffers is None:
             main = param.detach().to(torch.float32, copy=True) if spec.dtype in _16_BIT else param
-            model = param.detach() if spec.dtype in _16_BIT else None
-            self.shards[index] = ParamShard(index, 0, spec.numel, main, model)
+            self.shards[index] = ParamShard(index, 0, spec.numel, main, None)
             return
         owned = self.layout.owned_range(index, self.model.collectives.rank)
         if owned is None:
             return
         start, end = owned
         weights = slice_view(buffers.flats[slot.buffer], start, (end - start,), (1,), end - start)
-        if spec.dtype in _16_BIT:
-            self.shards[index] = ParamShard(index, start - slot.start, end - slot.start, weights.float(), weights)
-        else:
-            self.shards[index] = ParamShard(index, start - slot.start, end - slot.start, weights, None)
+        main = weights.float() if spec.dtype in _16_BIT else weights
+        self.shards[index] = ParamShard(index, start - slot.start, end - slot.start, main, weights)
         grads = self.model.grad_buffers
         assert isinstance(grads, ContiguousGradBuffers), "parameters are sharded only with persistent gradient buffers"
         self._grad_views[index] = grads.flats[slot.buffer][start:end]
@@ -177,8 +175,9 @@ class _ShardedStep:
             with self.groups_of_shards():
                 self.inner.step()
             for shard in own:
-                if shard.model is not None and shard.main.grad is not None:
-                    shard.model.copy_(shard.main)
+                weights = self._weights_of(shard)
+                if weights is not None and shard.main.grad is not None:
+                    weights.copy_(shard.main)
         finally:
             for shard in own:
                 if shard.main is not model.params[shard.param]:
@@ -190,11 +189,17 @@ class _ShardedStep:
             model.param_gather.gather(stepped)
             model.grad_buffers.use_up(indices)
 
-    @staticmethod
-    def _take_outside_changes(shard: ParamShard) -> None:
-        if shard.model is not None:
-            changed = shard.main.to(shard.model.dtype) != shard.model
-            torch.where(changed, shard.model.float(), shard.main, out=shard.main)
+    def _weights_of(self, shard: ParamShard) -> Tensor | None:
+        """The 16-bit weights that get the rounding of the shard's main param; None if there is no main param."""
+        if self.layout.params[shard.param].dtype not in _16_BIT:
+            return None
+        return shard.weights if shard.weights is not None else self.model.params[shard.param].detach()
+
+    def _take_outside_changes(self, shard: ParamShard) -> None:
+        weights = self._weights_of(shard)
+        if weights is not None:
+            changed = shard.main.to(weights.dtype) != weights
+            torch.where(changed, weights.float(), shard.main, out=shard.main)
 
     def refuse_direct_use(self, *_: Any) -> None:
         """Hook on the user's object: its state is keyed by shards, so its own state_dict would be wrong."""

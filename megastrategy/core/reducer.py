@@ -22,6 +22,7 @@ inside one) is decided when it starts.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,7 +86,10 @@ class Reducer:
         self._static_local: list[bool] = []
         self._device = params[0].device if params else torch.device("cpu")
         self._bucket_of = [slot.bucket for slot in layout.slots]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._make_hook(i)) for i, p in enumerate(self._params)]
+        hooks = [_grad_hook(weakref.ref(self), index) for index in range(len(self._params))]
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(hook) for param, hook in zip(self._params, hooks, strict=True)
+        ]
 
     def close(self) -> None:
         """Removes the hooks. Reductions in flight are left alone: after an error elsewhere they might never end."""
@@ -135,28 +139,23 @@ class Reducer:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _make_hook(self, index: int) -> Callable[[Tensor], None]:
-        buffers, seen, has_grad = self.buffers, self._seen, self.buffers.has_grad
-        views, bucket = buffers.views, self._bucket_of[index]
-
-        def on_grad_accumulated(param: Tensor) -> None:
-            if not self._active:
-                self._begin_backward(index)
-            elif param.grad is not views[index]:
-                if self._syncing and bucket < len(self._handles):
-                    self._on_late_grad(index)
-                    return
-                buffers.adopt(index)
-            has_grad[index] = True
-            if self._listener is not None:
-                self._listener(Event(EventKind.GRAD_READY, index))
-            if self._syncing and seen[index] != self._epoch:
-                seen[index] = self._epoch
-                self._missing[bucket] -= 1
-                if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
-                    self._launch_ready()
-
-        return on_grad_accumulated
+    def _on_grad_accumulated(self, index: int, param: Tensor) -> None:
+        bucket = self._bucket_of[index]
+        if not self._active:
+            self._begin_backward(index)
+        elif param.grad is not self.buffers.views[index]:
+            if self._syncing and bucket < len(self._handles):
+                self._on_late_grad(index)
+                return
+            self.buffers.adopt(index)
+        self.buffers.has_grad[index] = True
+        if self._listener is not None:
+            self._listener(Event(EventKind.GRAD_READY, index))
+        if self._syncing and self._seen[index] != self._epoch:
+            self._seen[index] = self._epoch
+            self._missing[bucket] -= 1
+            if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
+                self._launch_ready()
 
     def _begin_backward(self, first: int) -> None:
         self._active = True
@@ -298,6 +297,17 @@ class Reducer:
     def _emit(self, kind: EventKind, index: int) -> None:
         if self._listener is not None:
             self._listener(Event(kind, index))
+
+
+def _grad_hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+    """What a parameter keeps: no more than a weak reference, or a model that is never closed would never be freed."""
+
+    def on_grad_accumulated(param: Tensor) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive._on_grad_accumulated(index, param)
+
+    return on_grad_accumulated
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:

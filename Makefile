@@ -1,0 +1,42 @@
+# One venv for everything, made on first use. PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu in the environment gets
+# torch's small CPU build where pip's own index offers the CUDA one.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+# The tests run two and more ranks at once; more than one thread each would only contend for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint fast clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP)  ## make .venv and install into it (again only when pyproject.toml or constraints.txt changed)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo 'installing torch and the rest into $(VENV): a minute or two'
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)  ## train a byte-level GPT on two ranks, about two minutes (ARGS="--compare", ARGS="--data FILE", ARGS="--help")
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: lint  ## lint, types and the whole test suite (ARGS go to pytest)
+	$(PYTEST) $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fast: $(STAMP)  ## the engine's own tests, without any framework (ARGS go to pytest)
+	$(PYTEST) tests/unit tests/ranks $(ARGS)
+
+clean:  ## remove .venv, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,118 @@
+"""The example as a user runs it: a script in processes of its own, tiny."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+TINY = ("--steps", "20", "--batch-size", "4", "--context", "32", "--width", "32", "--depth", "1", "--devices", "2")
+NEEDED = 2 * (32 + 1)  # bytes that --context 32 needs
+
+
+def run_example(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, encoding="utf-8", errors="replace", timeout=100
+    )
+
+
+def losses(run_dir: Path, column: str) -> list[float]:
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        return [float(row[column]) for row in csv.DictReader(file) if row[column]]
+
+
+def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(tmp_path: Path) -> None:
+    for _ in range(2):  # into the same directory again: the second run replaces the first and does not complain
+        done = run_example(*TINY, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Warning" not in done.stderr, done.stderr
+    out, run_dir = tmp_path / "runs" / "gpt", tmp_path / "runs" / "gpt" / "megatron_ddp"
+    assert {path.name for path in out.iterdir()} == {"loss.png", "megatron_ddp"}
+    assert {path.name for path in run_dir.iterdir()} == {"metrics.csv", "hparams.yaml", "best.ckpt", "last.ckpt"}
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert torch.load(run_dir / "best.ckpt", weights_only=True)["state_dict"]["bytes.weight"].shape == (256, 32)
+
+    train_loss = losses(run_dir, "train_loss")
+    assert len(train_loss) == 20
+    assert train_loss[0] == pytest.approx(5.545, abs=0.1)  # ln 256: an untrained model knows nothing
+    assert train_loss[-1] < train_loss[0] - 0.5
+    val_loss = losses(run_dir, "val_loss")
+    assert f"validation loss  {min(val_loss):.4f} nats a byte" in done.stdout
+    assert re.search(r"throughput       [\d,]+ tokens/s", done.stdout)
+    assert done.stdout.count("sample:\n\nThe ") == 1  # from one rank only
+    assert len(done.stdout.rsplit("sample:", 1)[1]) > 100
+
+
+def test_compare_trains_the_same_model_under_ddp_on_the_users_text(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(bytes(range(64)) * 64)
+    done = run_example(*TINY, "--compare", "--data", text, "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, ddps = (losses(tmp_path / "out" / strategy, "train_loss") for strategy in ("megatron_ddp", "ddp"))
+    # Not to the bit: the norm that clips is summed shard by shard here, parameter by parameter under ddp.
+    assert ours == pytest.approx(ddps, abs=1e-4)
+    largest = max(abs(a - b) for a, b in zip(ours, ddps, strict=True))
+    assert f"{largest:.1e} in the first 20 steps" in done.stdout
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("missing.txt", None, "No such file or directory"),
+        ("empty.txt", b"", "is empty"),
+        ("short.txt", b"x" * (NEEDED - 1), f"has only {NEEDED - 1} bytes"),
+        ("directory", "directory", "is a directory"),
+    ],
+)
+def test_a_bad_text_is_one_line_on_stderr(
+    name: str, content: bytes | str | None, complaint: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.mkdir()
+    done = run_example(*TINY, "--data", path, "--out", tmp_path / "out", cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"train_gpt.py: error: --data {path}: {complaint}; expected a text of at least {NEEDED} bytes"
+    )
+    assert done.stdout == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_shortest_text_that_is_accepted_trains(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"x" * NEEDED)
+    done = run_example(*TINY, "--steps", "1", "--data", text, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "validation loss" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--steps", "0"), "expected at least 1, got 0"),
+        (("--width", "40"), "--width 40: expected a multiple of 32"),
+        (("--out", SCRIPT), f"--out {SCRIPT}: File exists"),
+    ],
+)
+def test_other_bad_arguments_are_refused_before_training(
+    arguments: tuple[str | Path, ...], complaint: str, tmp_path: Path
+) -> None:
+    done = run_example(*TINY, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert "Traceback" not in done.stderr

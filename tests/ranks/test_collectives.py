@@ -1,0 +1,148 @@
+"""Rings and broadcasts against the sums they stand for, and what a rank that ends does to the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy.core.collectives import GlooCollectives, make_collectives
+from megastrategy.core.errors import CollectiveError
+from tests.support.ranks import run_ranks, try_ranks
+
+CPU = torch.device("cpu")
+SIZES = [1, 2, 3, 4, 5]
+
+
+def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Whole numbers, so that sums are exact in every order and dtype."""
+    return torch.randint(-8, 9, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_reduce_scatter_all_gather_all_reduce(size: int, dtype: torch.dtype) -> None:
+    numel = 12 * size
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, CPU)
+        total = torch.stack([values(r, numel, dtype) for r in range(size)]).sum(0)
+        own = slice(rank * 12, (rank + 1) * 12)
+        for _ in range(3):  # scratch and readiness words are used again
+            scattered = values(rank, numel, dtype)
+            collectives.reduce_scatter(scattered, 0.5).wait()
+            assert torch.equal(scattered[own], total[own] * 0.5)
+            gathered = torch.full((numel,), -1, dtype=dtype)
+            gathered[own] = total[own]
+            collectives.all_gather(gathered).wait()
+            assert torch.equal(gathered, total)
+            reduced = values(rank, numel, dtype)
+            collectives.all_reduce(reduced, 0.5).wait()
+            assert torch.equal(reduced, total * 0.5)
+        largest = torch.tensor([rank, -rank], dtype=torch.float32)
+        collectives.all_reduce_max(largest).wait()
+        assert largest.tolist() == [size - 1, 0]
+        collectives.close()
+
+    run_ranks(size, run)
+
+
+def test_many_at_once_run_in_order_and_other_sizes_share_scratch() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, CPU)
+        tensors = [torch.full((3 * n,), float(rank + 1)) for n in (1, 1000, 7, 50_000, 2)]
+        handles = [collectives.reduce_scatter(tensor, 1.0) for tensor in tensors]
+        for handle in reversed(handles):
+            handle.wait()
+        for tensor in tensors:
+            assert tensor.chunk(3)[rank].eq(6).all()
+        collectives.close()
+
+    run_ranks(3, run)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_broadcast_of_many_tensors_and_gather_of_bytes(size: int) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, CPU)
+        tensors = [
+            torch.full((2, 3), float(rank)),
+            torch.tensor(rank),
+            torch.full((4, 3, 2, 2), float(rank)).to(memory_format=torch.channels_last),
+            torch.zeros(0),
+            torch.tensor([True, False]) if rank == 0 else torch.tensor([False, False]),
+            torch.full((5,), rank, dtype=torch.int64),
+            torch.full((2,), float(rank), dtype=torch.bfloat16),
+        ]
+        collectives.broadcast_all(tensors)
+        assert not any(tensor.any() for i, tensor in enumerate(tensors) if i != 4)
+        assert tensors[4].tolist() == [True, False]
+        assert collectives.all_gather_bytes(b"x" * rank, CPU) == [b"x" * r for r in range(size)]
+        assert collectives.all_gather_objects({"rank": rank}, CPU) == [{"rank": r} for r in range(size)]
+        collectives.close()
+
+    run_ranks(size, run)
+
+
+def test_close_ends_the_thread_and_may_be_repeated() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, CPU)
+        assert isinstance(collectives, GlooCollectives)
+        for _ in range(2):
+            collectives.broadcast(torch.ones(1)).wait()
+            collectives.close()
+            collectives.close()
+
+    run_ranks(2, run)
+    assert not [thread for thread in threading.enumerate() if thread.name == "megastrategy-gloo"]
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_gather", "all_reduce", "broadcast"])
+def test_a_rank_that_ends_ends_the_others_with_a_reason(name: str) -> None:
+    """Long before the timeout of the group."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, CPU)
+        collectives.all_reduce(torch.ones(4), 1.0).wait()
+        if rank == 1:
+            collectives.close()
+            raise ZeroDivisionError("this rank ends")
+        scale = (1.0,) if name in ("reduce_scatter", "all_reduce") else ()
+        try:
+            for _ in range(100):  # a broadcast's sender may be ahead of the receiver by what the socket holds
+                getattr(collectives, name)(torch.ones(2**20), *scale).wait()
+        finally:
+            collectives.close()
+
+    start = time.monotonic()
+    survivor, ended = try_ranks(2, run, timeout_s=60)
+    assert time.monotonic() - start < 30
+    assert isinstance(ended, ZeroDivisionError)
+    assert isinstance(survivor, CollectiveError)
+    assert "rank 0 of 2" in str(survivor)
+    assert "another rank ended" in str(survivor)
+
+
+def test_a_rank_that_hangs_ends_the_others_at_the_timeout_of_the_group() -> None:
+    release = threading.Event()
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, CPU)
+        collectives.all_reduce(torch.ones(4), 1.0).wait()
+        if rank == 1:
+            release.wait(30)
+            return
+        try:
+            collectives.reduce_scatter(torch.ones(4), 1.0).wait()
+        finally:
+            release.set()
+            collectives.close()
+
+    start = time.monotonic()
+    survivor, _ = try_ranks(2, run, timeout_s=2)
+    assert 1 < time.monotonic() - start < 20
+    assert isinstance(survivor, CollectiveError)

@@ -1,0 +1,162 @@
+"""Bytes a rank holds, counted by walking every tensor that is alive, against the formula; and bytes on the wire."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import socket
+import stat
+import struct
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.memory import memory_use, memory_use_of_ddp
+from tests.support.models import two_layers
+from tests.support.ranks import run_ranks
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    """The memory that the tensors' storages cover, overlaps counted once."""
+    spans = sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors})
+    total, reached = 0, 0
+    for start, nbytes in spans:
+        end = start + nbytes
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def all_tensors() -> list[Tensor]:
+    """Every tensor that the garbage collector knows of. By type: isinstance() would ask lazy objects for their class."""
+    return [obj for obj in gc.get_objects() if issubclass(type(obj), Tensor)]
+
+
+def wide(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(100, 333), nn.Linear(333, 77), nn.Linear(77, 1, bias=False)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_held_equal_the_formula_to_the_byte(size: int, sharded: bool, dtype: torch.dtype) -> None:
+    """Parameters, gradients and optimizer state of every rank after two steps of Adam."""
+
+    def run(rank: int, group: ProcessGroup) -> tuple[int, int, int]:
+        module = wide(dtype)
+        config = DistributedDataParallelConfig(bucket_size=5000, use_distributed_optimizer=sharded)
+        model = DistributedDataParallel(module, config, group)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 100, dtype=dtype)).sum().backward()
+            optimizer.step()
+        buffers = model.param_buffers
+        flats = buffers.flats if buffers is not None else []
+        params = bytes_of([*module.parameters(), *flats])
+        held = [v for v in gc.get_referents(model.grad_buffers.__dict__) if isinstance(v, list)]
+        grads = bytes_of([t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)])
+        state = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
+        state += [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
+        use = memory_use(model.layout, rank, state_tensors=2)
+        assert (params, grads, bytes_of(state)) == (use.param_bytes, use.grad_bytes, use.state_bytes)
+        return params, grads, bytes_of(state)
+
+    per_rank = run_ranks(size, run)
+    numel = sum(param.numel() for param in wide(dtype).parameters())
+    shares = size if sharded else 1
+    of_params, of_grads, of_state = {torch.float32: (4, 4, 8), torch.bfloat16: (2, 4, 12)}[dtype]
+    padding = 4 * (math.lcm(size, 128) + 6 * 64)  # at most, in elements: 4 buckets, 5 parameters
+    for params, grads, _ in per_rank:
+        assert of_params * numel <= params <= of_params * (numel + padding)
+        assert of_grads * numel <= grads <= of_grads * (numel + padding)
+    total_state = sum(state for _, _, state in per_rank)
+    assert total_state == of_state * numel * (size // shares), "every element's state is on one rank (or on all)"
+
+
+def test_nothing_else_is_alive() -> None:
+    """All tensors of the process, not only those we know of: params + grads + state, and 4 bytes a step counter."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        gc.collect()
+        before = {id(tensor) for tensor in all_tensors()}
+        module = wide(torch.float32)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=5000), group)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 100)).sum().backward()
+            optimizer.step()
+        use = memory_use(model.layout, rank, state_tensors=2)
+        gc.collect()
+        alive = [tensor for tensor in all_tensors() if id(tensor) not in before]
+        counters = len([v for values in optimizer.state.values() for v in values.values() if v.dim() == 0])
+        constants = 2  # the two readiness words of the ring
+        assert bytes_of(alive) == use.total_bytes + 4 * counters + constants
+
+    run_ranks(1, run)
+
+
+def test_table_of_torch_ddp() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        layout = DistributedDataParallel(two_layers(), process_group=group).layout
+        numel = sum(param.numel() for param in two_layers().parameters())
+        assert memory_use_of_ddp(layout, 2).total_bytes == 16 * numel
+
+    run_ranks(2, run)
+
+
+def bytes_received() -> dict[int, int]:
+    """By every TCP socket of this process, by inode, from the kernel (tcp_info.tcpi_bytes_received)."""
+    received: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):  # the listing itself was one of them, and is closed by now
+        duplicate = os.dup(int(name)) if os.path.exists(f"/proc/self/fd/{name}") else -1
+        if duplicate >= 0 and stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+            with socket.socket(fileno=duplicate) as handle:
+                if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
+                    info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                    received[os.fstat(duplicate).st_ino] = struct.unpack_from("Q", info, 128)[0]
+        elif duplicate >= 0:
+            os.close(duplicate)
+    return received
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("dtype", "bytes_a_param"), [(torch.float32, 8), (torch.bfloat16, 6)])
+def test_bytes_on_the_wire_are_at_the_floor(
+    size: int, sharded: bool, dtype: torch.dtype, bytes_a_param: int
+) -> None:
+    """Within 1 % of 8(d-1)/d bytes a parameter a rank in fp32, and 6(d-1)/d with bf16 weights gathered (fp32 gradients)."""
+    if not sharded:
+        bytes_a_param = 8  # gradients alone, in fp32, and twice
+    steps = 3
+    elsewhere = bytes_received().keys()
+
+    def run(rank: int, group: ProcessGroup) -> tuple[int, int]:
+        module = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).to(dtype)
+        config = DistributedDataParallelConfig(bucket_size=300_000, use_distributed_optimizer=sharded)
+        model = DistributedDataParallel(module, config, group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        counts = []
+        for number in range(steps + 1):
+            optimizer.zero_grad()
+            model(torch.ones(2, 512, dtype=dtype)).sum().backward()
+            optimizer.step()
+            if number in (0, steps):
+                group.barrier().wait()
+                now = bytes_received()  # of all ranks: they are threads of this process
+                counts.append(sum(count for inode, count in now.items() if inode not in elsewhere))
+                group.barrier().wait()
+        return counts[0], counts[1]
+
+    before, after = run_ranks(size, run)[0]
+    numel = sum(param.numel() for param in nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).parameters())
+    floor = bytes_a_param * (size - 1) / size * numel
+    sent = (after - before) / size / steps
+    assert 1.0 <= sent / floor < 1.01, f"{sent / numel:.3f} bytes a parameter, the floor is {floor / numel:.3f}"

@@ -1,0 +1,248 @@
+"""16-bit weights: fp32 main params on the rank that owns them, fp32 gradients, and changes from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
+from megastrategy.core.errors import ParameterChangedError
+from tests.support.models import two_layers
+from tests.support.ranks import run_ranks
+
+
+class Scale(nn.Module):
+    """One vector of ones, whose gradient is the input: loss = (weight * x).sum()."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def wrap(
+    module: nn.Module, group: ProcessGroup, make: Callable[[Any], torch.optim.Optimizer], **options: Any
+) -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+    return model, DistributedOptimizer(make(model.parameters()), model)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tiny_updates_add_up(sharded: bool, dtype: torch.dtype) -> None:
+    """1,000 updates of 1e-5 are 0.01; a weight of 1 in bf16 rounds each of them away."""
+
+    def run(rank: int, group: ProcessGroup) -> Tensor:
+        module = Scale(200, dtype)
+        model, optimizer = wrap(
+            module, group, lambda params: torch.optim.SGD(params, lr=1e-5), use_distributed_optimizer=sharded
+        )
+        ones = torch.ones(200, dtype=dtype)
+        for _ in range(1000):
+            optimizer.zero_grad()
+            model(ones).backward()
+            optimizer.step()
+        return module.weight.detach().clone()
+
+    alone = Scale(200, dtype)
+    plain = torch.optim.SGD(alone.parameters(), lr=1e-5)
+    for _ in range(1000):
+        plain.zero_grad()
+        alone(torch.ones(200, dtype=dtype)).backward()
+        plain.step()
+    assert bool((alone.weight == 1).all()), "16 bit alone stands still"
+    in_fp32 = torch.ones(())
+    for _ in range(1000):
+        in_fp32 -= 1e-5
+    assert abs(in_fp32.item() - 0.99) < 1e-4
+    for weight in run_ranks(2, run):
+        assert bool((weight == in_fp32.to(dtype)).all())
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_of_64_microbatches_equal_the_fp32_sum(sharded: bool) -> None:
+    """To the bit: the sum of bf16 gradients in fp32, microbatch by microbatch, then the mean over two ranks."""
+
+    def inputs(rank: int) -> Tensor:
+        return torch.randn(64, 200, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+
+    def run(rank: int, group: ProcessGroup) -> Tensor | None:
+        module = Scale(200, torch.bfloat16)
+        model = DistributedDataParallel(
+            module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group
+        )
+        for row in inputs(rank)[:-1]:
+            with model.no_sync():
+                model(row).backward()
+        model(inputs(rank)[-1]).backward()
+        return model.full_grad(module.weight)
+
+    sums = []
+    for rank in range(2):
+        total = torch.zeros(200)
+        for row in inputs(rank):
+            total += row.float()
+        sums.append(total)
+    expected = (sums[0] + sums[1]) / 2
+    in_bf16 = (inputs(0).sum(0) + inputs(1).sum(0)) / 2
+    assert not torch.equal(in_bf16.float(), expected), "the numbers tell fp32 from bf16"
+    for grad in run_ranks(2, run):
+        assert grad is not None
+        assert grad.dtype == torch.float32
+        assert torch.equal(grad, expected)
+
+
+def test_gradients_in_bf16_where_asked_for() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers().bfloat16()
+        model, optimizer = wrap(module, group, torch.optim.AdamW, grad_reduce_in_fp32=False)
+        assert {buffer.grad_dtype for buffer in model.layout.buffers} == {torch.bfloat16}
+        before = module[0].weight.detach().clone()
+        model(torch.ones(4, 10, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(before, module[0].weight)
+        states = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
+        assert {value.dtype for value in states} == {torch.float32}
+
+    run_ranks(2, run)
+
+
+
+def re_point(module: nn.Sequential, state: dict[str, Tensor]) -> None:
+    for name, param in module.named_parameters():
+        param.data = state[name].clone()
+
+
+def copy_data(module: nn.Sequential, state: dict[str, Tensor]) -> None:
+    for name, param in module.named_parameters():
+        param.data.copy_(state[name])
+
+
+def load(module: nn.Sequential, state: dict[str, Tensor]) -> None:
+    module.load_state_dict(state)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [load, copy_data, re_point], ids=lambda change: change.__name__)
+def test_weights_changed_from_outside_are_neither_lost_nor_overwritten(
+    change: Callable[[nn.Sequential, dict[str, Tensor]], None], dtype: torch.dtype, sharded: bool
+) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers().to(dtype)
+        model, optimizer = wrap(
+            module, group, lambda params: torch.optim.SGD(params, lr=0.0), use_distributed_optimizer=sharded
+        )
+        x = torch.ones(4, 10, dtype=dtype)
+        model(x).sum().backward()
+        optimizer.step()
+        wanted = {name: torch.full_like(value, 0.5) for name, value in module.state_dict().items()}
+        change(module, wanted)
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()  # lr=0: whatever it writes is what it took for the weights
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        optimizer.param_groups[0]["lr"] = 0.1
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        grads = {name: model.full_grad(param) for name, param in module.named_parameters()}
+        optimizer.step()
+        for name, value in module.named_parameters():
+            assert grads[name] is not None
+            expected = (wanted[name].float() - 0.1 * grads[name].float()).to(dtype)  # type: ignore[union-attr]
+            torch.testing.assert_close(value.detach(), expected, msg=name)
+
+    run_ranks(2, run)
+
+
+def test_main_params_survive_a_swap_there_and_back() -> None:
+    """What weight averaging does for validation: other weights in, evaluate, the same weights back."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = Scale(200, torch.bfloat16)
+        model, optimizer = wrap(module, group, lambda params: torch.optim.SGD(params, lr=1e-5))
+        for step in range(1000):
+            if step % 100 == 50:
+                own = module.weight.detach().clone()
+                module.weight.data.fill_(7.0)
+                module.weight.data.copy_(own)
+            optimizer.zero_grad()
+            model(torch.ones(200, dtype=torch.bfloat16)).backward()
+            optimizer.step()
+        assert bool((module.weight == torch.tensor(0.99).bfloat16()).all()), "the fp32 part was kept"
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_parameter_whose_dtype_changed_is_named(sharded: bool) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(
+            module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group
+        )
+        module[2].double()
+        with pytest.raises(ParameterChangedError, match=r"'2\.(weight|bias)' was torch.float32.*now torch.float64"):
+            model.module[2](torch.ones(1, 33, dtype=torch.float64)).sum().backward()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradient_scaling_skips_on_all_ranks_or_on_none(sharded: bool) -> None:
+    """One rank meets an inf: all skip, the scale halves once, state and weights stay; then training goes on."""
+
+    def run(rank: int, group: ProcessGroup) -> tuple[float, Tensor]:
+        module = two_layers()
+        model, optimizer = wrap(
+            module, group, lambda params: torch.optim.AdamW(params, lr=0.01), use_distributed_optimizer=sharded
+        )
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        for step in range(4):
+            before = [param.detach().clone() for param in module.parameters()]
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 10)).square().sum()
+            if step == 2 and rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = optimizer.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            moved = any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+            assert moved == (step != 2)
+            assert bool(torch.isfinite(norm)) == (step != 2)
+        return scaler.get_scale(), torch.cat([param.detach().reshape(-1) for param in module.parameters()])
+
+    (scale_0, weights_0), (scale_1, weights_1) = run_ranks(2, run)
+    assert scale_0 == scale_1 == 512.0
+    assert torch.equal(weights_0, weights_1)
+    assert bool(torch.isfinite(weights_0).all())
+
+
+def test_scaled_training_equals_unscaled() -> None:
+    """A power of two scales without rounding, so the weights are the same bits."""
+
+    def run(rank: int, group: ProcessGroup, scaled: bool) -> Tensor:
+        module = two_layers()
+        model, optimizer = wrap(module, group, lambda params: torch.optim.AdamW(params, lr=0.01))
+        scaler = GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+        for step in range(5):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((4, 10), 0.1 * (rank + step))).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return torch.cat([param.detach().reshape(-1) for param in module.parameters()])
+
+    for with_scale, without in zip(
+        run_ranks(2, lambda r, g: run(r, g, True)), run_ranks(2, lambda r, g: run(r, g, False)), strict=True
+    ):
+        assert torch.equal(with_scale, without)
