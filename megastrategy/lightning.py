@@ -5,17 +5,18 @@ from __future__ import annotations
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
 from .core import (
@@ -28,16 +29,18 @@ from .core import (
     private_group,
     probe_state_tensors,
 )
+from .core.collectives import Collectives, make_collectives
 
 
 class MegatronDDPStrategy(DDPStrategy):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
-            start_method: as for ``DDPStrategy``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            timeout, start_method: as for ``DDPStrategy``.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
-            ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and ``bucket_cap_mb``.
+            ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
+            ``bucket_cap_mb``.
 
     Raises:
         ValueError: for an unknown or unsupported option, by name, with the reason or the nearest known name.
@@ -68,24 +71,17 @@ class MegatronDDPStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._group: ProcessGroup | None = None
-        self._group_parent: ProcessGroup | None = None
+        self._wrapped: DistributedDataParallel | None = None
         self._replaced_scaler: torch.amp.GradScaler | None = None
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
-        return DistributedDataParallel(model, self.config, self._engine_group())
+        self._wrapped = DistributedDataParallel(model, self.config, collectives=_engine_collectives(self.root_device))
+        return self._wrapped
 
     def _register_ddp_hooks(self) -> None:
         """Communication hooks belong to torch DDP; they were refused at construction."""
-
-    def _engine_group(self) -> ProcessGroup:
-        """A group for the engine alone, kept over several fits: Lightning's own collectives on the default group would wait behind ours."""
-        parent = torch.distributed.group.WORLD
-        if self._group is None or self._group_parent is not parent:
-            self._group, self._group_parent = private_group(), parent
-        return self._group
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -107,7 +103,7 @@ class MegatronDDPStrategy(DDPStrategy):
         plugin = self.precision_plugin
         if not isinstance(self.model, DistributedDataParallel):
             return
-        # The plugin goes through `.grad`, which is None under reduce-scatter. Bound on this instance, removed by teardown.
+        # The plugin goes through `.grad`, None under reduce-scatter. Bound on this instance, removed by teardown.
         plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
         plugin.clip_grad_by_value = partial(_clip_grad_by_value, plugin)  # type: ignore[method-assign]
         if (
@@ -153,13 +149,31 @@ class MegatronDDPStrategy(DDPStrategy):
         """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        return optimizer.state_dict()
+        state = optimizer.state_dict()
+        if self._wrapped is not None and self.model is not self._wrapped:
+            self._wrapped.collectives.close()  # the fit is over, and state_dict() has woken them
+        return state
 
     # --- names -------------------------------------------------------------------------------------------------------
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """The names are registered by ``import megastrategy``, lazily; DDPStrategy's own must not be registered again."""
+        """``import megastrategy`` registers the names, lazily; DDPStrategy's own must not be registered again."""
+
+
+_COLLECTIVES: WeakKeyDictionary[ProcessGroup, Collectives] = WeakKeyDictionary()
+
+
+def _engine_collectives(device: torch.device) -> Collectives:
+    """A group for the engine alone, since Lightning's collectives on the default group would wait behind ours.
+
+    One for all fits in this process: what a Trainer made for itself could be freed only by ending the default group.
+    """
+    world = torch.distributed.group.WORLD
+    assert world is not None, "Lightning initialises torch.distributed before it sets the model up"
+    if world not in _COLLECTIVES:
+        _COLLECTIVES[world] = make_collectives(private_group(), device)
+    return _COLLECTIVES[world]
 
 
 def _clip_grad_by_norm(plugin: Precision, optimizer: Any, clip_val: int | float) -> None:

@@ -74,6 +74,10 @@ class GradBuffers(ABC):
     def publish(self, bucket: int) -> None:
         """The reduction of a sealed bucket is complete; ``has_grad`` holds what the ranks agreed on."""
 
+    def may_step(self, param: int) -> bool:
+        """Whether the parameter has a gradient that no step has used up."""
+        return self.has_grad[param]
+
     def take(self, param: int) -> Tensor:
         """Hands over the gradient that arrived while the bucket was sealed; ``.grad`` is None again."""
         grad = self.params[param].grad
@@ -85,9 +89,8 @@ class GradBuffers(ABC):
         """After a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
 
     def use_up(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is there to be cleared
-        """An optimizer stepped with these gradients; with reduce-scatter the next backward starts from zero.
-
-        ``.grad`` is None by then, so zeroing through the raw module or by hand could not be noticed.
+        """An optimizer stepped with these gradients. With reduce-scatter no step uses them again, and the next backward
+        starts from zero: ``.grad`` is None by then, so zeroing through the raw module or by hand could not be noticed.
         """
 
     @abstractmethod
@@ -143,6 +146,9 @@ class ContiguousGradBuffers(GradBuffers):
     def use_up(self, params: Iterable[int]) -> None:
         if self._sharded:
             self._mark_stale(params)
+
+    def may_step(self, param: int) -> bool:
+        return self.has_grad[param] and not self._stale[param]
 
     def open(self, first: int | None = None) -> None:
         reopened = {b for b, reduced in enumerate(self._reduced) if reduced and self._sharded}

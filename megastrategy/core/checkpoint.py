@@ -184,8 +184,10 @@ def _per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
 
 
 def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
-    if not isinstance(value, Tensor) or key not in per_element:
+    if not isinstance(value, Tensor):
         return value
+    if key not in per_element:
+        return value.clone()  # torch's load_state_dict would go on using the caller's tensor
     if tuple(value.shape) != spec.shape:
         raise CheckpointError(
             f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: "

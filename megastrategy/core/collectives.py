@@ -106,7 +106,8 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
 
 
 def private_group(group: ProcessGroup | None = None) -> ProcessGroup:
-    """A new group over the same ranks as ``group`` (default: all), for this engine alone.
+    """A new group over the same ranks as ``group`` (default: all), for this engine alone. A group that torch.distributed
+    does not know was made by hand for whoever passes it, and is returned as it is.
 
     On a group shared with others, a collective of theirs would wait behind ours, or run in another order on another
     rank. All ranks of ``group`` must call this together. ``torch.distributed.destroy_process_group()`` ends it.
@@ -114,11 +115,13 @@ def private_group(group: ProcessGroup | None = None) -> ProcessGroup:
     Raises:
         ValueError: if torch.distributed is not initialised.
     """
-    if not dist.is_initialized():
+    if group is None and not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun "
             "sets the environment for it), or pass process_group"
         )
+    if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
+        return group
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     own: ProcessGroup = dist.new_group(ranks, use_local_synchronization=group is not None)
     return own

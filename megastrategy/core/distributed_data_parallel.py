@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,7 +64,7 @@ class DistributedDataParallel(nn.Module):
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self.device = _common_device(module)
         if collectives is None:
-            collectives = make_collectives(process_group or private_group(), self.device)
+            collectives = make_collectives(private_group(process_group), self.device)
         self.collectives = collectives
         specs = [_spec(name, param, config) for name, param in named]
         self.layout = build_layout(specs, config, collectives.size)
@@ -211,21 +212,15 @@ def _check_layouts_agree(layout: BufferLayout, collectives: Collectives, device:
     digests = collectives.all_gather_bytes(layout.digest(), device)
     if len(set(digests)) == 1:
         return
-    rows = collectives.all_gather_objects(layout.describe(), device)
-    for other, theirs in enumerate(rows):
-        for mine, here in zip(rows[0], theirs, strict=False):
-            if mine != here:
-                raise LayoutMismatchError(_mismatch(0, mine, other, here))
-        if len(theirs) != len(rows[0]):
-            longer, shorter = (0, other) if len(rows[0]) > len(theirs) else (other, 0)
-            extra = rows[longer][len(rows[shorter])]
-            raise LayoutMismatchError(_mismatch(longer, extra, shorter, ["nothing"]))
+    descriptions = collectives.all_gather_objects(layout.describe(), device)
+    for what in descriptions[0]:
+        for rank, description in enumerate(descriptions):
+            pairs = itertools.zip_longest(descriptions[0][what], description[what], fillvalue="none")
+            for expected, got in pairs:
+                if expected != got:
+                    raise LayoutMismatchError(
+                        "the ranks do not hold the same model or configuration. First difference, in the "
+                        f"{what}: rank 0 has {expected}, rank {rank} has {got}. Build the same module, in the same order "
+                        "and with the same frozen parameters and options, on every rank"
+                    )
     raise AssertionError("digests differ but descriptions do not")
-
-
-def _mismatch(rank: int, mine: list[object], other: int, theirs: list[object]) -> str:
-    return (
-        f"the ranks do not hold the same model or configuration. First difference: rank {rank} has {mine}, rank "
-        f"{other} has {theirs} (name, shape, stride, dtype, gradient dtype, place). Build the same module, in the "
-        "same order and with the same frozen parameters and options, on every rank"
-    )

@@ -123,17 +123,17 @@ class _ShardedStep:
     def owned_grads(self) -> list[Tensor]:
         """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient
         dtype."""
-        has_grad = self.model.grad_buffers.has_grad
+        may_step = self.model.grad_buffers.may_step
         if not self.sharded:
             params = [self.model.params[index] for index in self.param_indices()]
             return [param.grad for param in params if param.grad is not None]
-        return [self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views]
+        return [self._grad_views[i] for i in self.param_indices() if may_step(i) and i in self._grad_views]
 
     def _grad_of(self, shard: ParamShard) -> Tensor | None:
         if not self.sharded:
             grad = self.model.params[shard.param].grad
         else:
-            grad = self._grad_views[shard.param] if self.model.grad_buffers.has_grad[shard.param] else None
+            grad = self._grad_views[shard.param] if self.model.grad_buffers.may_step(shard.param) else None
         return None if grad is None else grad.to(shard.main.dtype)
 
     # --- step --------------------------------------------------------------------------------------------------------
@@ -184,8 +184,8 @@ class _ShardedStep:
                     shard.main.grad = None
         model.emit(EventKind.STEP_END, 0)
         if self.sharded:
-            has_grad = model.grad_buffers.has_grad
-            stepped = {self.layout.slots[index].bucket for index in indices if has_grad[index]}
+            may_step = model.grad_buffers.may_step
+            stepped = {self.layout.slots[index].bucket for index in indices if may_step(index)}
             model.param_gather.gather(stepped)
             model.grad_buffers.use_up(indices)
 
@@ -231,14 +231,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _impl: _ShardedStep
 
     def __new__(cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> DistributedOptimizer:
-        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__})
-        return object.__new__(kind)
-
-    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ValueError(
                 f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
             )
+        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__})
+        return object.__new__(kind)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise ValueError(
                 f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module "
@@ -291,8 +291,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
-        When it returns every rank holds all new weights. With reduce-scatter the step uses the gradients up: the next
-        backward starts from zero whether or not ``zero_grad`` is called.
+        When it returns every rank holds all new weights. With reduce-scatter the step uses the gradients up: a
+        second step finds none, and the next backward starts from zero, whether or not ``zero_grad`` is called.
         """
         impl = self._impl
         if not impl.has_shards:

@@ -141,24 +141,16 @@ class BufferLayout:
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
 
-    def describe(self) -> list[list[object]]:
-        """One JSON-able row a parameter, then one a bucket: what ranks must agree on."""
-        rows: list[list[object]] = [["dp_size", self.dp_size, "num_shards", self.num_shards]]
-        for spec, slot in zip(self.params, self.slots, strict=True):
-            rows.append(
-                [
-                    spec.name,
-                    list(spec.shape),
-                    list(spec.stride),
-                    str(spec.dtype),
-                    str(spec.grad_dtype),
-                    slot.buffer,
-                    slot.bucket,
-                    slot.start,
-                ]
-            )
-        rows.extend([f"bucket {b.index}", b.buffer, b.start, b.end] for b in self.buckets)
-        return rows
+    def describe(self) -> dict[str, list[list[object]]]:
+        """What ranks must agree on, as JSON-able rows: parameters first, since they explain every later difference."""
+        specs = [[s.name, list(s.shape), list(s.stride), str(s.dtype), str(s.grad_dtype)] for s in self.params]
+        places = [[s.name, slot.bucket, slot.start] for s, slot in zip(self.params, self.slots, strict=True)]
+        return {
+            "parameter (name, shape, stride, dtype, gradient dtype)": specs,
+            "number of ranks and of shards": [[self.dp_size, self.num_shards]],
+            "place (name, bucket, first element)": places,
+            "bucket (index, buffer, start, end)": [[b.index, b.buffer, b.start, b.end] for b in self.buckets],
+        }
 
     def digest(self) -> bytes:
         """32 bytes that are equal on two ranks if and only if their layouts are."""

@@ -62,7 +62,7 @@ def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
             gc.collect()
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=target, args=(rank,), name=f"rank-{rank}") for rank in range(size)]
+    threads = [threading.Thread(target=target, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,0 +1,213 @@
+"""What the tests of the Lightning door fit: a module with everything awkward, its data, a fit with plain results."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from megastrategy import MegatronDDPStrategy
+
+NUM_TOKENS = 11
+BATCH_SIZE = 4
+NUM_SAMPLES = 54  # 27 a rank: 7 batches, the last one short; windows of 3, 3 and 1 when three are accumulated
+BATCHES_PER_EPOCH = 7
+
+BUCKET_SIZE = 100
+"""Small enough that the module below has several buckets."""
+
+
+class AwkwardModule(pl.LightningModule):
+    """A tied weight, a frozen layer, BatchNorm, a scalar parameter, odd sizes, and a branch used on odd batches only.
+
+    Args:
+        optimizer: makes the optimizer from the parameters; AdamW by default.
+        scheduler: makes a scheduler from the optimizer, or None.
+        interval: how often the scheduler steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        interval: str = "step",
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))  # rank 0's values must reach rank 1
+        self.inputs = nn.Linear(5, 13)
+        self.norm = nn.BatchNorm1d(13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.side = nn.Linear(13, 13, bias=False)
+        self.out = nn.Linear(13, 7)
+        self.embed = nn.Embedding(NUM_TOKENS, 7)
+        self.head = nn.Linear(7, NUM_TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.make_optimizer = optimizer or adamw
+        self.make_scheduler = scheduler
+        self.interval = interval
+        self.losses: list[float] = []
+
+    def forward(self, features: Tensor, tokens: Tensor, use_side: bool = True) -> Tensor:
+        hidden = torch.relu(self.frozen(self.norm(self.inputs(features))))
+        if use_side:
+            hidden = hidden + self.side(hidden)
+        return self.head(self.scale * (self.out(hidden) + self.embed(tokens)))
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        features, tokens, targets = batch
+        loss = F.cross_entropy(self(features, tokens, use_side=batch_idx % 2 == 1), targets)
+        self.losses.append(loss.item())
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        features, tokens, targets = batch
+        self.log("val_loss", F.cross_entropy(self(features, tokens), targets), sync_dist=True)
+
+    def test_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        features, tokens, targets = batch
+        self.log("test_loss", F.cross_entropy(self(features, tokens), targets), sync_dist=True)
+
+    def predict_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        features, tokens, _ = batch
+        return self(features, tokens)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        if self.make_scheduler is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": self.interval},
+        }
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    """The same samples on every rank and in every call; Lightning gives each rank its half of them."""
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(NUM_SAMPLES, 5, generator=generator)
+    tokens = torch.randint(NUM_TOKENS, (NUM_SAMPLES,), generator=generator)
+    targets = torch.randint(NUM_TOKENS, (NUM_SAMPLES,), generator=generator)
+    return DataLoader(TensorDataset(features, tokens, targets), batch_size=BATCH_SIZE)
+
+
+class MemoryLogger(Logger):
+    """Keeps what was logged, as (step, values)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """There are none."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.history.append((step, dict(metrics)))
+
+
+def make_strategy(name: str, **options: Any) -> DDPStrategy:
+    """``"ddp"`` with unused parameters allowed, or ``"megatron_ddp"`` with several buckets."""
+    if name == "ddp":
+        return DDPStrategy(**{"find_unused_parameters": True, **options})
+    return MegatronDDPStrategy(**{"bucket_size": BUCKET_SIZE, **options})
+
+
+def make_trainer(strategy: DDPStrategy, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on two CPU ranks."""
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+@dataclasses.dataclass
+class Fit:
+    """What a fit left behind on one rank.
+
+    Attributes:
+        weights: the module's state_dict, cloned.
+        losses: this rank's loss of every batch.
+        logged: everything given to the logger (rank 0 only: Lightning logs there).
+        metrics: ``trainer.callback_metrics``.
+        warnings: the texts of all warnings.
+    """
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    logged: list[tuple[int | None, dict[str, float]]]
+    metrics: dict[str, float]
+    warnings: list[str]
+
+
+def fit(
+    name: str,
+    *,
+    strategy_options: dict[str, Any] | None = None,
+    module: pl.LightningModule | None = None,
+    ckpt_path: str | None = None,
+    **trainer_options: Any,
+) -> Fit:
+    """Fits ``module`` (an AwkwardModule by default) with validation under the strategy called ``name``."""
+    module = module or AwkwardModule()
+    logger = MemoryLogger()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(make_strategy(name, **strategy_options or {}), **{"logger": logger, **trainer_options})
+        trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+    return Fit(
+        weights=weights_of(module),
+        losses=list(getattr(module, "losses", [])),
+        logged=logger.history,
+        metrics={key: value.item() for key, value in trainer.callback_metrics.items()},
+        warnings=[str(warning.message) for warning in caught],
+    )
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of the state_dict."""
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_same_tensors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """The same names, dtypes, shapes and bits."""
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_same_fit(actual: Fit, expected: Fit) -> None:
+    """Weights, losses and everything logged are equal, bit for bit."""
+    assert actual.losses == expected.losses
+    assert actual.metrics == expected.metrics
+    assert actual.logged == expected.logged
+    assert_same_tensors(actual.weights, expected.weights)

@@ -1,0 +1,135 @@
+"""Two rank processes that run jobs: started once, since Lightning's import takes seconds; replaced after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+SIZE = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How a job ended on a rank that did not return."""
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str
+    seconds: float
+
+
+class Ranks:
+    """Runs a picklable function on both ranks at once, in processes that Lightning takes for torchrun's.
+
+    A rank whose job raises ends its process, as a script would; the next job then gets a fresh pair.
+    """
+
+    def __init__(self) -> None:
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def run(self, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = 60.0, **options: Any) -> list[Any]:
+        """``job(*arguments, **options)`` on every rank; results by rank, or an AssertionError with the tracebacks."""
+        outcomes = self.outcomes(job, *arguments, timeout_s=timeout_s, **options)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        report = "\n".join(f"rank {f.rank} after {f.seconds:.1f} s:\n{f.traceback}" for f in failures)
+        assert not failures, report
+        return outcomes
+
+    def outcomes(
+        self, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = 60.0, **options: Any
+    ) -> list[Any]:
+        """Like :meth:`run`, but a rank that failed has a :class:`Failure` for a result."""
+        if not self._processes:
+            self._start()
+        message = pickle.dumps((job, arguments, options, timeout_s))
+        for connection in self._connections:
+            connection.send_bytes(message)
+        start = time.monotonic()
+        outcomes = [
+            self._receive(rank, connection, start, timeout_s) for rank, connection in enumerate(self._connections)
+        ]
+        if any(isinstance(outcome, Failure) for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def close(self) -> None:
+        """Ends the processes; the next job starts new ones."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.doors.fits"])
+        port = free_port()
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    @staticmethod
+    def _receive(rank: int, connection: Connection, start: float, timeout_s: float) -> Any:
+        try:
+            if connection.poll(max(0.0, start + timeout_s - time.monotonic())):
+                return pickle.loads(connection.recv_bytes())
+            reason = f"no result within {timeout_s} s"
+        except EOFError:
+            reason = "the process ended without a result"
+        return Failure(rank, "died", reason, reason, time.monotonic() - start)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _serve(rank: int, port: int, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+    )
+    while True:
+        try:
+            job, arguments, options, timeout_s = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        start = time.monotonic()
+        faulthandler.dump_traceback_later(timeout_s - 1.0, file=2)  # type: ignore[arg-type]
+        try:
+            outcome = job(*arguments, **options)
+        except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
+            seconds = time.monotonic() - start
+            outcome = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), seconds)
+        faulthandler.cancel_dump_traceback_later()
+        connection.send_bytes(pickle.dumps(outcome))
+        if isinstance(outcome, Failure):
+            return

@@ -1,0 +1,124 @@
+"""What cannot work says so: which option, which parameter, what to do; and no rank is left waiting for another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .fits import AwkwardModule, Fit, assert_same_fit, fit, loader, make_strategy, make_trainer
+from .rank_processes import Failure, Ranks
+
+
+class SmallNet(pl.LightningModule):
+    """A dense module without BatchNorm, for optimizers that evaluate it several times a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 11))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, _, targets = batch
+        loss = F.cross_entropy(self.net(features), targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+
+def fit_lbfgs(name: str, **options: Any) -> Fit:
+    return fit(name, module=SmallNet(), max_epochs=1, **options)
+
+
+def test_lbfgs_is_refused_by_the_sharded_optimizer_with_the_way_out(ranks: Ranks) -> None:
+    """Its step depends on inner products over all elements; on flat shards it would train something else in silence."""
+    for outcome in ranks.outcomes(fit_lbfgs, "megatron_ddp"):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "OptimizerNotShardableError"
+        assert "LBFGS" in outcome.message
+        assert "use_distributed_optimizer=False" in outcome.message
+
+
+def test_lbfgs_works_without_the_sharded_optimizer(ranks: Ranks) -> None:
+    """The way out that the error names: several closures a step, as under ddp to the bit."""
+    ours = ranks.run(fit_lbfgs, "megatron_ddp", strategy_options={"use_distributed_optimizer": False})
+    theirs = ranks.run(fit_lbfgs, "ddp")
+    for mine, other in zip(ours, theirs, strict=True):
+        assert len(other.losses) > 2 * 7, "LBFGS evaluates its closure several times a step"
+        assert_same_fit(mine, other)
+
+
+class StrangersParameter(AwkwardModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        stranger = nn.Parameter(torch.zeros(3, 5))
+        return torch.optim.SGD([*self.parameters(), stranger], lr=0.1)
+
+
+def fit_stranger(name: str, **options: Any) -> Fit:
+    return fit(name, module=StrangersParameter(), **options)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_parameter_that_is_not_the_modules_is_refused(ranks: Ranks, sharded: bool) -> None:
+    """Nobody would ever reduce its gradient, so the ranks would drift apart."""
+    for outcome in ranks.outcomes(
+        fit_stranger, "megatron_ddp", strategy_options={"use_distributed_optimizer": sharded}
+    ):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "ValueError"
+        assert "parameter 11 of group 0, of shape (3, 5), is not a parameter of the wrapped model" in outcome.message
+
+
+def test_an_unused_parameter_against_a_promise_is_named(ranks: Ranks) -> None:
+    """Under ddp that is an error in the next forward, without a name; here it comes at once, on both ranks."""
+    for outcome in ranks.outcomes(fit, "megatron_ddp", strategy_options={"find_unused_parameters": False}):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "UnusedParameterError"
+        assert "'side.weight'" in outcome.message
+
+
+class RaisesOnRank1(SmallNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 1 and batch_idx == 3:
+            raise ZeroDivisionError("on purpose, on rank 1")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fit_raising() -> None:
+    trainer = make_trainer(make_strategy("megatron_ddp"))
+    trainer.fit(RaisesOnRank1(), loader())
+
+
+def test_an_error_on_one_rank_ends_the_other_with_a_reason(ranks: Ranks) -> None:
+    """The other rank waits in a reduction then; it must not wait for the process group's timeout of half an hour."""
+    waiting, raising = ranks.outcomes(fit_raising)
+    assert isinstance(raising, Failure)
+    assert (raising.kind, raising.message) == ("ZeroDivisionError", "on purpose, on rank 1")
+    assert isinstance(waiting, Failure)
+    assert waiting.kind == "CollectiveError"
+    assert "rank 0 of 2" in waiting.message
+    assert "another rank ended" in waiting.message
+    assert waiting.seconds < 30
+
+
+def full_grad_outside_a_fit() -> None:
+    strategy = make_strategy("megatron_ddp")
+    module = AwkwardModule()
+    make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(module, loader())
+    with pytest.raises(RuntimeError, match="during a fit"):
+        strategy.full_grad(module.scale)  # type: ignore[attr-defined]
+
+
+def test_full_grad_outside_a_fit_is_an_error(ranks: Ranks) -> None:
+    """There is no engine then to ask."""
+    ranks.run(full_grad_outside_a_fit)

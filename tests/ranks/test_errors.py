@@ -1,0 +1,266 @@
+"""Bad input and bad luck: each ends in an error that names the culprit and the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+import megastrategy
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import (
+    CheckpointError,
+    CollectiveError,
+    LayoutMismatchError,
+    MegastrategyError,
+    OptimizerNotShardableError,
+    ParameterChangedError,
+)
+from tests.support.models import two_layers
+from tests.support.ranks import run_ranks, try_ranks
+
+
+def expect_on_all(size: int, error: type[Exception], message: str, run: object) -> None:
+    """Every rank ends in this error; one after the other would hang."""
+    for rank, outcome in enumerate(try_ranks(size, run, timeout_s=10)):  # type: ignore[arg-type]
+        assert isinstance(outcome, error), f"rank {rank}: {outcome!r}"
+        with pytest.raises(error, match=message):
+            raise outcome
+
+
+def test_models_of_other_shape_name_the_first_difference_on_every_rank() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank)), process_group=group)
+
+    expect_on_all(2, LayoutMismatchError, r"rank 0 has \['1.weight', \[4, 4\].*rank 1 has \['1.weight', \[5, 4\]", run)
+
+
+def test_models_with_more_parameters_on_one_rank() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 + (rank == 2))))
+        DistributedDataParallel(model, process_group=group)
+
+    expect_on_all(3, LayoutMismatchError, r"rank 0 has none, rank 2 has \['2.weight'", run)
+
+
+def test_frozen_on_one_rank_only() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        module[0].bias.requires_grad_(rank == 0)
+        DistributedDataParallel(module, process_group=group)
+
+    expect_on_all(2, LayoutMismatchError, "'0.bias'", run)
+
+
+def test_options_that_differ_between_ranks() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        config = DistributedDataParallelConfig(use_distributed_optimizer=rank == 0)
+        DistributedDataParallel(two_layers(), config, group)
+
+    expect_on_all(2, LayoutMismatchError, r"number of ranks and of shards: rank 0 has \[2, 2\], rank 1 has \[2, 1\]", run)
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.Adafactor], ids=lambda kind: kind.__name__)
+def test_optimizers_that_cannot_be_sharded_name_the_way_out(make: type[torch.optim.Optimizer]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(two_layers(), process_group=group)
+        DistributedOptimizer(make(model.parameters()), model)
+
+    expect_on_all(2, OptimizerNotShardableError, f"{make.__name__} cannot be sharded.*use_distributed_optimizer=False", run)
+
+
+def test_the_way_out_works_for_lbfgs() -> None:
+    """And gives on two ranks what one process gives on the whole batch."""
+    batches = [torch.randn(4, 10, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+
+    def run(rank: int, group: ProcessGroup) -> list[torch.Tensor]:
+        module = two_layers().double()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=False), group)
+        optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=3), model)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(batches[rank].double()).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return [param.detach().clone() for param in module.parameters()]
+
+    module = two_layers().double()
+    plain = torch.optim.LBFGS(module.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        plain.zero_grad()
+        loss = module(torch.cat(batches).double()).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        plain.step(closure)
+    for weights in run_ranks(2, run):
+        torch.testing.assert_close(weights, [param.detach() for param in module.parameters()])
+
+
+def test_an_optimizer_over_parameters_that_the_model_does_not_have() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(two_layers(), process_group=group)
+        stranger = nn.Parameter(torch.ones(3, 2))
+        with pytest.raises(ValueError, match=r"parameter 1 of group 0, of shape \(3, 2\).*model.parameters\(\)"):
+            DistributedOptimizer(torch.optim.SGD([next(model.parameters()), stranger], lr=0.1), model)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        with pytest.raises(ValueError, match=r"parameter 0 of group 1"):
+            optimizer.add_param_group({"params": [stranger]})
+        assert len(optimizer.param_groups) == 1
+
+    run_ranks(2, run)
+
+
+def test_what_is_no_optimizer_or_no_wrapped_model() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="got Sequential: wrap the module first"):
+            DistributedOptimizer(sgd, module)  # type: ignore[arg-type]
+        model = DistributedDataParallel(module, process_group=group)
+        optimizer = DistributedOptimizer(sgd, model)
+        with pytest.raises(ValueError, match="not distributed yet"):
+            DistributedOptimizer(optimizer, model)
+
+    run_ranks(1, run)
+
+
+def test_the_users_own_state_dict_is_refused_where_it_would_be_wrong() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(two_layers(), process_group=group)
+        adam = torch.optim.Adam(model.parameters())
+        optimizer = DistributedOptimizer(adam, model)
+        with pytest.raises(CheckpointError, match="DistributedOptimizer"):
+            adam.state_dict()
+        with pytest.raises(CheckpointError, match="DistributedOptimizer"):
+            adam.load_state_dict(optimizer.state_dict())
+
+    run_ranks(2, run)
+
+
+def test_modules_that_cannot_be_laid_out() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        with torch.device("meta"):
+            meta = nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="'weight' is on the meta device"):
+            DistributedDataParallel(meta, process_group=group)
+        with pytest.raises(ValueError, match="'weight' is uninitialised"):
+            DistributedDataParallel(nn.LazyLinear(2), process_group=group)
+
+    run_ranks(1, run)
+
+
+def test_a_parameter_unfrozen_after_wrapping_is_noticed() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        module[0].requires_grad_(False)
+        model = DistributedDataParallel(module, process_group=group)
+        module[0].requires_grad_(True)
+        with pytest.raises(ParameterChangedError, match=r"'0\.weight' required no gradients"):
+            model(torch.ones(1, 10))
+
+    run_ranks(2, run)
+
+
+def test_a_step_that_raises_leaves_the_groups_as_they_were() -> None:
+    class Explodes(torch.optim.SGD):
+        armed = False
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            if self.armed:
+                raise ZeroDivisionError("inside step")
+            super().step()
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(two_layers(), process_group=group)
+        optimizer = DistributedOptimizer(inner := Explodes(model.parameters(), lr=0.1), model)
+        model(torch.ones(1, 10)).sum().backward()
+        inner.armed = True
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == list(model.module.parameters())
+
+    run_ranks(2, run)
+
+
+def test_a_rank_that_dies_in_backward_ends_the_others_with_a_reason() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), group)
+        if rank == 1:
+            module[0].weight.register_hook(lambda grad: 1 / 0)
+        model(torch.ones(1, 10)).sum().backward()
+
+    start = time.monotonic()
+    survivor, dead = try_ranks(2, run, timeout_s=60)
+    assert time.monotonic() - start < 30
+    assert isinstance(dead, ZeroDivisionError)
+    assert isinstance(survivor, CollectiveError)
+    assert "did not complete" in str(survivor)
+
+
+def test_a_killed_process_ends_the_others_with_a_reason() -> None:
+    """Real processes and SIGKILL, in the middle of a step."""
+    script = textwrap.dedent(
+        """
+        import datetime, os, signal, sys, torch
+        import torch.distributed as dist
+        from megastrategy import DistributedDataParallel, DistributedOptimizer
+        rank = int(sys.argv[1])
+        torch.set_num_threads(1)
+        timeout = datetime.timedelta(seconds=60)
+        store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 2, rank == 0, timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(10, 33), torch.nn.Linear(33, 7)))
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 10)).sum()
+            if step == 2 and rank == 1:
+                model.module[0].weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+            loss = model(torch.ones(2, 10)).sum()
+            loss.backward()
+            optimizer.step()
+        """
+    )
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.monotonic()
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", script, str(rank), str(port)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    survivor, killed = (process.communicate(timeout=60)[1] for process in ranks)
+    assert time.monotonic() - start < 45
+    assert ranks[1].returncode == -9, killed
+    assert ranks[0].returncode == 1
+    assert "CollectiveError: rank 0 of 2" in survivor
+
+
+def test_without_torch_distributed_the_way_out_is_said() -> None:
+    with pytest.raises(ValueError, match=r"init_process_group.*process_group"):
+        DistributedDataParallel(two_layers())
+
+
+def test_errors_are_one_small_tree() -> None:
+    from megastrategy.core import errors
+
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert all(issubclass(kind, MegastrategyError) and kind.__doc__ for kind in kinds)
+    assert issubclass(OptimizerNotShardableError, ValueError), "a user passed it in"
+    assert megastrategy.__version__
