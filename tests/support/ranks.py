@@ -3,6 +3,7 @@ in a tenth of a second."""
 
 from __future__ import annotations
 
+import collections
 import gc
 import threading
 import traceback
@@ -29,6 +30,12 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float = 30.0) -> P
     return group
 
 
+_retired: collections.deque[ProcessGroup] = collections.deque(maxlen=16)
+"""Groups whose ranks have ended. One that went at once could deadlock: its destructor waits for gloo's threads while
+holding the GIL, which such a thread needs to let go of the last tensor. By the time they leave here they are idle.
+"""
+
+
 class RankError(AssertionError):
     """What went wrong, by rank."""
 
@@ -51,14 +58,18 @@ def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
     outcomes: list[T | BaseException] = [RankError("did not run")] * size
 
     def target(rank: int) -> None:
+        group: ProcessGroup | None = None
         try:
-            outcomes[rank] = run(rank, gloo_group(store, rank, size, timeout_s))
+            group = gloo_group(store, rank, size, timeout_s)
+            outcomes[rank] = run(rank, group)
+            _retired.append(group)
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
             error.add_note("".join(traceback.format_exception(error)))
             seen: BaseException | None = error
             while seen is not None:  # frames hold the group
                 traceback.clear_frames(seen.__traceback__)
                 seen = seen.__cause__ or seen.__context__
+            group = None
             gc.collect()
             outcomes[rank] = error
 
