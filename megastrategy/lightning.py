@@ -20,16 +20,17 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
 from .core import (
+    Collectives,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
     GradScaler,
     config_from_arguments,
     describe_setup,
+    make_collectives,
     private_group,
     probe_state_tensors,
 )
-from .core.collectives import Collectives, make_collectives
 
 
 class MegatronDDPStrategy(DDPStrategy):
@@ -113,6 +114,12 @@ class MegatronDDPStrategy(DDPStrategy):
         ):
             self._replaced_scaler = plugin.scaler
             plugin.scaler = _sharded_scaler(plugin.scaler)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """A collective may have been cut off on some rank: the next fit gets a group of its own."""
+        world = torch.distributed.group.WORLD
+        if world is not None:
+            _COLLECTIVES.pop(world, None)
 
     def teardown(self) -> None:
         plugin = self.precision_plugin

@@ -8,7 +8,7 @@ memory, the ``reducer``'s hook counts it ready, ``collectives`` sends its bucket
 """
 
 from .clip_grads import GradScaler
-from .collectives import private_group
+from .collectives import Collectives, make_collectives, private_group
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
@@ -17,6 +17,7 @@ from .events import Event, EventKind
 from .memory import describe_setup, memory_use, memory_use_of_ddp
 
 __all__ = [
+    "Collectives",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
@@ -26,6 +27,7 @@ __all__ = [
     "config_from_arguments",
     "describe_setup",
     "field_names",
+    "make_collectives",
     "memory_use",
     "memory_use_of_ddp",
     "private_group",

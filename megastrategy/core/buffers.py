@@ -41,9 +41,11 @@ def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[
 class GradBuffers(ABC):
     """Where gradients accumulate, and the tensors that the reducer sends.
 
-    Attributes: params: the model's trainable parameters, in the layout's order (owned by the model). views: what
-        ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own. has_grad: whether a
-        parameter received a gradient since it was last cleared (after a synchronised backward: on any rank).
+    Attributes:
+        params: the model's trainable parameters, in the layout's order (owned by the model).
+        views: what ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own.
+        has_grad: whether a parameter received a gradient since it was last cleared (after a synchronised backward: on
+            any rank).
     """
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:

@@ -106,8 +106,9 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
 
 
 def private_group(group: ProcessGroup | None = None) -> ProcessGroup:
-    """A new group over the same ranks as ``group`` (default: all), for this engine alone. A group that torch.distributed
-    does not know was made by hand for whoever passes it, and is returned as it is.
+    """A new group over the same ranks as ``group`` (default: all), for this engine alone.
+
+    A group that torch.distributed does not know was made by hand for whoever passes it, and is returned as it is.
 
     On a group shared with others, a collective of theirs would wait behind ours, or run in another order on another
     rank. All ranks of ``group`` must call this together. ``torch.distributed.destroy_process_group()`` ends it.
@@ -118,7 +119,7 @@ def private_group(group: ProcessGroup | None = None) -> ProcessGroup:
     if group is None and not dist.is_initialized():
         raise ValueError(
             "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun "
-            "sets the environment for it), or pass process_group"
+            "sets the addresses for it), or pass process_group"
         )
     if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
         return group

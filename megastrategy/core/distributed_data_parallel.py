@@ -25,12 +25,11 @@ from .reducer import Reducer
 class DistributedDataParallel(nn.Module):
     """Data parallelism after Megatron-LM around any module.
 
-    Args: module: on its device already, the same on every rank; rank 0's parameters and buffers are broadcast.
-        Parameters that
-            require no gradients now are left out.
+    Args:
+        module: on its device already, the same on every rank; rank 0's parameters and buffers are broadcast. Parameters
+            that require no gradients now are left out.
         config: the options; None for the defaults.
-        process_group: the data-parallel ranks, used for nothing else while training. None makes a group of its own
-        over all ranks.
+        process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
         collectives: how to send instead of what fits the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
 
@@ -220,7 +219,7 @@ def _check_layouts_agree(layout: BufferLayout, collectives: Collectives, device:
                 if expected != got:
                     raise LayoutMismatchError(
                         "the ranks do not hold the same model or configuration. First difference, in the "
-                        f"{what}: rank 0 has {expected}, rank {rank} has {got}. Build the same module, in the same order "
-                        "and with the same frozen parameters and options, on every rank"
+                        f"{what}: rank 0 has {expected}, rank {rank} has {got}. Build the same module, in the same "
+                        "order and with the same frozen parameters and options, on every rank"
                     )
     raise AssertionError("digests differ but descriptions do not")

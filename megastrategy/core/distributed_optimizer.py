@@ -45,10 +45,10 @@ class ParamShard:
     Attributes:
         param: index in the layout.
         start, end: the part of the parameter, in elements of its memory order.
-        main: what the optimizer updates: fp32 memory of its own for 16-bit weights, else the weights themselves. Flat if
-            the parameter is sharded, of the parameter's shape if not.
-        weights: the part of the parameter that ``main`` stands for, flat, in the parameter buffer; None if the parameter
-            is not sharded and may be re-pointed at any time.
+        main: what the optimizer updates: fp32 memory of its own for 16-bit weights, else the weights themselves. Flat
+            if the parameter is sharded, of the parameter's shape if not.
+        weights: the part of the parameter that ``main`` stands for, flat, in the parameter buffer; None if the
+            parameter is not sharded and may be re-pointed at any time.
     """
 
     param: int
@@ -139,7 +139,7 @@ class _ShardedStep:
     # --- step --------------------------------------------------------------------------------------------------------
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
-        """What the optimizer has in place of the parameter: this rank's shard; itself if it is frozen; None if all is elsewhere."""
+        """What the optimizer has in its place: this rank's shard, itself if frozen, None if all of it is elsewhere."""
         index = self.params_by_id.get(id(param))
         if index is None:
             return param

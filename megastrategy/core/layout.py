@@ -143,8 +143,12 @@ class BufferLayout:
 
     def describe(self) -> dict[str, list[list[object]]]:
         """What ranks must agree on, as JSON-able rows: parameters first, since they explain every later difference."""
-        specs = [[s.name, list(s.shape), list(s.stride), str(s.dtype), str(s.grad_dtype)] for s in self.params]
-        places = [[s.name, slot.bucket, slot.start] for s, slot in zip(self.params, self.slots, strict=True)]
+        specs: list[list[object]] = [
+            [s.name, list(s.shape), list(s.stride), str(s.dtype), str(s.grad_dtype)] for s in self.params
+        ]
+        places: list[list[object]] = [
+            [s.name, slot.bucket, slot.start] for s, slot in zip(self.params, self.slots, strict=True)
+        ]
         return {
             "parameter (name, shape, stride, dtype, gradient dtype)": specs,
             "number of ranks and of shards": [[self.dp_size, self.num_shards]],

@@ -63,7 +63,9 @@ def test_options_that_differ_between_ranks() -> None:
         config = DistributedDataParallelConfig(use_distributed_optimizer=rank == 0)
         DistributedDataParallel(two_layers(), config, group)
 
-    expect_on_all(2, LayoutMismatchError, r"number of ranks and of shards: rank 0 has \[2, 2\], rank 1 has \[2, 1\]", run)
+    expect_on_all(
+        2, LayoutMismatchError, r"number of ranks and of shards: rank 0 has \[2, 2\], rank 1 has \[2, 1\]", run
+    )
 
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.Adafactor], ids=lambda kind: kind.__name__)
@@ -72,7 +74,9 @@ def test_optimizers_that_cannot_be_sharded_name_the_way_out(make: type[torch.opt
         model = DistributedDataParallel(two_layers(), process_group=group)
         DistributedOptimizer(make(model.parameters()), model)
 
-    expect_on_all(2, OptimizerNotShardableError, f"{make.__name__} cannot be sharded.*use_distributed_optimizer=False", run)
+    expect_on_all(
+        2, OptimizerNotShardableError, f"{make.__name__} cannot be sharded.*use_distributed_optimizer=False", run
+    )
 
 
 def test_the_way_out_works_for_lbfgs() -> None:

@@ -35,7 +35,9 @@ def grads_with_ddp(make: Callable[[], nn.Module], scenario: Scenario, size: int 
     return run_ranks(size, run)
 
 
-def grads_with_ours(make: Callable[[], nn.Module], scenario: Scenario, size: int = 2, **options: Any) -> list[list[Any]]:
+def grads_with_ours(
+    make: Callable[[], nn.Module], scenario: Scenario, size: int = 2, **options: Any
+) -> list[list[Any]]:
     def run(rank: int, group: ProcessGroup) -> list[Any]:
         module = make()
         model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)

@@ -32,7 +32,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
 
 
 def all_tensors() -> list[Tensor]:
-    """Every tensor that the garbage collector knows of. By type: isinstance() would ask lazy objects for their class."""
+    """Every tensor that the garbage collector knows of. By type: isinstance() would ask lazy objects."""
     return [obj for obj in gc.get_objects() if issubclass(type(obj), Tensor)]
 
 
@@ -59,7 +59,9 @@ def test_tensors_held_equal_the_formula_to_the_byte(size: int, sharded: bool, dt
         flats = buffers.flats if buffers is not None else []
         params = bytes_of([*module.parameters(), *flats])
         held = [v for v in gc.get_referents(model.grad_buffers.__dict__) if isinstance(v, list)]
-        grads = bytes_of([t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)])
+        grads = bytes_of(
+            [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        )
         state = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
         state += [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
         use = memory_use(model.layout, rank, state_tensors=2)
@@ -129,10 +131,8 @@ def bytes_received() -> dict[int, int]:
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("dtype", "bytes_a_param"), [(torch.float32, 8), (torch.bfloat16, 6)])
-def test_bytes_on_the_wire_are_at_the_floor(
-    size: int, sharded: bool, dtype: torch.dtype, bytes_a_param: int
-) -> None:
-    """Within 1 % of 8(d-1)/d bytes a parameter a rank in fp32, and 6(d-1)/d with bf16 weights gathered (fp32 gradients)."""
+def test_bytes_on_the_wire_are_at_the_floor(size: int, sharded: bool, dtype: torch.dtype, bytes_a_param: int) -> None:
+    """Within 1 % of 8(d-1)/d bytes a parameter a rank in fp32; 6(d-1)/d with bf16 weights and fp32 gradients."""
     if not sharded:
         bytes_a_param = 8  # gradients alone, in fp32, and twice
     steps = 3
@@ -150,7 +150,8 @@ def test_bytes_on_the_wire_are_at_the_floor(
             optimizer.step()
             if number in (0, steps):
                 group.barrier().wait()
-                now = bytes_received()  # of all ranks: they are threads of this process
+                # by one rank for all: they are threads of this process
+                now = bytes_received() if rank == 0 else {}
                 counts.append(sum(count for inode, count in now.items() if inode not in elsewhere))
                 group.barrier().wait()
         return counts[0], counts[1]

@@ -68,7 +68,7 @@ def test_a_group_of_which_a_rank_owns_nothing_stays() -> None:
 @pytest.mark.parametrize("loaded_on", [1, 2, 3])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_state_moves_between_numbers_of_ranks_and_engines(saved_on: int, loaded_on: int, sharded: bool) -> None:
-    """Saved from ours on so many ranks, loaded by ours on so many others, with another bucket size: equal tensor by tensor."""
+    """Saved on so many ranks, loaded on so many others, with another bucket size: equal tensor by tensor."""
     run = Run(options=(("lr", 0.01), ("amsgrad", True)), groups=3, steps=3)
     saved = train_with_ours(run, saved_on, SHARDED)[0].optimizer_state
 
@@ -84,7 +84,7 @@ def test_state_moves_between_numbers_of_ranks_and_engines(saved_on: int, loaded_
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam", "RAdam", "Adagrad", "Rprop", "ASGD", "Adadelta", "Adamax"])
 def test_state_of_torch_ddp_is_continued_to_the_bit(name: str) -> None:
-    """Six steps under torch DDP equal three there, the state moved, and three here; and the plain optimizer loads ours."""
+    """Six steps under torch DDP equal three there and three here; and the plain optimizer loads ours."""
     options = (("lr", 0.01), ("momentum", 0.9)) if name == "SGD" else (("lr", 0.01),)
     whole, half = Run(name, options, steps=6), Run(name, options, steps=3)
     middle = train_with_ddp(half, 2)

@@ -1,4 +1,4 @@
-"""Which collectives are launched, how often and in which order: counted, on ranks whose gradients arrive differently."""
+"""Which collectives are launched, how often and in which order: counted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_one_reduction_a_bucket_a_step(sharded: bool, overlap: bool, accumulate:
             for microbatch in range(accumulate - 1):
                 with model.no_sync():
                     model(images(rank, step, microbatch), step, rank).backward()
-            assert not collectives.named("reduce_scatter", "all_reduce", "all_reduce_max"), "nothing is sent under no_sync"
+            assert not collectives.named("reduce_scatter", "all_reduce", "all_reduce_max"), (
+                "nothing is sent under no_sync"
+            )
             model(images(rank, step, 9), step, rank).backward()
             assert [call.numel for call in collectives.named(reduction)] == numels
             assert len(collectives.named("all_reduce_max")) == 1

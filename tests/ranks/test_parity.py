@@ -1,4 +1,4 @@
-"""Training equals torch DDP with the same optimizer: to the bit on two ranks, where a sum has one order; within 1e-6 on more."""
+"""Training equals torch DDP with the same optimizer: to the bit on two ranks, within 1e-6 on more."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ EVERY_CONFIG = configs(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("groups", [1, 3])
 def test_every_optimizer_to_the_bit_on_two_ranks(name: str, groups: int) -> None:
-    for accumulate, config in zip((1, 3), configs(bucket_size=[SOME], use_distributed_optimizer=[True, False]), strict=True):
+    for accumulate, config in zip(
+        (1, 3), configs(bucket_size=[SOME], use_distributed_optimizer=[True, False]), strict=True
+    ):
         run = make_run(name, groups=groups, accumulate=accumulate)
         assert_same_bits(train_with_ours(run, 2, config), train_with_ddp(run, 2))
     sharded = DistributedDataParallelConfig(bucket_size=ONE_PARAM)
@@ -81,8 +83,12 @@ def test_without_contiguous_buffers_to_the_bit() -> None:
 def test_other_numbers_of_ranks(size: int, sharded: bool) -> None:
     config = DistributedDataParallelConfig(bucket_size=SOME, use_distributed_optimizer=sharded)
     for name in ("sgd_momentum", "adamw"):
-        # Adam divides by the root of squared gradients: where those are rounding errors, so is the step. eps damps that.
-        run = make_run(name, accumulate=3) if name != "adamw" else Run(options=(("lr", 0.01), ("eps", 1e-4)), accumulate=3)
+        # Adam divides by the root of squared gradients: where those are rounding errors, so is the step; eps damps it.
+        run = (
+            make_run(name, accumulate=3)
+            if name != "adamw"
+            else Run(options=(("lr", 0.01), ("eps", 1e-4)), accumulate=3)
+        )
         if size == 1:
             assert_same_bits(train_with_ours(run, 1, config), train_with_ddp(run, 1))
         else:

@@ -75,9 +75,7 @@ def test_gradients_of_64_microbatches_equal_the_fp32_sum(sharded: bool) -> None:
 
     def run(rank: int, group: ProcessGroup) -> Tensor | None:
         module = Scale(200, torch.bfloat16)
-        model = DistributedDataParallel(
-            module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group
-        )
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
         for row in inputs(rank)[:-1]:
             with model.no_sync():
                 model(row).backward()
@@ -112,7 +110,6 @@ def test_gradients_in_bf16_where_asked_for() -> None:
         assert {value.dtype for value in states} == {torch.float32}
 
     run_ranks(2, run)
-
 
 
 def re_point(module: nn.Sequential, state: dict[str, Tensor]) -> None:
@@ -186,9 +183,7 @@ def test_main_params_survive_a_swap_there_and_back() -> None:
 def test_a_parameter_whose_dtype_changed_is_named(sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
-        model = DistributedDataParallel(
-            module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group
-        )
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
         module[2].double()
         with pytest.raises(ParameterChangedError, match=r"'2\.(weight|bias)' was torch.float32.*now torch.float64"):
             model.module[2](torch.ones(1, 33, dtype=torch.float64)).sum().backward()

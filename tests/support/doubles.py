@@ -59,7 +59,7 @@ class RecordingCollectives(Collectives):
 
 
 class DelayingCollectives(RecordingCollectives):
-    """A rank whose reductions start late: ``delay_s`` passes in the worker's thread before each, so buckets stay in flight."""
+    """Before each reduction ``delay_s`` passes in the worker's thread, so buckets stay in flight."""
 
     def __init__(self, group: ProcessGroup, delay_s: float) -> None:
         super().__init__(group)

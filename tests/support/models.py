@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 
 class AwkwardModel(nn.Module):
-    """Tied weight, frozen layer, scalar, odd sizes, a layer used twice, a branch on odd steps, a branch on rank 0, BatchNorm, channels_last.
+    """Tied weight, frozen layer, scalar, odd sizes, a layer used twice, a branch on odd steps and one on rank 0,
+    BatchNorm, a channels_last convolution, a layer never used.
 
     ``forward`` takes images (batch, 3, 6, 6), the step and the rank, and returns a scalar loss.
     """
@@ -52,7 +53,7 @@ def _pristine() -> AwkwardModel:
 
 
 def awkward_model() -> AwkwardModel:
-    """A fresh copy, always of the same weights. Call it outside of rank threads or inside: no global generator is touched there."""
+    """A fresh copy, always of the same weights; no global generator is touched."""
     return copy.deepcopy(_pristine())
 
 

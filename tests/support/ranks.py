@@ -21,7 +21,7 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float = 30.0) -> P
     """A process group that no registry of torch.distributed knows."""
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    # A device, and with it an event loop, for each rank, as processes have: on a shared one ranks get in each other's way.
+    # A device, and with it an event loop, for each rank, as processes have
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     backend = ProcessGroupGloo(store, rank, size, options)
     group = ProcessGroup(store, rank, size)

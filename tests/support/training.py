@@ -63,7 +63,9 @@ class Outcome:
     optimizer_state: dict[str, Any]
 
 
-def _train(run: Run, rank: int, model: Any, optimizer: Any, clip: Callable[[], Tensor]) -> tuple[list[float], list[Tensor]]:
+def _train(
+    run: Run, rank: int, model: Any, optimizer: Any, clip: Callable[[], Tensor]
+) -> tuple[list[float], list[Tensor]]:
     losses, norms = [], []
     for step in range(run.steps):
         microbatches = max(1, run.accumulate - (step % 4 == 3))
@@ -121,7 +123,7 @@ def assert_same_bits(ours: list[Outcome], reference: list[Outcome]) -> None:
         assert mine.weights.keys() == theirs.weights.keys()
         for name, value in theirs.weights.items():
             assert torch.equal(mine.weights[name], value), (
-                f"rank {rank}: {name} differs by {(mine.weights[name].double() - value.double()).abs().max().item():.3g}"
+                f"rank {rank}: {name} differs by {(mine.weights[name] - value).abs().max().item():.3g}"
             )
             assert mine.weights[name].stride() == value.stride(), f"rank {rank}: strides of {name} changed"
         assert mine.losses == theirs.losses, f"rank {rank}: losses differ"
@@ -154,4 +156,6 @@ def assert_close(ours: list[Outcome], reference: list[Outcome], relative: float)
             size = 1.0 if is_buffer else value.double().abs().max().item()
             assert difference <= relative * size, f"rank {rank}: {name} differs by {difference:.3g}"
             if not is_buffer:
-                assert torch.equal(mine.weights[name], ours[0].weights[name]), f"{name} differs between ranks 0 and {rank}"
+                assert torch.equal(mine.weights[name], ours[0].weights[name]), (
+                    f"{name} differs between ranks 0 and {rank}"
+                )

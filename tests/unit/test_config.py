@@ -49,7 +49,12 @@ def test_contradictions_name_both_fields_and_the_remedy() -> None:
 
 def test_torch_ddp_arguments_have_a_meaning_here() -> None:
     config = config_from_arguments(
-        {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "broadcast_buffers": False, "find_unused_parameters": True}
+        {
+            "bucket_cap_mb": 25,
+            "gradient_as_bucket_view": True,
+            "broadcast_buffers": False,
+            "find_unused_parameters": True,
+        }
     )
     assert config == DistributedDataParallelConfig(bucket_size=25 * 2**20 // 4, broadcast_buffers=False)
     assert config_from_arguments({"bucket_cap_mb": None}) == DistributedDataParallelConfig()

@@ -81,7 +81,7 @@ def test_places_are_aligned_apart_and_equal_shards(layout: BufferLayout) -> None
 @given(layouts())
 @settings(deadline=None, max_examples=100)
 def test_buckets_go_in_reverse_order_of_registration(layout: BufferLayout) -> None:
-    """Within one dtype addresses fall as registration goes on, and buckets are launched in the order in which they complete."""
+    """Addresses fall as registration goes on, and buckets are launched in the order in which they complete."""
     for number in range(len(layout.buffers)):
         members = [i for i, slot in enumerate(layout.slots) if slot.buffer == number and layout.params[i].numel]
         starts = [layout.slots[i].start for i in members]
