@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import BucketInFlightError, UnusedParameterError
-from tests.support.doubles import DelayingCollectives
+from tests.support.doubles import DelayingCollectives, RecordingCollectives
 from tests.support.models import two_layers
 from tests.support.ranks import RankError, run_ranks
 
@@ -261,6 +261,28 @@ def test_a_gradient_that_comes_while_its_bucket_is_in_flight_is_not_lost(sharded
     expected[2] += 2.5
     for grads in run_ranks(2, run):
         torch.testing.assert_close(grads, expected)
+
+
+def test_a_bucket_that_was_late_once_waits_from_then_on() -> None:
+    """So that only the first step pays for reducing it twice."""
+
+    def run(rank: int, group: ProcessGroup) -> list[int]:
+        module = two_layers()
+        collectives = RecordingCollectives(group)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), collectives=collectives)
+        counts = []
+        for number in range(3):
+            collectives.calls.clear()
+            model.zero_grad()
+            hidden = torch.tanh(module[0](batch(rank, number)))
+            hidden.register_hook(lambda _: second_backward(module))
+            module[2](hidden).square().sum().backward()
+            counts.append(len(collectives.named("reduce_scatter")) - len(model.layout.buckets))
+        model.close()
+        return counts
+
+    for counts in run_ranks(2, run):
+        assert counts == [1, 0, 0], "reductions beyond one a bucket"
 
 
 def test_a_gradient_in_flight_is_an_error_where_the_ranks_do_not_agree() -> None:

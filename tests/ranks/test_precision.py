@@ -223,6 +223,28 @@ def test_gradient_scaling_skips_on_all_ranks_or_on_none(sharded: bool) -> None:
     assert bool(torch.isfinite(weights_0).all())
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_one_infinite_element_that_one_rank_owns_skips_the_step_on_all(sharded: bool) -> None:
+    """The other rank's shard is finite: without an agreement it would step, and the ranks would part."""
+
+    def run(rank: int, group: ProcessGroup) -> tuple[float, list[Tensor]]:
+        module = two_layers()
+        model, optimizer = wrap(module, group, torch.optim.AdamW, use_distributed_optimizer=sharded)
+        before = [param.detach().clone() for param in module.parameters()]
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        last = module[0].bias  # one element of it, in its second half
+        last.register_hook(lambda grad: grad.index_fill(0, torch.tensor([32]), float("inf")))
+        scaler.scale(model(torch.ones(4, 10)).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+        assert not any(values for values in optimizer.state.values()), "no state came into being either"
+        return scaler.get_scale(), [param.detach().clone() for param in module.parameters()]
+
+    (scale_0, _), (scale_1, _) = run_ranks(2, run)
+    assert scale_0 == scale_1 == 512.0
+
+
 def test_scaled_training_equals_unscaled() -> None:
     """A power of two scales without rounding, so the weights are the same bits."""
 
