@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -31,6 +33,9 @@ from .core import (
     private_group,
     probe_state_tensors,
 )
+
+MAIN_PARAMS_KEY = "megatron_ddp_main_params"
+"""In a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
 
 
 class MegatronDDPStrategy(DDPStrategy):
@@ -156,10 +161,23 @@ class MegatronDDPStrategy(DDPStrategy):
         """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        state = optimizer.state_dict()
+        return optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Adds the fp32 main params under a key of their own, which "ddp" ignores."""
+        if "optimizer_states" in checkpoint:
+            main_params = [opt.main_params() for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+            if any(main_params):
+                checkpoint[MAIN_PARAMS_KEY] = main_params
         if self._wrapped is not None and self.model is not self._wrapped:
-            self._wrapped.collectives.close()  # the fit is over, and state_dict() has woken them
-        return state
+            self._wrapped.collectives.close()  # the fit is over, and gathering has woken them
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        optimizers = [opt for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+        for optimizer, main_params in zip(optimizers, checkpoint.get(MAIN_PARAMS_KEY, []), strict=False):
+            optimizer.load_main_params(main_params)
 
     # --- names -------------------------------------------------------------------------------------------------------
 

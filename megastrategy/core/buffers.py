@@ -1,18 +1,16 @@
 """Contiguous storage for gradients and parameters: the only file that assigns ``param.data`` and ``param.grad``.
 
 [Note: views with a storage of their own]
-A parameter (or gradient) in a flat buffer is made from a *slice of the
-buffer's storage*, not from a view of the buffer: same memory, but its storage spans exactly its own bytes. So
-``torch.save``, ``safetensors``, ``deepcopy`` and pickling see tensors that share nothing, and write one parameter
-where a plain view would write the whole buffer.
+A parameter (or gradient) in a flat buffer is made from a *slice of the buffer's storage*, not from a view of the
+buffer: same memory, but its storage spans exactly its own bytes. So ``torch.save``, ``safetensors``, ``deepcopy`` and
+pickling see tensors that share nothing, and write one parameter where a plain view would write the whole buffer.
 
 [Note: life of a gradient view]
-``clear`` (zero_grad) only marks a view dirty and sets ``.grad = None``. ``open``
-(start of a backward) zeroes what is dirty, a whole bucket at once where it can, and sets ``.grad`` to the views, so
-that autograd adds in place. ``seal`` takes ``.grad`` away while the bucket is on the wire: a gradient that arrives
-late then lands in a tensor of its own, not in memory that a collective is reading. ``publish`` says what the
-reduction left behind: with all-reduce the views come back, with reduce-scatter ``.grad`` stays None, since only this
-rank's shard of the buffer means anything.
+``clear`` (zero_grad) only marks a view dirty and sets ``.grad = None``. ``open`` (start of a backward) zeroes what is
+dirty, a whole bucket at once where it can, and sets ``.grad`` to the views, so that autograd adds in place. ``seal``
+takes ``.grad`` away while the bucket is on the wire: a gradient that arrives late then lands in a tensor of its own,
+not in memory that a collective is reading. ``publish`` says what the reduction left behind: with all-reduce the views
+come back, with reduce-scatter ``.grad`` stays None, since only this rank's shard of the buffer means anything.
 """
 
 from __future__ import annotations

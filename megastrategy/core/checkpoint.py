@@ -7,7 +7,7 @@ on the number of ranks, buckets or padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .collectives import Collectives
 from .errors import CheckpointError
-from .layout import BufferLayout, ParamSpec
+from .layout import Bucket, BufferLayout, ParamSpec
 
 if TYPE_CHECKING:
     from .distributed_optimizer import ParamShard
@@ -62,24 +62,44 @@ def gather_state_dict(
     for bucket in layout.buckets:
         keys = dict.fromkeys((key, dtype) for index in bucket.params for key, dtype in sharded_keys.get(index, ()))
         for key, dtype in keys:
-            flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
-            for index in bucket.params:
-                shard = shards.get(index)
-                if shard is not None and (key, dtype) in sharded_keys.get(index, ()):
-                    start = layout.slots[index].start - bucket.start
-                    flat[start + shard.start : start + shard.end] = _in_memory_order(
-                        optimizer.state[shard.main][key], layout.params[index]
-                    )
-            if collectives is not None:
-                collectives.all_gather(flat).wait()
-            if not is_root:
-                continue
-            for index in bucket.params:
-                if index in number_of and (key, dtype) in sharded_keys.get(index, ()):
-                    spec, start = layout.params[index], layout.slots[index].start - bucket.start
-                    full = flat[start : start + spec.numel].cpu().clone()
-                    state.setdefault(number_of[index], {})[key] = full.as_strided(spec.shape, spec.stride)
+            members = [i for i in bucket.params if (key, dtype) in sharded_keys.get(i, ())]
+            own = {i: optimizer.state[shards[i].main][key] for i in members if i in shards}
+            for index, full in _gather_bucket(bucket, members, own, dtype, shards, layout, collectives, device):
+                if index in number_of:
+                    state.setdefault(number_of[index], {})[key] = full
     return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def gather_main_params(
+    shards: Mapping[int, ParamShard], layout: BufferLayout, collectives: Collectives | None, device: torch.device
+) -> dict[str, Tensor]:
+    """The fp32 main params of all 16-bit parameters by name, whole, on rank 0's host memory; nothing on other ranks.
+
+    Collective if ``collectives`` is given; one bucket is gathered at a time.
+    """
+    main_params: dict[str, Tensor] = {}
+    for bucket in layout.buckets:
+        members = [i for i in bucket.params if layout.params[i].dtype.itemsize < 4]
+        if members:
+            own = {i: shards[i].main for i in members if i in shards}
+            for index, full in _gather_bucket(bucket, members, own, torch.float32, shards, layout, collectives, device):
+                main_params[layout.params[index].name] = full
+    return main_params
+
+
+def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, ParamShard], layout: BufferLayout) -> None:
+    """Takes over this rank's part of saved main params. Names that are not there are left alone.
+
+    Raises:
+        CheckpointError: if a shape does not fit, before anything is changed.
+    """
+    parts: list[tuple[Tensor, Tensor]] = []
+    for index, shard in shards.items():
+        spec = layout.params[index]
+        if spec.dtype.itemsize < 4 and spec.name in main_params:
+            parts.append((shard.main, _cut(main_params[spec.name], spec, shard, "main_param", {"main_param"})))
+    for main, saved in parts:
+        main.copy_(saved)
 
 
 def load_full_state_dict(
@@ -123,6 +143,31 @@ def load_full_state_dict(
         shard_groups.append({**{key: value for key, value in saved.items() if key != "params"}, "params": members})
     with groups_of_shards():
         optimizer.load_state_dict({"state": shard_state, "param_groups": shard_groups})
+
+
+def _gather_bucket(
+    bucket: Bucket,
+    members: Sequence[int],
+    own: Mapping[int, Tensor],
+    dtype: torch.dtype,
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    collectives: Collectives | None,
+    device: torch.device,
+) -> Iterator[tuple[int, Tensor]]:
+    """Gathers one tensor for each of ``members`` from the ranks' parts ``own``; yields them whole, on rank 0 alone."""
+    flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+    for index, value in own.items():
+        start, shard = layout.slots[index].start - bucket.start, shards[index]
+        flat[start + shard.start : start + shard.end] = _in_memory_order(value, layout.params[index])
+    if collectives is not None:
+        collectives.all_gather(flat).wait()
+        if collectives.rank != 0:
+            return
+    for index in members:
+        spec, start = layout.params[index], layout.slots[index].start - bucket.start
+        full = flat[start : start + spec.numel].to("cpu", copy=True)
+        yield index, full.as_strided(spec.shape, spec.stride)
 
 
 def _describe_state(

@@ -1,18 +1,17 @@
 """The user's optimizer, stepped on this rank's shards.
 
 [Note: whose object is it]
-The user's own optimizer object does the arithmetic. During ``step`` its groups hold this
-rank's flat shards; at any other time they hold the model's Parameters, so schedulers, callbacks and freezing code see
-what they expect. Its ``state`` is keyed by the shards throughout. :class:`DistributedOptimizer` is the face shown to
-the framework; everything it knows is in one :class:`_ShardedStep`, since frameworks copy an optimizer's ``__dict__``
-into wrappers of their own.
+The user's own optimizer object does the arithmetic. During ``step`` its groups hold this rank's flat shards; at any
+other time they hold the model's Parameters, so schedulers, callbacks and freezing code see what they expect. Its
+``state`` is keyed by the shards throughout. :class:`DistributedOptimizer` is the face shown to the framework;
+everything it knows is in one :class:`_ShardedStep`, since frameworks copy an optimizer's ``__dict__`` into wrappers
+of their own.
 
 [Note: main params]
-A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and
-the weight gets its rounding. Before each step the two are compared element by element; where the weight is not the
-rounding of the main param, somebody changed it from outside (``load_state_dict``, averaging, ``p.data = x``), and the
-main param takes the weight's value. fp32 and fp64 weights need no main param: the shard is a view of the weights
-themselves.
+A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and the weight gets its
+rounding. Before each step the two are compared element by element; where the weight is not the rounding of the main
+param, somebody changed it from outside (``load_state_dict``, averaging, ``p.data = x``), and the main param takes the
+weight's value. fp32 and fp64 weights need no main param: the shard is a view of the weights themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .buffers import ContiguousGradBuffers, slice_view
-from .checkpoint import gather_state_dict, load_full_state_dict
+from .checkpoint import gather_main_params, gather_state_dict, load_full_state_dict, load_main_params
 from .clip_grads import check_finite, scale_to_norm_, total_grad_norm, unscale_grads_
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
@@ -383,6 +382,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.inner.load_state_dict(state_dict)
             return
         load_full_state_dict(impl.inner, state_dict, impl.params_by_id, impl.shards, impl.layout, impl.groups_of_shards)
+
+    def main_params(self) -> dict[str, Tensor]:
+        """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Collective."""
+        impl = self._impl
+        return gather_main_params(impl.shards, impl.layout, impl.owner_collectives, impl.model.device)
+
+    def load_main_params(self, main_params: dict[str, Tensor]) -> None:
+        """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
+        load_main_params(main_params, self._impl.shards, self._impl.layout)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self._impl.inner.register_step_pre_hook(hook)

@@ -1,23 +1,21 @@
 """From gradient-ready hooks to reduced buckets.
 
 [Note: one synchronised backward]
-Hooks count a bucket's gradients; a complete bucket is launched once all buckets
-before it have been, so every rank launches the same collectives in the same order, whatever order its gradients
-arrive in. When the outermost backward has ended, the buckets that are left (some of their parameters were unused on
-this rank) are launched too, the ranks agree on what was used, and all reductions are waited for: gradients are final
-when ``backward()`` returns.
+Hooks count a bucket's gradients; a complete bucket is launched once all buckets before it have been, so every rank
+launches the same collectives in the same order, whatever order its gradients arrive in. When the outermost backward
+has ended, the buckets that are left (some of their parameters were unused on this rank) are launched too, the ranks
+agree on what was used, and all reductions are waited for: gradients are final when ``backward()`` returns.
 
 [Note: gradients that come twice]
-A parameter used by two re-entrant checkpoints gets its gradient in two parts, and
-no count can tell in advance. If the second part comes when the bucket is already on the wire, it lands in a tensor of
-its own (``GradBuffers.seal`` has taken the view away), the ranks agree that the bucket is late, and it is reduced
-once more with the rest added: same mean, nothing lost. From then on this rank launches that bucket only at the end of
-backward. A launch order that is fixed is what makes this a local decision.
+A parameter used by two re-entrant checkpoints gets its gradient in two parts, and no count can tell in advance. If
+the second part comes when the bucket is already on the wire, it lands in a tensor of its own (``GradBuffers.seal``
+has taken the view away), the ranks agree that the bucket is late, and it is reduced once more with the rest added:
+same mean, nothing lost. From then on this rank launches that bucket only at the end of backward. A launch order that
+is fixed is what makes this a local decision.
 
 [Note: which backward synchronises]
-As in torch DDP the last forward decides (``no_sync`` around forward and
-backward). A backward that no forward of the wrapper has ended before (Lightning's manual optimization runs them
-inside one) is decided when it starts.
+As in torch DDP the last forward decides (``no_sync`` around forward and backward). A backward that no forward of the
+wrapper has ended before (Lightning's manual optimization runs them inside one) is decided when it starts.
 """
 
 from __future__ import annotations

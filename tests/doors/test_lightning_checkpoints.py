@@ -197,7 +197,6 @@ def half_precision() -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", scaler=scaler)
 
 
-@pytest.mark.xfail(strict=True, reason="checkpoints do not hold the fp32 main params yet")
 def test_bf16_weights_resume_without_losing_their_main_params(ranks: Ranks, tmp_path: Path) -> None:
     """A bf16 weight alone forgets what its fp32 main param had gathered, and training would go on from elsewhere."""
     options = {"precision": "bf16-true"}

@@ -114,6 +114,42 @@ def test_state_of_torch_ddp_is_continued_to_the_bit(name: str) -> None:
     assert_same_state(plain.state_dict(), state)
 
 
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 1), (1, 2)])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_main_params_move_between_numbers_of_ranks(saved_on: int, loaded_on: int, sharded: bool) -> None:
+    """Equal to the bit; and where a weight was changed since, the weight wins."""
+
+    def save(rank: int, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        module = two_layers().bfloat16()
+        model = DistributedDataParallel(module, SHARDED, group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 10).bfloat16()).sum().backward()
+            optimizer.step()
+        return optimizer.main_params(), {key: value.clone() for key, value in module.state_dict().items()}
+
+    main_params, weights = run_ranks(saved_on, save)[0]
+    assert any(not torch.equal(main.bfloat16().float(), main) for main in main_params.values()), "more than 16 bits"
+    weights["2.bias"] = torch.full_like(weights["2.bias"], 3.0)
+
+    def load(rank: int, group: ProcessGroup) -> dict[str, Tensor]:
+        module = two_layers().bfloat16()
+        module.load_state_dict(weights)
+        config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=sharded)
+        model = DistributedDataParallel(module, config, group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        optimizer.load_main_params(main_params)
+        model(torch.ones(2, 10).bfloat16()).sum().backward()
+        optimizer.step()
+        assert bool((module[2].bias == 3).all())
+        return optimizer.main_params()
+
+    loaded = run_ranks(loaded_on, load)[0]
+    for name, main in main_params.items():
+        assert torch.equal(loaded[name], main if name != "2.bias" else torch.full_like(main, 3.0)), name
+
+
 def test_state_built_before_wrapping_is_taken_over() -> None:
     def run(rank: int, group: ProcessGroup) -> dict[str, Any]:
         module = two_layers()
