@@ -197,7 +197,7 @@ def _engine_collectives(device: torch.device) -> Collectives:
     world = torch.distributed.group.WORLD
     assert world is not None, "Lightning initialises torch.distributed before it sets the model up"
     if world not in _COLLECTIVES:
-        _COLLECTIVES[world] = make_collectives(private_group(), device)
+        _COLLECTIVES[world] = make_collectives(private_group(None, device), device)
     return _COLLECTIVES[world]
 
 

@@ -51,6 +51,7 @@ class GradBuffers(ABC):
         self.params = list(params)
         self.views: list[Tensor | None] = [None] * len(self.params)
         self.has_grad = [False] * len(self.params)
+        self._before = [param.grad for param in self.params]  # gradients from before the wrapping
         for param, spec in zip(self.params, layout.params, strict=True):
             param.grad = None
             # autograd then accumulates a 16-bit parameter's gradient in fp32; a no-op where the two dtypes are one
@@ -85,6 +86,9 @@ class GradBuffers(ABC):
         self.params[param].grad = None
         return grad
 
+    def adopt_written(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is the truth
+        """Takes in what the user wrote into ``.grad`` after a reduce-scatter, where it was None."""
+
     def detach_unused(self) -> None:  # noqa: B027 - nothing to do where .grad is autograd's own
         """After a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
 
@@ -103,7 +107,7 @@ class GradBuffers(ABC):
             view, grad = self.views[index], self.params[index].grad
             if self.has_grad[index] and view is not None:
                 view.zero_()
-            elif grad is not None:
+            if grad is not None and grad is not view:
                 grad.zero_()
 
     def check_param(self, param: int) -> None:
@@ -132,6 +136,11 @@ class ContiguousGradBuffers(GradBuffers):
         for index in range(len(self.params)):
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
+            before = self._before[index]
+            if before is not None:
+                self._get_view(index).copy_(before)
+                self.params[index].grad, self.has_grad[index] = self.views[index], True
+        self._before.clear()
 
     def bucket(self, bucket: int) -> Tensor:
         """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
@@ -239,6 +248,15 @@ class ContiguousGradBuffers(GradBuffers):
             self.has_grad[index] = False
             self._stale[index] = True
 
+    def adopt_written(self, params: Iterable[int]) -> None:
+        for index in params:
+            param = self.params[index]
+            if param.grad is not None and self._sharded:
+                self.check_param(index)
+                self._get_view(index).copy_(param.grad)
+                self.has_grad[index], self._stale[index] = True, False
+                param.grad = None
+
     def detach_unused(self) -> None:
         if not all(self.has_grad):
             for index, param in enumerate(self.params):
@@ -281,6 +299,9 @@ class FlattenedGradBuffers(GradBuffers):
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
         super().__init__(layout, params)
         self._device = device
+        for index, before in enumerate(self._before):
+            self.params[index].grad, self.has_grad[index] = before, before is not None
+        self._before.clear()
         self._flats: dict[int, Tensor] = {}
 
     def open(self, first: int | None = None) -> None:
@@ -345,8 +366,7 @@ class ParamBuffers:
         return self.flats[place.buffer][place.start : place.end]
 
     def recapture(self) -> None:
-        """Brings back parameters that were re-pointed from outside (``p.data = x``,
-        ``load_state_dict(assign=True)``), with the values they have now.
+        """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now.
 
         Raises:
             ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.

@@ -224,7 +224,7 @@ def _per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
     """The names whose values have one number an element. A parameter of shape () cannot tell them from counters;
     others can."""
     tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
-    shaped = {key for key, value in tensors if value.dim() > 0}
+    shaped = {key for key, value in tensors if value.numel() > 1}
     return shaped or {key for key, _ in tensors} - {"step"}
 
 

@@ -19,7 +19,7 @@ from .collectives import Collectives
 def total_grad_norm(
     grads: Sequence[Tensor], norm_type: float, collectives: Collectives | None, device: torch.device
 ) -> Tensor:
-    """The norm of all gradients on all ranks: a scalar in fp32 on ``device``, the same bits on every rank.
+    """The norm of all gradients on all ranks: a scalar in fp64 on ``device``, the same bits on every rank.
 
     Args:
         grads: what this rank owns (all gradients, if ``collectives`` is None).
@@ -36,7 +36,7 @@ def total_grad_norm(
         parts[collectives.rank] = own
         collectives.all_gather(parts).wait()
     total = parts.max() if math.isinf(norm_type) else parts.sum() ** (1.0 / norm_type)
-    return total.to(torch.float32)
+    return total
 
 
 def scale_to_norm_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:

@@ -105,13 +105,14 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     return GlooCollectives(group) if backend.name() == "gloo" else BackendCollectives(group)
 
 
-def private_group(group: ProcessGroup | None = None) -> ProcessGroup:
+def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
     """A new group over the same ranks as ``group`` (default: all), for this engine alone.
 
     A group that torch.distributed does not know was made by hand for whoever passes it, and is returned as it is.
 
     On a group shared with others, a collective of theirs would wait behind ours, or run in another order on another
-    rank. All ranks of ``group`` must call this together. ``torch.distributed.destroy_process_group()`` ends it.
+    rank. It has the backend and the timeout (on ``device``) of the one it is made from. All ranks of ``group`` must
+    call this together. :func:`destroy_group` or ``torch.distributed.destroy_process_group()`` ends it.
 
     Raises:
         ValueError: if torch.distributed is not initialised.
@@ -123,9 +124,21 @@ def private_group(group: ProcessGroup | None = None) -> ProcessGroup:
         )
     if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
         return group
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    own: ProcessGroup = dist.new_group(ranks, use_local_synchronization=group is not None)
+    source = group or dist.group.WORLD
+    assert source is not None, "initialised, as checked above"
+    own: ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(source),
+        timeout=source._get_backend(device).options._timeout,
+        backend=dist.get_backend_config(source),
+        use_local_synchronization=group is not None,
+    )
     return own
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """Ends a group that :func:`private_group` made, if torch.distributed still knows it."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_group_ranks:
+        dist.destroy_process_group(group)
 
 
 class BackendCollectives(Collectives):

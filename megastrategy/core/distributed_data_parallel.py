@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +14,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from .buffers import ContiguousGradBuffers, FlattenedGradBuffers, GradBuffers, ParamBuffers
-from .collectives import Collectives, make_collectives, private_group
+from .collectives import Collectives, destroy_group, make_collectives, private_group
 from .config import DistributedDataParallelConfig
-from .errors import LayoutMismatchError, ParameterChangedError
+from .errors import ClosedError, LayoutMismatchError, ParameterChangedError
 from .events import Event, EventKind, Listener
-from .layout import BufferLayout, ParamSpec, build_layout, dense_stride
+from .layout import BufferLayout, ParamSpec, build_layout, dense_stride, digest
 from .param_gather import ParamGather
-from .reducer import Reducer
+from .reducer import Reducer, is_wrapped
 
 
 class DistributedDataParallel(nn.Module):
@@ -56,18 +57,24 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
+        self.is_closed = False
         self.config = config = config or DistributedDataParallelConfig()
         named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
         self._names = [name for name, _ in named]
         self.params: list[Parameter] = [param for _, param in named]
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self.device = _common_device(module)
+        _check_memory_is_own(module)
+        self._holders = _holders(module)
+        self._own_group: ProcessGroup | None = None
         if collectives is None:
-            collectives = make_collectives(private_group(process_group), self.device)
+            group = private_group(process_group, self.device)
+            self._own_group = group if group is not process_group else None
+            collectives = make_collectives(group, self.device)
         self.collectives = collectives
         specs = [_spec(name, param, config) for name, param in named]
         self.layout = build_layout(specs, config, collectives.size)
-        _check_layouts_agree(self.layout, collectives, self.device)
+        _check_ranks_agree(self.layout, config, collectives, self.device)
 
         self._listener = listener
         collectives.broadcast_all([*(param for _, param in module.named_parameters()), *module.buffers()])
@@ -94,9 +101,10 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; broadcasts its buffers first where torch DDP would."""
+        self.check_open()
         training = torch.is_grad_enabled()
         if training:
-            self._check_frozen()
+            self._check_params()
             self.reducer.before_forward()
         if self._buffers_differ and self.config.broadcast_buffers:
             self.collectives.broadcast_all(list(self.module.buffers()))
@@ -164,23 +172,87 @@ class DistributedDataParallel(nn.Module):
         if self._listener is not None:
             self._listener(Event(kind, index))
 
+    def check_open(self) -> None:
+        """Raises ClosedError after :meth:`close`."""
+        if self.is_closed:
+            raise ClosedError(
+                "this DistributedDataParallel was closed, and its module is a plain one again: wrap the module "
+                "again, and make a new DistributedOptimizer"
+            )
+
     def close(self) -> None:
-        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None. May be called
-        twice."""
+        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None. May be called twice.
+
+        Save optimizer state before: a group that this object made for itself ends here.
+        """
+        self.is_closed = True
         self.reducer.close()
         self.grad_buffers.close()
         if self.param_buffers is not None:
             self.param_buffers.restore()
             self.param_buffers = None
         self.collectives.close()
+        if self._own_group is not None:
+            destroy_group(self._own_group)
+            self._own_group = None
 
-    def _check_frozen(self) -> None:
+    def _check_params(self) -> None:
+        for index, (holder, key) in enumerate(self._holders):
+            if holder.get(key) is not self.params[index]:
+                self._find_holders_again()
+                break
         for name, param in self._frozen:
             if param.requires_grad:
                 raise ParameterChangedError(
                     f"parameter {name!r} required no gradients when the model was wrapped and does now, so it is in "
                     "no bucket and would never be synchronised. Unfreeze it before wrapping, or wrap the model again"
                 )
+
+    def _find_holders_again(self) -> None:
+        """Parameters may move between modules (pruning, weight norm), but not be replaced."""
+        present = {id(param) for param in self.module.parameters()}
+        for index, param in enumerate(self.params):
+            if id(param) not in present:
+                raise ParameterChangedError(
+                    f"parameter {self._names[index]!r} was replaced by another object (load_state_dict(assign=True), "
+                    "or an assignment to the module), which nobody would train. Load in place (assign=False, or "
+                    "param.data = x), or wrap the model again"
+                )
+        holders = _holders(self.module)
+        by_id = {id(holder[key]): (holder, key) for holder, key in holders}
+        self._holders = [by_id.get(id(param), holder) for param, holder in zip(self.params, self._holders, strict=True)]
+
+
+def _holders(module: nn.Module) -> list[tuple[dict[str, Parameter | None], str]]:
+    """For each trainable parameter, in order, the module dictionary that holds it and its key there."""
+    holders: dict[int, tuple[dict[str, Parameter | None], str]] = {}
+    for child in module.modules():
+        for key, param in child._parameters.items():
+            if param is not None and param.requires_grad:
+                holders.setdefault(id(param), (child._parameters, key))
+    return list(holders.values())
+
+
+def _check_memory_is_own(module: nn.Module) -> None:
+    """Raises ValueError for a parameter that is wrapped already, or whose memory another parameter or buffer uses
+    too."""
+    spans: list[tuple[int, int, str, bool]] = []
+    for name, param in module.named_parameters():
+        if param.requires_grad and is_wrapped(param):
+            raise ValueError(f"parameter {name!r} belongs to a DistributedDataParallel already: call its close() first")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.numel() > 0 and tensor.layout == torch.strided:
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), name, tensor.requires_grad))
+    spans.sort()
+    for (_, end, name, trained), (start, _, other, other_trained) in itertools.pairwise(spans):
+        if start < end and (trained or other_trained):
+            raise ValueError(
+                f"{name!r} and {other!r} share memory without being the same Parameter, and would part when "
+                "parameters move into the buffer. Tie them by assigning the Parameter itself (b.weight = a.weight), "
+                "or give each its own memory"
+            )
 
 
 def _spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:
@@ -207,14 +279,18 @@ def _common_device(module: nn.Module) -> torch.device:
     return device or torch.device("cpu")
 
 
-def _check_layouts_agree(layout: BufferLayout, collectives: Collectives, device: torch.device) -> None:
-    digests = collectives.all_gather_bytes(layout.digest(), device)
+def _check_ranks_agree(
+    layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives, device: torch.device
+) -> None:
+    options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
+    description = {**layout.describe(), "option (name, value)": options}
+    digests = collectives.all_gather_bytes(digest(description), device)
     if len(set(digests)) == 1:
         return
-    descriptions = collectives.all_gather_objects(layout.describe(), device)
+    descriptions = collectives.all_gather_objects(description, device)
     for what in descriptions[0]:
-        for rank, description in enumerate(descriptions):
-            pairs = itertools.zip_longest(descriptions[0][what], description[what], fillvalue="none")
+        for rank, theirs in enumerate(descriptions):
+            pairs = itertools.zip_longest(descriptions[0][what], theirs[what], fillvalue="none")
             for expected, got in pairs:
                 if expected != got:
                     raise LayoutMismatchError(

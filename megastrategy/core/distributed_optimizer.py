@@ -30,8 +30,8 @@ from .checkpoint import gather_main_params, gather_state_dict, load_full_state_d
 from .clip_grads import check_finite, scale_to_norm_, total_grad_norm, unscale_grads_
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import why_not_elementwise
-from .errors import CheckpointError, OptimizerNotShardableError
+from .elementwise import probe_state_tensors, why_not_elementwise
+from .errors import DirectUseError, OptimizerNotShardableError
 from .events import EventKind
 
 _16_BIT = (torch.float16, torch.bfloat16)
@@ -128,6 +128,12 @@ class _ShardedStep:
             return [param.grad for param in params if param.grad is not None]
         return [self._grad_views[i] for i in self.param_indices() if may_step(i) and i in self._grad_views]
 
+    def norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
+        """The norm over all owners of ``grads``: a scalar in fp32, or fp64 if the model has fp64 gradients."""
+        total = total_grad_norm(grads, norm_type, self.owner_collectives, self.model.device)
+        in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
+        return total if in_fp64 else total.to(torch.float32)
+
     def _grad_of(self, shard: ParamShard) -> Tensor | None:
         if not self.sharded:
             grad = self.model.params[shard.param].grad
@@ -159,10 +165,19 @@ class _ShardedStep:
             for group, params in zip(self.inner.param_groups, whole, strict=True):
                 group["params"] = params
 
+    def finish_grads(self) -> None:
+        """Before gradients are used: reduces what is not yet, and takes in what the user wrote into ``.grad`` since.
+
+        Without shards ``.grad`` is the truth, local or not, as under torch DDP.
+        """
+        self.model.check_open()
+        if self.sharded:
+            self.model.reducer.finish_grad_sync()
+            self.model.grad_buffers.adopt_written(self.param_indices())
+
     def step(self) -> None:
         model, indices = self.model, self.param_indices()
-        if self.sharded:
-            model.reducer.finish_grad_sync()
+        self.finish_grads()
         if model.param_buffers is not None:
             model.param_buffers.recapture()
         own = [self.shards[index] for index in indices if index in self.shards]
@@ -201,10 +216,10 @@ class _ShardedStep:
             torch.where(changed, weights.float(), shard.main, out=shard.main)
 
     def refuse_direct_use(self, *_: Any) -> None:
-        """Hook on the user's object: its state is keyed by shards, so its own state_dict would be wrong."""
+        """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards."""
         if not self._passing_through:
-            raise CheckpointError(
-                "this optimizer's state is sharded over the ranks: call state_dict() and load_state_dict() of the "
+            raise DirectUseError(
+                "this optimizer is sharded: call step(), state_dict() and load_state_dict() of the "
                 "DistributedOptimizer around it, on all ranks, instead of those of the optimizer that was passed to "
                 "it"
             )
@@ -220,6 +235,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     With ``use_distributed_optimizer=False`` every rank steps all parameters; 16-bit weights get fp32 main params
     either way. The instance is also an instance of the optimizer's class.
+
+    For fp16 autocast use :class:`~megastrategy.GradScaler`: torch's reads ``.grad``, which a sharded optimizer does not
+    show. Zero gradients here or through the wrapped model: after a synchronised backward ``.grad`` is None already, so
+    that zeroing the raw module or the inner optimizer cannot be noticed.
 
     Raises:
         ValueError: if the model is not wrapped, or the optimizer has a parameter that the model has not.
@@ -253,9 +272,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: "
                     "every rank then steps whole parameters, as under torch DDP"
                 )
+        elif any(spec.dtype in _16_BIT for spec in model.layout.params) and probe_state_tensors(optimizer) is None:
+            raise OptimizerNotShardableError(
+                f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: a trial step "
+                "without a closure failed. Keep the weights in fp32 (autocast for the forward), or use another "
+                "optimizer"
+            )
         state = optimizer.state_dict() if optimizer.state else None
         self._impl = impl = _ShardedStep(optimizer, model)
         if impl.has_shards:
+            optimizer.register_step_pre_hook(impl.refuse_direct_use)
             optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
             optimizer.register_load_state_dict_pre_hook(impl.refuse_direct_use)
         if impl.has_shards and state is not None:
@@ -316,12 +342,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on
         every rank. Collective."""
         impl = self._impl
+        impl.finish_grads()
         if not impl.sharded:
             params = [param for group in self.param_groups for param in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        impl.model.reducer.finish_grad_sync()
         grads = impl.owned_grads()
-        norm = total_grad_norm(grads, norm_type, impl.owner_collectives, impl.model.device)
+        norm = impl.norm(grads, norm_type)
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         with torch.no_grad():
@@ -331,8 +357,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def clip_grad_value_(self, clip_value: float) -> None:
         """As ``torch.nn.utils.clip_grad_value_`` over this optimizer's parameters."""
         impl = self._impl
-        if impl.sharded:
-            impl.model.reducer.finish_grad_sync()
+        impl.finish_grads()
         grads = impl.owned_grads()
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
@@ -341,7 +366,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of this optimizer's reduced gradients: a scalar, the same bits on every rank. Collective."""
         impl = self._impl
-        return total_grad_norm(impl.owned_grads(), norm_type, impl.owner_collectives, impl.model.device)
+        impl.finish_grads()
+        return impl.norm(impl.owned_grads(), norm_type)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
@@ -351,6 +377,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """For gradient scalers: multiplies the gradients by ``inv_scale``; (1,) fp32, 1.0 on all ranks if any is not
         finite. Collective."""
         impl = self._impl
+        impl.finish_grads()
         return unscale_grads_(impl.owned_grads(), inv_scale, impl.owner_collectives, impl.model.device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 _SHAPE = (6, 10)
 _CUTS = (0, 7, 33, 60)  # inside rows and between them
 _STEPS = 5
+_LR = 0.01
 
 
 def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -35,39 +36,38 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, 
         # Magnitudes that differ by piece and by row: any norm taken over a piece differs from that over the whole.
         size = torch.logspace(-3, 3, _SHAPE[0] * _SHAPE[1]).reshape(_SHAPE)
         grads = [torch.randn(_SHAPE, generator=generator) * size for _ in range(_STEPS)]
-        whole = start.clone().to(device, dtype)
-        flat = start.clone().to(device, dtype).reshape(-1)
-        pieces = [flat[a:b] for a, b in itertools.pairwise(_CUTS)]
+        start, grads = start.to(device, dtype), [grad.to(device, dtype) for grad in grads]
+        whole, flat = start.clone(), start.clone().reshape(-1)
         try:
-            _step_on(_double(optimizer, group, [whole]), [whole], [[grad.to(device, dtype)] for grad in grads])
-            cut = [[grad.to(device, dtype).reshape(-1)[a:b] for a, b in itertools.pairwise(_CUTS)] for grad in grads]
-            _step_on(_double(optimizer, group, pieces), pieces, cut)
+            _step_on(_double(optimizer, group, [whole]), whole, grads)
+            for a, b in itertools.pairwise(_CUTS):
+                # each piece by an optimizer of its own, as on ranks: what is summed over an optimizer's tensors shows
+                piece = flat[a:b]
+                _step_on(_double(optimizer, group, [piece]), piece, [grad.reshape(-1)[a:b] for grad in grads])
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return f"a trial step of parameter group {number} on flat tensors raised {type(error).__name__}: {error}"
-        moved, difference = (
-            (whole.reshape(-1) - start.to(device, dtype).reshape(-1)).abs(),
-            (whole.reshape(-1) - flat).abs(),
-        )
-        tolerance = 1e-4 * moved + 1e-6 * start.to(device, dtype).reshape(-1).abs()
-        if not bool((difference <= tolerance).all()):
+        moved, difference = (whole - start).abs().reshape(-1), (whole.reshape(-1) - flat).abs()
+        if not bool(moved.any()):
+            return f"trial steps of parameter group {number} moved nothing, so they tell nothing"
+        # 1e-6 of the value: rounding of the weight itself
+        if not bool((difference <= 1e-4 * moved + 1e-6 * start.abs().reshape(-1)).all()):
             return (
-                f"on a trial tensor of shape {_SHAPE}, parameter group {number} gave other results when the tensor "
-                f"was cut into flat pieces (largest difference {difference.max().item():.3g} where the step was "
+                f"on a trial tensor of shape {_SHAPE}, parameter group {number} gave other results when the tensor was "
+                f"cut into flat pieces (largest difference {difference.max().item():.3g} where the step was "
                 f"{moved.max().item():.3g})"
             )
     return None
 
 
 def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:
-    """How many numbers the optimizer keeps for each element (Adam: 2), from a trial step; None if it cannot be
-    tried."""
+    """How many numbers the optimizer keeps for each element (Adam: 2), from a trial step; None if that fails."""
     counts = []
     for group in optimizer.param_groups:
         param = torch.zeros(_SHAPE)
         double = _double(optimizer, group, [param])
         try:
-            _step_on(double, [param], [[torch.ones(_SHAPE)]])
-        except Exception:  # noqa: BLE001 - an optimizer that needs a closure, say; only a printed table asks
+            _step_on(double, param, [torch.ones(_SHAPE)])
+        except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return None
         values = double.state[param].values()
         counts.append(sum(isinstance(value, Tensor) and value.shape == param.shape for value in values))
@@ -75,18 +75,21 @@ def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer like the given one, with one group of its own and no state. Its hooks and wrapped ``step`` stay
-    behind."""
+    """An optimizer like the given one, with one group of its own and no state.
+
+    Its hooks and wrapped ``step`` stay behind, and so does its learning rate: at the start of a warm-up that is zero.
+    """
     double = object.__new__(type(optimizer))
     double.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
     double.__dict__.update({name: collections.OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
     double.state = collections.defaultdict(dict)
-    double.param_groups = [{**group, "params": params}]
+    lr = group.get("lr")
+    trial_lr = {"lr": torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR} if "lr" in group else {}
+    double.param_groups = [{**group, **trial_lr, "params": params}]
     return double
 
 
-def _step_on(optimizer: torch.optim.Optimizer, params: list[Tensor], grads: list[list[Tensor]]) -> None:
-    for step_grads in grads:
-        for param, grad in zip(params, step_grads, strict=True):
-            param.grad = grad.clone()
+def _step_on(optimizer: torch.optim.Optimizer, param: Tensor, grads: list[Tensor]) -> None:
+    for grad in grads:
+        param.grad = grad.clone()
         optimizer.step()

@@ -34,5 +34,13 @@ class OptimizerNotShardableError(MegastrategyError, ValueError):
     """The optimizer's update of one element depends on other elements, so flat shards would change it."""
 
 
+class DirectUseError(MegastrategyError):
+    """The optimizer inside a DistributedOptimizer was used as if it were not sharded."""
+
+
+class ClosedError(MegastrategyError):
+    """Something was used after ``DistributedDataParallel.close()``."""
+
+
 class CheckpointError(MegastrategyError):
     """An optimizer state does not fit the optimizer that it is loaded into."""

@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -156,9 +156,10 @@ class BufferLayout:
             "bucket (index, buffer, start, end)": [[b.index, b.buffer, b.start, b.end] for b in self.buckets],
         }
 
-    def digest(self) -> bytes:
-        """32 bytes that are equal on two ranks if and only if their layouts are."""
-        return hashlib.sha256(json.dumps(self.describe()).encode()).digest()
+
+def digest(description: Mapping[str, object]) -> bytes:
+    """32 bytes that are equal on two ranks if and only if what is described (:meth:`BufferLayout.describe`) is."""
+    return hashlib.sha256(json.dumps(description).encode()).digest()
 
 
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ wrapper has ended before (Lightning's manual optimization runs them inside one) 
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,9 @@ from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, UnusedParameterError
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout
+
+NO_TASK = -1
+"""torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
 
 
 class Reducer:
@@ -71,7 +75,7 @@ class Reducer:
         self._active = False  # a backward is under way and has reached a parameter
         self._syncing = False
         self._forward_decision: bool | None = None
-        self._watched = False  # the outermost backward is under way, known from the forward's outputs
+        self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
         self._epoch = 0
         self._seen = [0] * len(self._params)  # the last epoch in which the parameter's gradient arrived
         self._missing: list[int] = []  # gradients still to come, by bucket
@@ -79,15 +83,12 @@ class Reducer:
         self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
         self._late_grads: dict[int, Tensor] = {}
         self._deferred: set[int] = set()  # buckets that wait for the end of backward
-        self._has_local_grads = False
+        self._has_local_grads = any(buffers.has_grad)
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
         self._device = params[0].device if params else torch.device("cpu")
         self._bucket_of = [slot.bucket for slot in layout.slots]
-        hooks = [_grad_hook(weakref.ref(self), index) for index in range(len(self._params))]
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(hook) for param, hook in zip(self._params, hooks, strict=True)
-        ]
+        self._hooks = [p.register_post_accumulate_grad_hook(_GradHook(self, i)) for i, p in enumerate(self._params)]
 
     def close(self) -> None:
         """Removes the hooks. Reductions in flight are left alone: after an error elsewhere they might never end."""
@@ -102,19 +103,23 @@ class Reducer:
         """A forward starts. What a backward that ended in an exception left behind is waited for and dropped."""
         if _inside_backward():  # recomputed by a checkpoint around the whole wrapper
             return
+        self._drop_interrupted()
+        self._watched = NO_TASK
+        self._forward_decision = None
+
+    def after_forward(self, outputs: Any, sync: bool) -> None:
+        """A forward ended whose backward shall be synchronised or not."""
+        self._forward_decision = sync
+        if not _inside_backward():
+            self.watch(outputs)
+
+    def _drop_interrupted(self) -> None:
         if self._active:
             self._active = self._syncing = False
             self._wait_for_launched()
             self._late.clear()
             self._has_local_grads = False
             self.buffers.clear(range(len(self._params)))
-        self._watched = False
-        self._forward_decision = None
-
-    def after_forward(self, outputs: Any, sync: bool) -> None:
-        """A forward ended whose backward shall be synchronised or not."""
-        self._forward_decision = sync
-        self.watch(outputs)
 
     def watch(self, outputs: Any) -> None:
         """Finds the tensors in ``outputs`` that a backward may start from, to know its outermost graph when it runs.
@@ -125,14 +130,18 @@ class Reducer:
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._on_output_grad)
+            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+                self.watch([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
     def _on_output_grad(self, grad: Tensor) -> None:
-        if not self._watched:
-            self._watched = True
+        task = torch._C._current_graph_task_id()
+        if self._watched != task:  # the outputs of a forward are met in the outermost graph alone
+            self._drop_interrupted()
+            self._watched = task
             _queue_callback(self._end_watched_backward)
 
     def _end_watched_backward(self) -> None:
-        self._watched = False
+        self._watched = NO_TASK
         self._end_backward()
 
     # --- backward ----------------------------------------------------------------------------------------------------
@@ -163,7 +172,7 @@ class Reducer:
         self._missing = [len(b.params) + (b.index in self._deferred) for b in self.layout.buckets]
         self._has_local_grads = True
         self.buffers.open(first)
-        if not self._watched:
+        if self._watched == NO_TASK:
             _queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -297,15 +306,22 @@ class Reducer:
             self._listener(Event(kind, index))
 
 
-def _grad_hook(reducer: weakref.ref[Reducer], index: int) -> Callable[[Tensor], None]:
+class _GradHook:
     """What a parameter keeps: no more than a weak reference, or a model that is never closed would never be freed."""
 
-    def on_grad_accumulated(param: Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive._on_grad_accumulated(index, param)
+    def __init__(self, reducer: Reducer, index: int) -> None:
+        self.reducer, self._index = weakref.ref(reducer), index
 
-    return on_grad_accumulated
+    def __call__(self, param: Tensor) -> None:
+        reducer = self.reducer()
+        if reducer is not None:
+            reducer._on_grad_accumulated(self._index, param)
+
+
+def is_wrapped(param: Parameter) -> bool:
+    """Whether the gradient of this parameter is counted by a reducer that is alive and not closed."""
+    hooks = (param._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(hook, _GradHook) and hook.reducer() is not None for hook in hooks)
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
@@ -314,4 +330,4 @@ def _queue_callback(callback: Callable[[], None]) -> None:
 
 
 def _inside_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(torch._C._current_graph_task_id() != NO_TASK)
