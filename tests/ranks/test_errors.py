@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import (
+    ClosedError,
     CollectiveError,
     DirectUseError,
     LayoutMismatchError,
@@ -150,6 +152,8 @@ def test_the_users_own_state_dict_is_refused_where_it_would_be_wrong() -> None:
             adam.state_dict()
         with pytest.raises(DirectUseError, match="DistributedOptimizer"):
             adam.load_state_dict(optimizer.state_dict())
+        with pytest.raises(DirectUseError, match="DistributedOptimizer"):
+            adam.step()
 
     run_ranks(2, run)
 
@@ -176,6 +180,73 @@ def test_a_parameter_unfrozen_after_wrapping_is_noticed() -> None:
             model(torch.ones(1, 10))
 
     run_ranks(2, run)
+
+
+def test_options_that_change_the_collectives_are_compared() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        config = DistributedDataParallelConfig(find_unused_parameters=rank == 0)
+        DistributedDataParallel(two_layers(), config, group)
+
+    expect_on_all(2, LayoutMismatchError, r"option.*rank 0 has \['find_unused_parameters', True\]", run)
+
+
+def test_a_parameter_replaced_by_another_object_is_named_and_one_that_moved_is_found() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, process_group=group)
+        weight = module[0].weight
+        del module[0].weight  # what pruning and weight norm do: the same object under another name
+        module[0].weight_orig = weight
+        module[0].weight = weight * 1.0
+        model(torch.ones(1, 10)).sum().backward()
+        assert model.full_grad(weight) is not None
+        module.load_state_dict(two_layers().state_dict(), assign=True, strict=False)
+        with pytest.raises(ParameterChangedError, match=r"'0\.bias' was replaced.*assign=False"):
+            model(torch.ones(1, 10))
+
+    run_ranks(2, run)
+
+
+def test_wrapping_twice_names_the_way_out_and_wrapping_again_works() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        first = DistributedDataParallel(module, process_group=group)
+        with pytest.raises(ValueError, match=r"'0.weight' belongs to a DistributedDataParallel already.*close"):
+            DistributedDataParallel(module, process_group=group)
+        first.close()
+        first.close()
+        second = DistributedDataParallel(module, process_group=group)
+        second(torch.ones(1, 10)).sum().backward()
+
+    run_ranks(2, run)
+
+
+def test_use_after_close_is_an_error() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(two_layers(), process_group=group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        model(torch.ones(1, 10)).sum().backward()
+        model.close()
+        with pytest.raises(ClosedError, match="wrap the module again"):
+            model(torch.ones(1, 10))
+        with pytest.raises(ClosedError, match="new DistributedOptimizer"):
+            optimizer.step()
+
+    run_ranks(2, run)
+
+
+def test_memory_shared_without_being_the_same_parameter_is_named() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        module[1].weight.data = module[0].weight.data
+        with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' share memory.*b\.weight = a\.weight"):
+            DistributedDataParallel(module, process_group=group)
+        viewed = nn.Linear(4, 4)
+        viewed.register_buffer("first_row", viewed.weight.detach()[0])
+        with pytest.raises(ValueError, match="first_row"):
+            DistributedDataParallel(viewed, process_group=group)
+
+    run_ranks(1, run)
 
 
 def test_a_step_that_raises_leaves_the_groups_as_they_were() -> None:
@@ -239,21 +310,73 @@ def test_a_killed_process_ends_the_others_with_a_reason() -> None:
             optimizer.step()
         """
     )
-    import socket
+    start = time.monotonic()
+    (survivor_code, survivor), (killed_code, killed) = run_processes(script)
+    assert time.monotonic() - start < 45
+    assert killed_code == -9, killed
+    assert survivor_code == 1
+    assert "CollectiveError: rank 0 of 2" in survivor
 
+
+def run_processes(script: str) -> list[tuple[int, str]]:
+    """The script in two processes, given rank and a free port; exit codes and what they printed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    start = time.monotonic()
     ranks = [
-        subprocess.Popen([sys.executable, "-c", script, str(rank), str(port)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for rank in range(2)
     ]
-    survivor, killed = (process.communicate(timeout=60)[1] for process in ranks)
-    assert time.monotonic() - start < 45
-    assert ranks[1].returncode == -9, killed
-    assert ranks[0].returncode == 1
-    assert "CollectiveError: rank 0 of 2" in survivor
+    printed = [process.communicate(timeout=60)[0] for process in ranks]
+    return [(process.returncode, text) for process, text in zip(ranks, printed, strict=True)]
+
+
+def test_groups_of_our_own_keep_the_timeout_and_end_with_close() -> None:
+    """In real processes with a default group: wrapped twice at once, then many times after each other."""
+    script = textwrap.dedent(
+        """
+        import datetime, gc, os, sys, threading, torch
+        import torch.distributed as dist
+        from megastrategy import DistributedDataParallel, DistributedOptimizer
+        rank = int(sys.argv[1])
+        torch.set_num_threads(1)
+        timeout = datetime.timedelta(seconds=37)
+        store = dist.TCPStore("127.0.0.1", int(sys.argv[2]), 2, rank == 0, timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+        def make():
+            model = DistributedDataParallel(torch.nn.Linear(10, 33))
+            return model, DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+        def step(*pairs):
+            sum(model(torch.ones(2, 10)).sum() for model, _ in pairs).backward()
+            for _, optimizer in pairs:
+                optimizer.step()
+        pairs = [make(), make()]
+        step(*pairs)
+        backend = pairs[0][0].collectives.group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timeout, backend.options._timeout
+        counts = []
+        for _ in range(8):
+            for model, _ in pairs:
+                model.close()
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+            pairs = [make()]
+            step(*pairs)
+        pairs[0][0].close()
+        assert max(counts[2:]) <= counts[1], counts
+        assert not [t for t in threading.enumerate() if t.name.startswith("megastrategy")]
+        dist.destroy_process_group()
+        print("done")
+        """
+    )
+    for code, printed in run_processes(script):
+        assert code == 0, printed
+        assert "done" in printed
 
 
 def test_without_torch_distributed_the_way_out_is_said() -> None:

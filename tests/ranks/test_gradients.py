@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -427,6 +428,109 @@ def test_two_optimizers_over_parts_of_one_model(sharded: bool) -> None:
                 second.zero_grad()
 
     assert_equal(run_ranks(2, run_ours), run_ranks(2, run_ddp), 1e-5 if sharded else 0.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=["sharded", "sharded_late", "all_reduce", "flattened"])
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_written_before_the_step_are_those_of_the_step(engine: dict[str, Any], clip: bool) -> None:
+    def run(rank: int, group: ProcessGroup, ours: bool) -> list[Tensor]:
+        module = two_layers()
+        model: Any = TorchDDP(module, process_group=group)
+        optimizer: Any = torch.optim.Adam(module.parameters(), lr=0.1)
+        if ours:
+            model = DistributedDataParallel(module, DistributedDataParallelConfig(**engine), group)
+            optimizer = DistributedOptimizer(torch.optim.Adam(module.parameters(), lr=0.1), model)
+        for number in range(2):
+            optimizer.zero_grad()
+            model(batch(rank, number)).square().sum().backward()
+            module[0].weight.grad = torch.full_like(module[0].weight, 0.3)
+            if clip and ours:
+                optimizer.clip_grad_value_(0.1)
+            elif clip:
+                torch.nn.utils.clip_grad_value_(module.parameters(), 0.1)
+            optimizer.step()
+        return [param.detach().clone() for param in module.parameters()]
+
+    ours, reference = (run_ranks(2, lambda r, g, mine=mine: run(r, g, mine)) for mine in (True, False))
+    assert_equal(ours, reference)
+
+
+def test_zeroing_in_place_reaches_a_gradient_that_was_reassigned() -> None:
+    def halved(model: Any, rank: int) -> None:
+        for number in range(3):
+            model(batch(rank, number)).square().sum().backward()
+            for param in model.module.parameters():
+                param.grad = param.grad * 0.5
+            if number < 2:
+                model.zero_grad(set_to_none=False)
+
+    ours = grads_with_ours(two_layers, halved, use_distributed_optimizer=False)
+    assert_equal(ours, grads_with_ddp(two_layers, halved))
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=["sharded", "sharded_late", "all_reduce", "flattened"])
+def test_gradients_from_before_the_wrapping_are_kept(engine: dict[str, Any]) -> None:
+    def with_grads() -> nn.Module:
+        module = two_layers()
+        module(torch.ones(2, 10)).sum().backward()
+        return module
+
+    assert_equal(grads_with_ours(with_grads, one_backward, **engine), grads_with_ddp(with_grads, one_backward))
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_backward_that_is_tried_again_after_an_error(sharded: bool) -> None:
+    def retried(model: Any, rank: int) -> None:
+        out = model(batch(rank))
+        handle = out.register_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            out.square().sum().backward(retain_graph=True)
+        handle.remove()
+        out = model(batch(rank))
+        loss = out.square().sum()
+        tries = []
+
+        def once(grad: Tensor) -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                raise ValueError("the first time")
+
+        out.register_hook(once)
+        with pytest.raises(ValueError, match="the first time"):
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    ours = grads_with_ours(two_layers, retried, use_distributed_optimizer=sharded, bucket_size=1)
+    assert_equal(ours, grads_with_ddp(two_layers, one_backward))
+
+
+@dataclasses.dataclass
+class Output:
+    """What some models return; torch's pytree does not look inside."""
+
+    hidden: Tensor
+    name: str = "output"
+
+
+def test_outputs_in_a_dataclass_with_reentrant_checkpoints() -> None:
+    """The end of the outermost backward is known, so the promise of a gradient for every parameter is judged there."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Output:
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return Output(x)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        config = DistributedDataParallelConfig(find_unused_parameters=False, bucket_size=1)
+        model = DistributedDataParallel(Wrapped(), config, group)
+        model(batch(rank).requires_grad_()).hidden.sum().backward()
+
+    run_ranks(2, run)
 
 
 def test_full_grad_wants_a_parameter_of_the_model() -> None:

@@ -169,6 +169,34 @@ def test_state_built_before_wrapping_is_taken_over() -> None:
     run_ranks(2, run)
 
 
+def test_counters_of_one_element_come_back() -> None:
+    """Some optimizers keep their step in a tensor of shape (1,)."""
+
+    class Counting(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            super().step()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param].setdefault("count", torch.zeros(1)).add_(1)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, SHARDED, group)
+        optimizer = DistributedOptimizer(Counting(model.parameters(), lr=0.1, momentum=0.9), model)
+        for _ in range(2):
+            model(torch.ones(2, 10)).sum().backward()
+            optimizer.step()
+        (state,) = model.collectives.all_gather_objects(optimizer.state_dict(), model.device)[:1]
+        optimizer.load_state_dict(state)
+        again = optimizer.state_dict()
+        if rank == 0:
+            assert_same_state(again, state)
+            assert all(values["count"].item() == 2 for values in state["state"].values())
+
+    run_ranks(2, run)
+
+
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(two_layers(), SHARDED, group)

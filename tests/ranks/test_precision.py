@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
-from megastrategy.core.errors import ParameterChangedError
+from megastrategy.core.errors import OptimizerNotShardableError, ParameterChangedError
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
 
@@ -243,6 +243,36 @@ def test_one_infinite_element_that_one_rank_owns_skips_the_step_on_all(sharded: 
 
     (scale_0, _), (scale_1, _) = run_ranks(2, run)
     assert scale_0 == scale_1 == 512.0
+
+
+def test_local_gradients_are_reduced_before_they_are_unscaled_or_measured() -> None:
+    def run(rank: int, group: ProcessGroup, forgotten: bool) -> tuple[Tensor, Tensor]:
+        module = two_layers()
+        model, optimizer = wrap(module, group, lambda params: torch.optim.SGD(params, lr=0.1))
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        with model.no_sync():
+            scaler.scale(model(torch.full((4, 10), 1.0 + rank)).square().sum()).backward()
+        if not forgotten:
+            model.reducer.finish_grad_sync()
+        scaler.unscale_(optimizer)
+        norm = optimizer.grad_norm()
+        scaler.step(optimizer)
+        return norm, torch.cat([param.detach().reshape(-1) for param in module.parameters()])
+
+    forgotten, reduced = (run_ranks(2, lambda r, g, f=f: run(r, g, f)) for f in (True, False))
+    for mine, expected in zip(forgotten, reduced, strict=True):
+        assert torch.equal(mine[0], expected[0])
+        assert torch.equal(mine[1], expected[1])
+
+
+def test_optimizers_that_need_a_closure_are_refused_over_16_bit_weights() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers().bfloat16()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=False), group)
+        with pytest.raises(OptimizerNotShardableError, match=r"LBFGS cannot step the fp32 main params.*fp32"):
+            DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model)
+
+    run_ranks(1, run)
 
 
 def test_scaled_training_equals_unscaled() -> None:

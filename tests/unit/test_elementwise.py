@@ -28,6 +28,20 @@ class Lamb(torch.optim.Optimizer):
                 param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
 
 
+class GloballyNormalised(torch.optim.Optimizer):
+    """Element-wise but for one number: the norm over all tensors of the optimizer, which a rank sees a part of."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad / norm, alpha=group["lr"])
+
+
 class NoisySGD(torch.optim.Optimizer):
     """Element-wise in distribution, but not in numbers: two runs differ, so it cannot be said to be safe."""
 
@@ -69,11 +83,27 @@ def test_an_unknown_element_wise_optimizer_passes() -> None:
     assert why_not_elementwise(SignSGD(params()), CPU, torch.float32) is None
 
 
-@pytest.mark.parametrize("kind", [Lamb, NoisySGD, torch.optim.Adafactor])
+@pytest.mark.parametrize("kind", [Lamb, GloballyNormalised, NoisySGD, torch.optim.Adafactor])
 def test_what_looks_beyond_the_element_is_found(kind: Any) -> None:
     reason = why_not_elementwise(kind(params()), CPU, torch.float32)
     assert reason is not None
     assert "flat pieces" in reason
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])
+def test_a_learning_rate_that_warms_up_from_zero_hides_nothing(lr: Any) -> None:
+    assert "flat pieces" in str(why_not_elementwise(Lamb(params(), lr=lr), CPU, torch.float32))
+    optimizer = torch.optim.AdamW(params(), lr=lr, foreach=False)
+    assert why_not_elementwise(optimizer, CPU, torch.float32) is None
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+def test_steps_that_move_nothing_prove_nothing() -> None:
+    class Idle(Lamb):
+        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+            pass
+
+    assert "moved nothing" in str(why_not_elementwise(Idle(params()), CPU, torch.float32))
 
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon])
