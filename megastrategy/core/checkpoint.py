@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch import Tensor
 from .collectives import Collectives
 from .errors import CheckpointError
 from .layout import Bucket, BufferLayout, ParamSpec
-
-if TYPE_CHECKING:
-    from .distributed_optimizer import ParamShard
+from .param_shard import ParamShard
 
 
 def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:

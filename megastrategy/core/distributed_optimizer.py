@@ -17,7 +17,6 @@ weight's value. fp32 and fp64 weights need no main param: the shard is a view of
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,28 +32,9 @@ from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import probe_state_tensors, why_not_elementwise
 from .errors import DirectUseError, OptimizerNotShardableError
 from .events import EventKind
+from .param_shard import ParamShard
 
 _16_BIT = (torch.float16, torch.bfloat16)
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamShard:
-    """What this rank steps of one parameter.
-
-    Attributes:
-        param: index in the layout.
-        start, end: the part of the parameter, in elements of its memory order.
-        main: what the optimizer updates: fp32 memory of its own for 16-bit weights, else the weights themselves. Flat
-            if the parameter is sharded, of the parameter's shape if not.
-        weights: the part of the parameter that ``main`` stands for, flat, in the parameter buffer; None if the
-            parameter is not sharded and may be re-pointed at any time.
-    """
-
-    param: int
-    start: int
-    end: int
-    main: Tensor
-    weights: Tensor | None
 
 
 class _ShardedStep:

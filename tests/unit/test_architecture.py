@@ -18,7 +18,7 @@ DOORS = {"lightning"}
 RANKS = [
     {"config", "events", "errors"},
     {"layout"},
-    {"memory", "elementwise"},
+    {"memory", "elementwise", "param_shard"},
     {"collectives", "buffers"},
     {"reducer", "param_gather", "clip_grads", "checkpoint"},
     {"distributed_data_parallel"},

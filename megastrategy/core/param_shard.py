@@ -1,0 +1,27 @@
+"""What one rank steps of one parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamShard:
+    """What this rank steps of one parameter.
+
+    Attributes:
+        param: index in the layout.
+        start, end: the part of the parameter, in elements of its memory order.
+        main: what the optimizer updates: fp32 memory of its own for 16-bit weights, else the weights themselves. Flat
+            if the parameter is sharded, of the parameter's shape if not.
+        weights: the part of the parameter that ``main`` stands for, flat, in the parameter buffer; None if the
+            parameter is not sharded and may be re-pointed at any time.
+    """
+
+    param: int
+    start: int
+    end: int
+    main: Tensor
+    weights: Tensor | None
