@@ -34,8 +34,8 @@ class DistributedDataParallel(nn.Module):
         collectives: how to send instead of what fits the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
 
-    Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the gradient
-    is sent if they are registered before wrapping.
+    Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
+    gradient is sent if they are registered before wrapping.
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
     :meth:`close` gives it back.
