@@ -184,6 +184,14 @@ def test_several_synchronised_backwards_on_three_ranks(sharded: bool) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool) -> Tensor:
+    """torch's checkpoint. Without its saving of the random state: two threads at the default generator deadlock there,
+    one waiting for the generator with the GIL, one the other way round.
+    """
+    result: Tensor = checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
+    return result
+
+
 class Checkpointed(nn.Module):
     """A layer in two re-entrant checkpoints, so that its gradient comes in two parts, in two nested backwards."""
 
@@ -201,7 +209,7 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.outer(x))
         for _ in range(2):
-            x = checkpoint(lambda y: torch.tanh(self.inner(y)), x, use_reentrant=self._reentrant)
+            x = recomputed(lambda y: torch.tanh(self.inner(y)), x, self._reentrant)
         return x
 
 
@@ -522,7 +530,7 @@ def test_outputs_in_a_dataclass_with_reentrant_checkpoints() -> None:
 
         def forward(self, x: Tensor) -> Output:
             for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=True)
+                x = recomputed(layer, x, True)
             return Output(x)
 
     def run(rank: int, group: ProcessGroup) -> None:

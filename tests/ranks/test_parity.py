@@ -57,9 +57,10 @@ def test_every_optimizer_to_the_bit_on_two_ranks(name: str, groups: int) -> None
     ):
         run = make_run(name, groups=groups, accumulate=accumulate)
         assert_same_bits(train_with_ours(run, 2, config), train_with_ddp(run, 2))
-    sharded = DistributedDataParallelConfig(bucket_size=ONE_PARAM)
-    run = make_run(name, groups=groups, accumulate=3)
-    assert_same_bits(train_with_ours(run, 2, sharded), train_with_ddp(run, 2))
+    if groups == 1:  # the rest of the product is in test_whole_product
+        sharded = DistributedDataParallelConfig(bucket_size=ONE_PARAM)
+        run = make_run(name, groups=groups, accumulate=3)
+        assert_same_bits(train_with_ours(run, 2, sharded), train_with_ddp(run, 2))
 
 
 @pytest.mark.parametrize("config", EVERY_CONFIG, ids=str)

@@ -34,9 +34,8 @@ def wrap(
     return model, DistributedOptimizer(make(model.parameters()), model)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_tiny_updates_add_up(sharded: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "sharded"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
+def test_tiny_updates_add_up(dtype: torch.dtype, sharded: bool) -> None:
     """1,000 updates of 1e-5 are 0.01; a weight of 1 in bf16 rounds each of them away."""
 
     def run(rank: int, group: ProcessGroup) -> Tensor:
@@ -165,9 +164,9 @@ def test_main_params_survive_a_swap_there_and_back() -> None:
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = Scale(200, torch.bfloat16)
-        model, optimizer = wrap(module, group, lambda params: torch.optim.SGD(params, lr=1e-5))
-        for step in range(1000):
-            if step % 100 == 50:
+        model, optimizer = wrap(module, group, lambda params: torch.optim.SGD(params, lr=5e-5))
+        for step in range(200):
+            if step % 20 == 10:
                 own = module.weight.detach().clone()
                 module.weight.data.fill_(7.0)
                 module.weight.data.copy_(own)
