@@ -103,7 +103,12 @@ class Reducer:
         """A forward starts. What a backward that ended in an exception left behind is waited for and dropped."""
         if _inside_backward():  # recomputed by a checkpoint around the whole wrapper
             return
-        self._drop_interrupted()
+        if self._active:
+            self._active = self._syncing = False
+            self._wait_for_launched()
+            self._late.clear()
+            self._has_local_grads = False
+            self.buffers.clear(range(len(self._params)))
         self._watched = NO_TASK
         self._forward_decision = None
 
@@ -112,14 +117,6 @@ class Reducer:
         self._forward_decision = sync
         if not _inside_backward():
             self.watch(outputs)
-
-    def _drop_interrupted(self) -> None:
-        if self._active:
-            self._active = self._syncing = False
-            self._wait_for_launched()
-            self._late.clear()
-            self._has_local_grads = False
-            self.buffers.clear(range(len(self._params)))
 
     def watch(self, outputs: Any) -> None:
         """Finds the tensors in ``outputs`` that a backward may start from, to know its outermost graph when it runs.
@@ -135,8 +132,7 @@ class Reducer:
 
     def _on_output_grad(self, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if self._watched != task:  # the outputs of a forward are met in the outermost graph alone
-            self._drop_interrupted()
+        if self._watched != task:  # the first, one after an error, or one nested in another: none may go without an end
             self._watched = task
             _queue_callback(self._end_watched_backward)
 

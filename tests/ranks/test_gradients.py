@@ -520,6 +520,28 @@ class Output:
     name: str = "output"
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_backward_of_one_output_inside_that_of_another(sharded: bool) -> None:
+    def nested(model: Any, rank: int) -> None:
+        first, second = model(batch(rank, 0)), model(batch(rank, 1))
+        tries: list[int] = []
+
+        def nest(grad: Tensor) -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                with torch.enable_grad():
+                    second.square().sum().backward()
+
+        model.module[2].weight.register_hook(nest)
+        first.square().sum().backward()
+
+    def one_after_the_other(model: Any, rank: int) -> None:
+        (model(batch(rank, 0)).square().sum() + model(batch(rank, 1)).square().sum()).backward()
+
+    ours = grads_with_ours(two_layers, nested, use_distributed_optimizer=sharded, bucket_size=1)
+    assert_equal(ours, grads_with_ddp(two_layers, one_after_the_other), 1e-6)
+
+
 def test_outputs_in_a_dataclass_with_reentrant_checkpoints() -> None:
     """The end of the outermost backward is known, so the promise of a gradient for every parameter is judged there."""
 
