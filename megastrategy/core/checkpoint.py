@@ -77,7 +77,7 @@ def gather_main_params(
     """
     main_params: dict[str, Tensor] = {}
     for bucket in layout.buckets:
-        members = [i for i in bucket.params if layout.params[i].dtype.itemsize < 4]
+        members = [i for i in bucket.params if layout.params[i].has_main_param]
         if members:
             own = {i: shards[i].main for i in members if i in shards}
             for index, full in _gather_bucket(bucket, members, own, torch.float32, shards, layout, collectives, device):
@@ -94,7 +94,7 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
     parts: list[tuple[Tensor, Tensor]] = []
     for index, shard in shards.items():
         spec = layout.params[index]
-        if spec.dtype.itemsize < 4 and spec.name in main_params:
+        if spec.has_main_param and spec.name in main_params:
             parts.append((shard.main, _cut(main_params[spec.name], spec, shard, "main_param", {"main_param"})))
     for main, saved in parts:
         main.copy_(saved)

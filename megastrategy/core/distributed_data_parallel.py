@@ -18,7 +18,7 @@ from .collectives import Collectives, destroy_group, make_collectives, private_g
 from .config import DistributedDataParallelConfig
 from .errors import ClosedError, LayoutMismatchError, ParameterChangedError
 from .events import Event, EventKind, Listener
-from .layout import BufferLayout, ParamSpec, build_layout, dense_stride, digest
+from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
 from .param_gather import ParamGather
 from .reducer import Reducer, is_wrapped
 
@@ -259,8 +259,7 @@ def _check_memory_is_own(module: nn.Module) -> None:
 
 
 def _spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:
-    low_precision = param.dtype in (torch.float16, torch.bfloat16)
-    grad_dtype = torch.float32 if low_precision and config.grad_reduce_in_fp32 else param.dtype
+    grad_dtype = torch.float32 if param.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else param.dtype
     return ParamSpec(name, tuple(param.shape), dense_stride(param.shape, param.stride()), param.dtype, grad_dtype)
 
 

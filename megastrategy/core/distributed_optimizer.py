@@ -34,8 +34,6 @@ from .errors import DirectUseError, OptimizerNotShardableError
 from .events import EventKind
 from .param_shard import ParamShard
 
-_16_BIT = (torch.float16, torch.bfloat16)
-
 
 class _ShardedStep:
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
@@ -58,7 +56,7 @@ class _ShardedStep:
     @property
     def has_shards(self) -> bool:
         """Whether stepping goes through tensors other than the model's Parameters."""
-        return self.sharded or any(spec.dtype in _16_BIT for spec in self.layout.params)
+        return self.sharded or any(spec.has_main_param for spec in self.layout.params)
 
     def add_shards(self) -> None:
         """Makes the shards of parameters that have none yet, after checking that the model has them."""
@@ -78,7 +76,7 @@ class _ShardedStep:
         spec, slot = self.layout.params[index], self.layout.slots[index]
         buffers = self.model.param_buffers
         if buffers is None:
-            main = param.detach().to(torch.float32, copy=True) if spec.dtype in _16_BIT else param
+            main = param.detach().to(torch.float32, copy=True) if spec.has_main_param else param
             self.shards[index] = ParamShard(index, 0, spec.numel, main, None)
             return
         owned = self.layout.owned_range(index, self.model.collectives.rank)
@@ -86,7 +84,7 @@ class _ShardedStep:
             return
         start, end = owned
         weights = slice_view(buffers.flats[slot.buffer], start, (end - start,), (1,), end - start)
-        main = weights.float() if spec.dtype in _16_BIT else weights
+        main = weights.float() if spec.has_main_param else weights
         self.shards[index] = ParamShard(index, start - slot.start, end - slot.start, main, weights)
         grads = self.model.grad_buffers
         assert isinstance(grads, ContiguousGradBuffers), "parameters are sharded only with persistent gradient buffers"
@@ -185,7 +183,7 @@ class _ShardedStep:
 
     def _weights_of(self, shard: ParamShard) -> Tensor | None:
         """The 16-bit weights that get the rounding of the shard's main param; None if there is no main param."""
-        if self.layout.params[shard.param].dtype not in _16_BIT:
+        if not self.layout.params[shard.param].has_main_param:
             return None
         return shard.weights if shard.weights is not None else self.model.params[shard.param].detach()
 
@@ -252,7 +250,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: "
                     "every rank then steps whole parameters, as under torch DDP"
                 )
-        elif any(spec.dtype in _16_BIT for spec in model.layout.params) and probe_state_tensors(optimizer) is None:
+        elif any(spec.has_main_param for spec in model.layout.params) and probe_state_tensors(optimizer) is None:
             raise OptimizerNotShardableError(
                 f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: a trial step "
                 "without a closure failed. Keep the weights in fp32 (autocast for the forward), or use another "

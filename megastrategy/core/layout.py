@@ -26,6 +26,7 @@ from .config import DistributedDataParallelConfig
 
 PARAM_ALIGNMENT_NUMEL = 64
 BUCKET_ALIGNMENT_NUMEL = 128
+SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,11 @@ class ParamSpec:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def has_main_param(self) -> bool:
+        """Whether the optimizer steps an fp32 copy of the parameter."""
+        return self.dtype in SIXTEEN_BIT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> Memory
         owned = layout.owned_range(index, dp_rank)
         numel = owned[1] - owned[0] if owned is not None else 0
         main_itemsize = max(spec.dtype.itemsize, 4)
-        main_param_numel = numel if spec.dtype.itemsize < 4 else 0
+        main_param_numel = numel if spec.has_main_param else 0
         state_bytes += main_itemsize * (main_param_numel + state_tensors * numel)
     return MemoryUse(param_bytes, grad_bytes, state_bytes)
 
