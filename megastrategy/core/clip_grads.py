@@ -82,6 +82,20 @@ class GradScaler(torch.amp.GradScaler):
     are treated as torch treats them.
     """
 
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler) -> GradScaler:
+        """A scaler of this class with the options and the state of ``scaler``."""
+        ours = cls(
+            scaler._device,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+        )
+        ours._init_growth_tracker = scaler._get_growth_tracker()
+        return ours
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

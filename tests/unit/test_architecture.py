@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megastrategy"
 CORE = PACKAGE / "core"
 FILES = sorted(PACKAGE.rglob("*.py"))
-DOORS = {"lightning"}
+DOORS = {"lightning", "pytorch_lightning", "_trainer_strategy", "_world"}  # one file a framework, and what they share
+SHARED_BY_DOORS = {"._trainer_strategy", "._fabric_strategy", "._world", "._communication_monitor"}
 
 # Lower may not import higher. Within a rank of this list files do not import each other.
 RANKS = [
@@ -88,7 +89,14 @@ def test_doors_import_core_by_its_public_names_and_not_each_other() -> None:
     for door in DOORS:
         for name in imports(PACKAGE / f"{door}.py"):
             if name.startswith("."):
-                assert name == ".core", f"{door} imports {name}"
+                assert name == ".core" or name in SHARED_BY_DOORS, f"{door} imports {name}"
+
+
+def test_what_doors_share_imports_no_framework() -> None:
+    """It serves the mirrored packages alike; lightning_utilities belongs to none of them."""
+    for path in PACKAGE.glob("_*.py"):
+        for name in imports(path):
+            assert name.split(".")[0] not in {"lightning", "pytorch_lightning", "lightning_fabric"}, path.stem
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
