@@ -166,7 +166,7 @@ class Fit:
     losses: list[float]
     logged: list[tuple[int | None, dict[str, float]]]
     metrics: dict[str, float]
-    warnings: list[str]
+    warnings: list[str] = dataclasses.field(compare=False)
 
 
 def fit(

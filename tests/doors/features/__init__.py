@@ -1,0 +1,1 @@
+"""What users do with ``"ddp"``, an area a module: each lists FEATURES, and BEYOND where ``"ddp"`` cannot."""

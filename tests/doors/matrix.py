@@ -1,0 +1,128 @@
+"""The matrix of what works with ``"ddp"``: each feature once, run under ``"ddp"`` and under ours, and compared.
+
+``docs/compatibility.md`` is written from it by ``python -m tests.doors.matrix``; a test holds the file to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
+MODES = {
+    "reduce-scatter": {"use_distributed_optimizer": True},
+    "all-reduce": {"use_distributed_optimizer": False},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """Something a user does with ``"ddp"``.
+
+    Args:
+        area: the heading it stands under.
+        name: what a user would call it.
+        job: ``job(strategy_name, strategy_options, **options)`` runs on both ranks and returns what to compare:
+            weights, losses, metrics, what callbacks saw. Picklable; :func:`assert_equal` says what can be compared.
+        options: more arguments for the job.
+        rtol: the relative tolerance with reduce-scatter, where the order of a sum differs; 0 is equality of the bits.
+        refused: with reduce-scatter it is refused instead, and this stands in the error's message.
+        note: for the table.
+    """
+
+    area: str
+    name: str
+    job: Callable[..., Any]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rtol: float = 0.0
+    refused: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.area}: {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Beyond:
+    """Something that works here and not with ``"ddp"``: what, and the test (``file.py::name``) that shows it."""
+
+    name: str
+    test: str
+
+
+def collect() -> tuple[list[Feature], list[Beyond]]:
+    """Everything that the modules of ``tests.doors.features`` list as FEATURES and BEYOND."""
+    features: list[Feature] = []
+    beyond: list[Beyond] = []
+    package = importlib.import_module("tests.doors.features")
+    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
+        module = importlib.import_module(f"tests.doors.features.{info.name}")
+        features += getattr(module, "FEATURES", [])
+        beyond += getattr(module, "BEYOND", [])
+    return features, beyond
+
+
+def assert_equal(actual: Any, expected: Any, rtol: float = 0.0, where: str = "result") -> None:
+    """Tensors, numbers, strings, None, and dataclasses, sequences and mappings of them; fields that a dataclass does
+    not compare are skipped."""
+    assert type(actual) is type(expected), f"{where}: {type(actual)} is not {type(expected)}"
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(
+            actual, expected, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda text: f"{where}: {text}"
+        )
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            if field.compare:
+                name = f"{where}.{field.name}"
+                assert_equal(getattr(actual, field.name), getattr(expected, field.name), rtol, name)
+    elif isinstance(expected, Mapping):
+        assert list(actual) == list(expected), f"{where}: {list(actual)} are not {list(expected)}"
+        for key, value in expected.items():
+            assert_equal(actual[key], value, rtol, f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), f"{where}: {len(actual)} items, not {len(expected)}"
+        for index, value in enumerate(expected):
+            assert_equal(actual[index], value, rtol, f"{where}[{index}]")
+    elif isinstance(expected, float):
+        same = actual == expected or (math.isnan(actual) and math.isnan(expected))
+        assert same or math.isclose(actual, expected, rel_tol=rtol, abs_tol=rtol), f"{where}: {actual} != {expected}"
+    else:
+        assert actual == expected, f"{where}: {actual!r} != {expected!r}"
+
+
+def table() -> str:
+    """The document, from the features."""
+    features, beyond = collect()
+    lines = [
+        '# What works with `"ddp"` works with `"megatron_ddp"`',
+        "",
+        'Each line is trained on two ranks under `"ddp"` and under `"megatron_ddp"`, with the sharded optimizer',
+        "(reduce-scatter) and without (all-reduce), and weights, losses, metrics and what callbacks saw are compared:",
+        "`python -m pytest tests/doors/test_matrix.py`. *To the bit* means that no bit differs; a number is the",
+        "relative difference allowed where the order of a sum differs. This file is written from the tests",
+        "(`python -m tests.doors.matrix`), which fail if it is not.",
+    ]
+    for area in dict.fromkeys(feature.area for feature in features):
+        lines += ["", f"## {area}", "", "| | reduce-scatter | all-reduce | |", "|---|---|---|---|"]
+        for feature in (feature for feature in features if feature.area == area):
+            sharded = f'refused: "{feature.refused}"' if feature.refused else _equality(feature.rtol)
+            lines.append(f"| {feature.name} | {sharded} | to the bit | {feature.note} |")
+    lines += ["", '## What `"ddp"` cannot do', "", "| | shown by |", "|---|---|"]
+    lines += [f"| {item.name} | `tests/doors/{item.test}` |" for item in beyond]
+    return "\n".join(lines) + "\n"
+
+
+def _equality(rtol: float) -> str:
+    return "to the bit" if rtol == 0 else f"{rtol:g}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(table())

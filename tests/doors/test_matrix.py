@@ -1,0 +1,66 @@
+"""The matrix: every feature under ``"ddp"`` and under ours, with reduce-scatter and with all-reduce."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .matrix import DOCUMENT, MODES, Beyond, Feature, assert_equal, collect, table
+from .rank_processes import Failure, Ranks
+
+FEATURES, BEYOND = collect()
+
+
+@pytest.fixture(scope="module")
+def under_ddp(ranks: Ranks) -> Callable[[int], list[Any]]:
+    """The results of a feature under ``"ddp"``, run once for both modes."""
+
+    @functools.lru_cache(maxsize=1)
+    def run(number: int) -> list[Any]:
+        feature = FEATURES[number]
+        return ranks.run(feature.job, "ddp", {}, **feature.options)
+
+    return run
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(feature) for feature in FEATURES])
+def test_feature_equals_ddp(ranks: Ranks, under_ddp: Callable[[int], list[Any]], number: int, mode: str) -> None:
+    feature = FEATURES[number]
+    if mode == "reduce-scatter" and feature.refused:
+        for outcome in ranks.outcomes(feature.job, "megatron_ddp", MODES[mode], **feature.options):
+            assert isinstance(outcome, Failure)
+            assert feature.refused in outcome.message
+        return
+    theirs = under_ddp(number)
+    ours = ranks.run(feature.job, "megatron_ddp", MODES[mode], **feature.options)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_equal(mine, other, feature.rtol if mode == "reduce-scatter" else 0.0)
+
+
+@pytest.mark.parametrize("item", BEYOND, ids=[item.name for item in BEYOND])
+def test_what_ddp_cannot_do_has_its_test(item: Beyond) -> None:
+    file, name = item.test.split("::")
+    tree = ast.parse((Path(__file__).parent / file).read_text())
+    assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_document_says_what_the_tests_say() -> None:
+    assert DOCUMENT.read_text() == table(), "write it again: python -m tests.doors.matrix"
+
+
+def test_the_comparison_notices_a_difference() -> None:
+    for actual, expected in [(1.0, 1.5), ([1], [1, 2]), ({"a": 1}, {"b": 1}), ("x", None), (float("nan"), 1.0)]:
+        with pytest.raises(AssertionError):
+            assert_equal(actual, expected)
+
+
+def test_features_have_names_of_their_own() -> None:
+    names = [str(feature) for feature in FEATURES]
+    assert len(names) == len(set(names))
+    assert all(isinstance(feature, Feature) for feature in FEATURES)
