@@ -44,18 +44,33 @@ class GradBuffers(ABC):
         views: what ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own.
         has_grad: whether a parameter received a gradient since it was last cleared (after a synchronised backward: on
             any rank).
+        num_updates: how often a parameter's gradient was completed, so that an optimizer steps each once.
     """
 
-    def __init__(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
+    def __init__(self) -> None:
+        self.params: list[Parameter] = []
+        self.views: list[Tensor | None] = []
+        self.has_grad: list[bool] = []
+        self.num_updates: list[int] = []
+
+    def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
+        """Takes in the parameters that ``layout`` has beyond those known so far, with the gradients they have."""
+        first = len(self.params)
         self.layout = layout
-        self.params = list(params)
-        self.views: list[Tensor | None] = [None] * len(self.params)
-        self.has_grad = [False] * len(self.params)
-        self._before = [param.grad for param in self.params]  # gradients from before the wrapping
-        for param, spec in zip(self.params, layout.params, strict=True):
+        self.params += params[first:]
+        self.views += [None] * (len(params) - first)
+        self.has_grad += [False] * (len(params) - first)
+        self.num_updates += [0] * (len(params) - first)
+        grads = [param.grad for param in params[first:]]
+        for param, spec in zip(params[first:], layout.params[first:], strict=True):
             param.grad = None
             # autograd then accumulates a 16-bit parameter's gradient in fp32; a no-op where the two dtypes are one
             param.grad_dtype = spec.grad_dtype
+        self._place(first, grads)
+
+    @abstractmethod
+    def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        """Makes room for the parameters from ``first`` on, whose gradients so far are ``grads``."""
 
     @abstractmethod
     def open(self, first: int | None = None) -> None:
@@ -75,10 +90,6 @@ class GradBuffers(ABC):
     def publish(self, bucket: int) -> None:
         """The reduction of a sealed bucket is complete; ``has_grad`` holds what the ranks agreed on."""
 
-    def may_step(self, param: int) -> bool:
-        """Whether the parameter has a gradient that no step has used up."""
-        return self.has_grad[param]
-
     def take(self, param: int) -> Tensor:
         """Hands over the gradient that arrived while the bucket was sealed; ``.grad`` is None again."""
         grad = self.params[param].grad
@@ -93,8 +104,8 @@ class GradBuffers(ABC):
         """After a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
 
     def use_up(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is there to be cleared
-        """An optimizer stepped with these gradients. With reduce-scatter no step uses them again, and the next backward
-        starts from zero: ``.grad`` is None by then, so zeroing through the raw module or by hand could not be noticed.
+        """An optimizer stepped with these gradients. With reduce-scatter the next backward starts from zero: ``.grad``
+        is None by then, so zeroing through the raw module or by hand could not be noticed.
         """
 
     @abstractmethod
@@ -126,21 +137,30 @@ class ContiguousGradBuffers(GradBuffers):
     ``device``."""
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], dp_rank: int, device: torch.device) -> None:
-        super().__init__(layout, params)
-        self.flats = [torch.zeros(b.numel, dtype=b.grad_dtype, device=device) for b in layout.buffers]
+        super().__init__()
+        self._dp_rank, self._device = dp_rank, device
         self._sharded = layout.num_shards > 1
-        self._shards = [layout.shard_range(bucket, dp_rank) for bucket in layout.buckets]
-        self._reduced = [False] * len(layout.buckets)  # the bucket holds a result, outside this rank's shard rubbish
-        self._stale = [False] * len(self.params)  # to be zeroed before the next gradient is added
+        self.flats: list[Tensor] = []
+        self._shards: list[tuple[int, int]] = []
+        self._reduced: list[bool] = []  # the bucket holds a result, outside this rank's shard rubbish
+        self._stale: list[bool] = []  # to be zeroed before the next gradient is added
         self._addresses: list[int] = []
-        for index in range(len(self.params)):
+        self.extend(layout, params)
+
+    def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        layout = self.layout
+        for buffer in layout.buffers[len(self.flats) :]:
+            self.flats.append(torch.zeros(buffer.numel, dtype=buffer.grad_dtype, device=self._device))
+        for bucket in layout.buckets[len(self._shards) :]:
+            self._shards.append(layout.shard_range(bucket, self._dp_rank))
+            self._reduced.append(False)
+        for index, grad in enumerate(grads, first):
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
-            before = self._before[index]
-            if before is not None:
-                self._get_view(index).copy_(before)
+            self._stale.append(False)
+            if grad is not None:
+                self._get_view(index).copy_(grad)
                 self.params[index].grad, self.has_grad[index] = self.views[index], True
-        self._before.clear()
 
     def bucket(self, bucket: int) -> Tensor:
         """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
@@ -155,9 +175,6 @@ class ContiguousGradBuffers(GradBuffers):
     def use_up(self, params: Iterable[int]) -> None:
         if self._sharded:
             self._mark_stale(params)
-
-    def may_step(self, param: int) -> bool:
-        return self.has_grad[param] and not self._stale[param]
 
     def open(self, first: int | None = None) -> None:
         reopened = {b for b, reduced in enumerate(self._reduced) if reduced and self._sharded}
@@ -238,8 +255,9 @@ class ContiguousGradBuffers(GradBuffers):
 
     def publish(self, bucket: int) -> None:
         self._reduced[bucket] = True
-        if not self._sharded:
-            for index in self.layout.buckets[bucket].params:
+        for index in self.layout.buckets[bucket].params:
+            self.num_updates[index] += 1
+            if not self._sharded:
                 self.params[index].grad = self.views[index] if self.has_grad[index] else None
 
     def clear(self, params: Iterable[int]) -> None:
@@ -255,6 +273,7 @@ class ContiguousGradBuffers(GradBuffers):
                 self.check_param(index)
                 self._get_view(index).copy_(param.grad)
                 self.has_grad[index], self._stale[index] = True, False
+                self.num_updates[index] += 1
                 param.grad = None
 
     def detach_unused(self) -> None:
@@ -297,12 +316,14 @@ class FlattenedGradBuffers(GradBuffers):
     reduced."""
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
-        super().__init__(layout, params)
+        super().__init__()
         self._device = device
-        for index, before in enumerate(self._before):
-            self.params[index].grad, self.has_grad[index] = before, before is not None
-        self._before.clear()
         self._flats: dict[int, Tensor] = {}
+        self.extend(layout, params)
+
+    def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads, first):
+            self.params[index].grad, self.has_grad[index] = grad, grad is not None
 
     def open(self, first: int | None = None) -> None:
         for index, param in enumerate(self.params):
@@ -352,11 +373,20 @@ class ParamBuffers:
     """
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
-        self.layout = layout
-        self.params = list(params)
-        self.flats = [torch.zeros(b.numel, dtype=b.dtype, device=device) for b in layout.buffers]
+        self._device = device
+        self.params: list[Parameter] = []
+        self.flats: list[Tensor] = []
         self._addresses: list[int] = []
-        for index, param in enumerate(self.params):
+        self.extend(layout, params)
+
+    def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
+        """Moves in the parameters that ``layout`` has beyond those known so far."""
+        first = len(self.params)
+        self.layout = layout
+        self.params += params[first:]
+        for buffer in layout.buffers[len(self.flats) :]:
+            self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
+        for index, param in enumerate(params[first:], first):
             self._move_in(index, param.detach())
             self._addresses.append(param.data_ptr())
 

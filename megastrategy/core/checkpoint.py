@@ -226,6 +226,12 @@ def _per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
     return shaped or {key for key, _ in tensors} - {"step"}
 
 
+def shard_state(values: Mapping[str, Any], spec: ParamSpec, shard: ParamShard) -> dict[str, Any]:
+    """The state of a whole parameter, cut to one shard of it."""
+    per_element = _per_element_keys({0: values})
+    return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+
+
 def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
     if not isinstance(value, Tensor):
         return value

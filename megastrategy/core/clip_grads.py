@@ -26,17 +26,30 @@ def total_grad_norm(
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
         collectives: the ranks that own the rest. Collective if given.
     """
-    own = torch.zeros((), dtype=torch.float64, device=device)
+    own = torch.zeros(1, dtype=torch.float64, device=device)
     if grads:
         norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(grads), norm_type)])
-        own = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
-    parts = own.reshape(1)
-    if collectives is not None:
-        parts = torch.zeros(collectives.size, dtype=torch.float64, device=device)
-        parts[collectives.rank] = own
-        collectives.all_gather(parts).wait()
-    total = parts.max() if math.isinf(norm_type) else parts.sum() ** (1.0 / norm_type)
-    return total
+        own = _join_norms(norms, norm_type).reshape(1)
+    return own[0] if collectives is None else norms_over_owners(own, norm_type, collectives)[0]
+
+
+def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -> Tensor:
+    """The norms of several things of which each rank has a part, from the norms of its parts.
+
+    ``own`` and the result are 1-D and fp64, one number a thing; the same bits on every rank. Collective.
+    """
+    parts = torch.zeros(collectives.size, own.numel(), dtype=torch.float64, device=own.device)
+    parts[collectives.rank] = own
+    collectives.all_gather(parts.view(-1)).wait()
+    return _join_norms(parts, norm_type)
+
+
+def _join_norms(norms: Tensor, norm_type: float) -> Tensor:
+    """The norm of what parts have these norms (first dimension), in fp64."""
+    if math.isinf(norm_type):
+        return norms.amax(0)
+    joined: Tensor = (norms**norm_type).sum(0) ** (1.0 / norm_type)
+    return joined
 
 
 def scale_to_norm_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:

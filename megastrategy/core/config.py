@@ -54,6 +54,11 @@ class DistributedDataParallelConfig:
     static_graph: bool = False
     """The same parameters are used in every synchronised backward: agree once, on the first."""
 
+    check_for_nan_in_grad: bool = False
+    """Look at every bucket before it is sent: if it holds an infinite or NaN gradient on any rank, all ranks raise an
+    error that names rank, parameter and bucket. Costs one pass over the gradients and, on CUDA, one wait a bucket.
+    Not with a GradScaler, which meets infinite gradients on purpose."""
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from .buffers import ContiguousGradBuffers, FlattenedGradBuffers, GradBuffers, ParamBuffers
+from .clip_grads import norms_over_owners
 from .collectives import Collectives, destroy_group, make_collectives, private_group
 from .config import DistributedDataParallelConfig
 from .errors import ClosedError, LayoutMismatchError, ParameterChangedError
 from .events import Event, EventKind, Listener
 from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
 from .param_gather import ParamGather
-from .reducer import Reducer, is_wrapped
+from .reducer import Reducer, inside_backward, is_wrapped
 
 
 class DistributedDataParallel(nn.Module):
@@ -62,25 +63,18 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.is_closed = False
         self.config = config = config or DistributedDataParallelConfig()
-        named = [(name, param) for name, param in module.named_parameters() if param.requires_grad]
-        self._names = [name for name, _ in named]
-        self.params: list[Parameter] = [param for _, param in named]
-        self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self.device = _common_device(module)
-        _check_memory_is_own(module)
-        self._holders = _holders(module)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
             group = private_group(process_group, self.device)
             self._own_group = group if group is not process_group else None
             collectives = make_collectives(group, self.device)
         self.collectives = collectives
-        specs = [_spec(name, param, config) for name, param in named]
-        self.layout = build_layout(specs, config, collectives.size)
-        _check_ranks_agree(self.layout, config, collectives, self.device)
-
         self._listener = listener
-        collectives.broadcast_all([*(param for _, param in module.named_parameters()), *module.buffers()])
+        self.params: list[Parameter] = []
+        self.index_by_id: dict[int, int] = {}  # id(param) -> its index in params and in the layout
+        self.layout = self._plan()
+        collectives.broadcast_all([*module.parameters(), *module.buffers()])
         self.param_buffers: ParamBuffers | None = None
         self.grad_buffers: GradBuffers
         if config.use_contiguous_buffers:
@@ -106,9 +100,9 @@ class DistributedDataParallel(nn.Module):
         """The module's forward; broadcasts its buffers first where torch DDP would."""
         self.check_open()
         training = torch.is_grad_enabled()
-        if training:
-            self._check_params()
+        if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             self.reducer.before_forward()
+            self._check_params()
         if self._buffers_differ and self.config.broadcast_buffers:
             self.collectives.broadcast_all(list(self.module.buffers()))
         outputs = self.module(*args, **kwargs)
@@ -135,6 +129,39 @@ class DistributedDataParallel(nn.Module):
         """
         self.reducer.watch(outputs)
 
+    def include_trainable(self) -> None:
+        """Takes in the parameters that require gradients now and did not before, so that they are synchronised.
+
+        Every forward that trains begins with it. They get buffers and buckets of their own, after the others: no
+        other parameter's place or shard changes. Rank 0's values are broadcast, as at the start. Collective if there
+        are any, so all ranks unfreeze the same parameters between the same two forwards.
+        """
+        known = len(self.params)
+        layout = self._plan()
+        if len(self.params) == known:
+            return
+        joined = self.params[known:]
+        self.collectives.broadcast_all(joined)
+        self.layout = self.layout.extended_by(layout)
+        self.grad_buffers.extend(self.layout, self.params)
+        if self.param_buffers is not None:
+            self.param_buffers.extend(self.layout, self.params)
+        self.reducer.extend(self.layout, self.params)
+        self.emit(EventKind.LAYOUT_EXTENDED, known)
+
+    @property
+    def microbatch(self) -> int:
+        """The number of the microbatch in work, if whoever runs the loop counts them.
+
+        Compared between ranks at the end of each synchronised backward: a rank that skipped a backward (a
+        ``training_step`` that returned None) would else have its gradients reduced with those of another microbatch.
+        """
+        return self.reducer.microbatch
+
+    @microbatch.setter
+    def microbatch(self, number: int) -> None:
+        self.reducer.microbatch = number
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of all parameters."""
         every = range(len(self.params))
@@ -152,7 +179,7 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ValueError: if the parameter is not one of the wrapped module's trainable parameters.
         """
-        index = next((i for i, candidate in enumerate(self.params) if candidate is param), None)
+        index = self.index_by_id.get(id(param))
         if index is None:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of the wrapped module"
@@ -164,11 +191,32 @@ class DistributedDataParallel(nn.Module):
             return None
         spec, slot = self.layout.params[index], self.layout.slots[index]
         full = torch.zeros(spec.numel, dtype=spec.grad_dtype, device=self.device)
-        owned = self.layout.owned_range(index, self.collectives.rank)
-        if owned is not None:
-            full[owned[0] - slot.start : owned[1] - slot.start] = grads.flats[slot.buffer][owned[0] : owned[1]]
+        owned, own_grad = self.layout.owned_range(index, self.collectives.rank), self._owned_grad(index)
+        if owned is not None and own_grad is not None:
+            full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
         self.collectives.all_reduce(full, 1.0).wait()  # every element is non-zero on one rank at most
         return full.as_strided(spec.shape, spec.stride)
+
+    def grad_norms(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of each trainable parameter's gradient: 1-D, fp64, in the order of ``params``, 0 where it has none.
+
+        After a synchronised backward the same bits on every rank, and collective with reduce-scatter.
+        """
+        grads, own = self.grad_buffers, torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
+        is_sharded = isinstance(grads, ContiguousGradBuffers) and any(map(grads.is_sharded, range(len(self.params))))
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            if is_sharded:
+                grad = self._owned_grad(index) if grads.has_grad[index] else None
+            if grad is not None:
+                own[index] = torch.linalg.vector_norm(grad.detach(), norm_type)
+        return norms_over_owners(own, norm_type, self.collectives) if is_sharded else own
+
+    def _owned_grad(self, index: int) -> Tensor | None:
+        """This rank's part of a reduce-scattered gradient, a view."""
+        grads, owned = self.grad_buffers, self.layout.owned_range(index, self.collectives.rank)
+        assert isinstance(grads, ContiguousGradBuffers)
+        return None if owned is None else grads.flats[self.layout.slots[index].buffer][owned[0] : owned[1]]
 
     def emit(self, kind: EventKind, index: int) -> None:
         """Tells the listener, if there is one."""
@@ -199,63 +247,74 @@ class DistributedDataParallel(nn.Module):
             destroy_group(self._own_group)
             self._own_group = None
 
+    def _plan(self) -> BufferLayout:
+        """Adds what is trainable and not known yet to ``params``, and lays it out; all ranks agree on it."""
+        known = self.index_by_id
+        others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
+        self._frozen = [param for _, param in others if not param.requires_grad]
+        specs = [_spec(name, param, self.config) for name, param in others if param.requires_grad]
+        joining = [param for _, param in others if param.requires_grad]
+        layout = build_layout(specs, self.config, self.collectives.size)
+        if joining or not known:
+            _common_device(self.module)
+            _check_memory_is_own(self.module, joining, sharded=layout.num_shards > 1)
+            _check_ranks_agree(layout, self.config, self.collectives, self.device)
+        self.params += joining
+        self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
+        self._holders = self._find_holders()
+        return layout
+
     def _check_params(self) -> None:
-        for index, (holder, key) in enumerate(self._holders):
-            if holder.get(key) is not self.params[index]:
-                self._find_holders_again()
-                break
-        for name, param in self._frozen:
-            if param.requires_grad:
-                raise ParameterChangedError(
-                    f"parameter {name!r} required no gradients when the model was wrapped and does now, so it is in "
-                    "no bucket and would never be synchronised. Unfreeze it before wrapping, or wrap the model again"
-                )
+        """Whether every parameter is still where it was, and frozen if it was frozen: cheap, before every forward."""
+        if any(holder.get(key) is not param for (holder, key), param in zip(self._holders, self.params, strict=True)):
+            self._holders = self._find_holders()
+        if any(param.requires_grad for param in self._frozen):
+            self.include_trainable()
 
-    def _find_holders_again(self) -> None:
-        """Parameters may move between modules (pruning, weight norm), but not be replaced."""
-        present = {id(param) for param in self.module.parameters()}
-        for index, param in enumerate(self.params):
-            if id(param) not in present:
-                raise ParameterChangedError(
-                    f"parameter {self._names[index]!r} was replaced by another object (load_state_dict(assign=True), "
-                    "or an assignment to the module), which nobody would train. Load in place (assign=False, or "
-                    "param.data = x), or wrap the model again"
-                )
-        holders = _holders(self.module)
-        by_id = {id(holder[key]): (holder, key) for holder, key in holders}
-        self._holders = [by_id.get(id(param), holder) for param, holder in zip(self.params, self._holders, strict=True)]
+    def _find_holders(self) -> list[tuple[dict[str, Parameter | None], str]]:
+        """For each parameter the module dictionary that holds it and its key there.
 
-
-def _holders(module: nn.Module) -> list[tuple[dict[str, Parameter | None], str]]:
-    """For each trainable parameter, in order, the module dictionary that holds it and its key there."""
-    holders: dict[int, tuple[dict[str, Parameter | None], str]] = {}
-    for child in module.modules():
-        for key, param in child._parameters.items():
-            if param is not None and param.requires_grad:
+        Parameters may move between modules (pruning, weight norm), but not be replaced.
+        """
+        holders: dict[int, tuple[dict[str, Parameter | None], str]] = {}
+        for child in self.module.modules():
+            for key, param in child._parameters.items():
                 holders.setdefault(id(param), (child._parameters, key))
-    return list(holders.values())
+        for index, param in enumerate(self.params):
+            if id(param) not in holders:
+                raise ParameterChangedError(
+                    f"parameter {self.layout.params[index].name!r} was replaced by another object "
+                    "(load_state_dict(assign=True), or an assignment to the module), which nobody would train. "
+                    "Load in place (assign=False, or param.data = x), or wrap the model again"
+                )
+        return [holders[id(param)] for param in self.params]
 
 
-def _check_memory_is_own(module: nn.Module) -> None:
-    """Raises ValueError for a parameter that is wrapped already, or whose memory another parameter or buffer uses
-    too."""
+def _check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, sharded: bool) -> None:
+    """Raises ValueError for one of ``params`` that is wrapped already, or that would move into a buffer while other
+    parameters or buffers use its memory too."""
+    joining = {id(param) for param in params}
     spans: list[tuple[int, int, str, bool]] = []
     for name, param in module.named_parameters():
-        if param.requires_grad and is_wrapped(param):
+        if id(param) in joining and is_wrapped(param):
             raise ValueError(f"parameter {name!r} belongs to a DistributedDataParallel already: call its close() first")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.numel() > 0 and tensor.layout == torch.strided:
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
-            spans.append((start, start + (last + 1) * tensor.element_size(), name, tensor.requires_grad))
-    spans.sort()
-    for (_, end, name, trained), (start, _, other, other_trained) in itertools.pairwise(spans):
-        if start < end and (trained or other_trained):
-            raise ValueError(
-                f"{name!r} and {other!r} share memory without being the same Parameter, and would part when "
-                "parameters move into the buffer. Tie them by assigning the Parameter itself (b.weight = a.weight), "
-                "or give each its own memory"
-            )
+            spans.append((start, start + (last + 1) * tensor.element_size(), name, id(tensor) in joining))
+    if not sharded:
+        return
+    furthest: dict[bool, tuple[int, str]] = {}  # how far tensors that move, and that stay, reach so far
+    for start, end, name, moves in sorted(spans):
+        for other_moves, (reach, other) in furthest.items():
+            if start < reach and (moves or other_moves):
+                raise ValueError(
+                    f"{other!r} and {name!r} share memory without being the same Parameter, and would part when "
+                    "parameters move into the buffer. Tie them by assigning the Parameter itself (b.weight = "
+                    "a.weight), give each its own memory, or set use_distributed_optimizer=False"
+                )
+        furthest[moves] = max(furthest.get(moves, (0, "")), (end, name))
 
 
 def _spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:

@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .buffers import ContiguousGradBuffers, slice_view
-from .checkpoint import gather_main_params, gather_state_dict, load_full_state_dict, load_main_params
+from .checkpoint import gather_main_params, gather_state_dict, load_full_state_dict, load_main_params, shard_state
 from .clip_grads import check_finite, scale_to_norm_, total_grad_norm, unscale_grads_
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import probe_state_tensors, why_not_elementwise
 from .errors import DirectUseError, OptimizerNotShardableError
 from .events import EventKind
+from .layout import BufferLayout
 from .param_shard import ParamShard
 
 
@@ -39,14 +40,22 @@ class _ShardedStep:
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
         self.inner = optimizer
         self.model = model
-        self.layout = model.layout
         self.sharded = self.layout.num_shards > 1
-        self.params_by_id = {id(param): index for index, param in enumerate(model.params)}
         self.shards: dict[int, ParamShard] = {}
-        self._names = {id(param): name for name, param in model.module.named_parameters()}
         self._passing_through = False
         self._grad_views: dict[int, Tensor] = {}
-        self.add_shards()
+        self._stepped: dict[int, int] = {}  # by parameter, which of its gradients this optimizer has stepped with
+        self.check_groups()
+        self.follow_model()
+
+    @property
+    def layout(self) -> BufferLayout:
+        """The model's; it grows when parameters join."""
+        return self.model.layout
+
+    @property
+    def index_by_id(self) -> dict[int, int]:
+        return self.model.index_by_id
 
     @property
     def owner_collectives(self) -> Collectives | None:
@@ -58,19 +67,34 @@ class _ShardedStep:
         """Whether stepping goes through tensors other than the model's Parameters."""
         return self.sharded or any(spec.has_main_param for spec in self.layout.params)
 
-    def add_shards(self) -> None:
-        """Makes the shards of parameters that have none yet, after checking that the model has them."""
+    def check_groups(self) -> None:
+        """Raises ValueError if the optimizer has a parameter that the model has not."""
+        known = {id(param) for param in self.model.module.parameters()}
         for number, group in enumerate(self.inner.param_groups):
             for place, param in enumerate(group["params"]):
-                if id(param) not in self._names:
+                if id(param) not in known:
                     raise ValueError(
                         f"the optimizer's parameter {place} of group {number}, of shape {tuple(param.shape)}, is not "
                         "a parameter of the wrapped model: its gradient would never be reduced. Pass "
                         "model.parameters() of the model that was wrapped"
                     )
-                index = self.params_by_id.get(id(param))
-                if self.has_shards and index is not None and index not in self.shards:
-                    self._add_shard(index, param)
+
+    def follow_model(self) -> None:
+        """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
+
+        State that was loaded while a parameter was frozen is cut to its shard.
+        """
+        if not self.has_shards:
+            return
+        for param in [param for group in self.inner.param_groups for param in group["params"]]:
+            index = self.index_by_id.get(id(param))
+            if index is None or index in self.shards:
+                continue
+            self._add_shard(index, param)
+            state = self.inner.state.pop(param, None) if self.inner.state.get(param) else None
+            if state and index in self.shards:
+                shard = self.shards[index]
+                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard)
 
     def _add_shard(self, index: int, param: Parameter) -> None:
         spec, slot = self.layout.params[index], self.layout.slots[index]
@@ -95,16 +119,21 @@ class _ShardedStep:
     def param_indices(self) -> list[int]:
         """The layout's indices of this optimizer's parameters."""
         ids = dict.fromkeys(id(param) for group in self.inner.param_groups for param in group["params"])
-        return [self.params_by_id[key] for key in ids if key in self.params_by_id]
+        return [self.index_by_id[key] for key in ids if key in self.index_by_id]
 
     def owned_grads(self) -> list[Tensor]:
         """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient
         dtype."""
-        may_step = self.model.grad_buffers.may_step
         if not self.sharded:
             params = [self.model.params[index] for index in self.param_indices()]
             return [param.grad for param in params if param.grad is not None]
-        return [self._grad_views[i] for i in self.param_indices() if may_step(i) and i in self._grad_views]
+        has_grad = self.model.grad_buffers.has_grad
+        return [self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views]
+
+    def may_step(self, index: int) -> bool:
+        """Whether a sharded parameter has a gradient that this optimizer has not stepped with; others may have."""
+        grads = self.model.grad_buffers
+        return grads.has_grad[index] and self._stepped.get(index) != grads.num_updates[index]
 
     def norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
         """The norm over all owners of ``grads``: a scalar in fp32, or fp64 if the model has fp64 gradients."""
@@ -116,14 +145,14 @@ class _ShardedStep:
         if not self.sharded:
             grad = self.model.params[shard.param].grad
         else:
-            grad = self._grad_views[shard.param] if self.model.grad_buffers.may_step(shard.param) else None
+            grad = self._grad_views[shard.param] if self.may_step(shard.param) else None
         return None if grad is None else grad.to(shard.main.dtype)
 
     # --- step --------------------------------------------------------------------------------------------------------
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
         """What the optimizer has in its place: this rank's shard, itself if frozen, None if all of it is elsewhere."""
-        index = self.params_by_id.get(id(param))
+        index = self.index_by_id.get(id(param))
         if index is None:
             return param
         return self.shards[index].main if index in self.shards else None
@@ -149,13 +178,15 @@ class _ShardedStep:
         Without shards ``.grad`` is the truth, local or not, as under torch DDP.
         """
         self.model.check_open()
+        self.follow_model()
         if self.sharded:
             self.model.reducer.finish_grad_sync()
             self.model.grad_buffers.adopt_written(self.param_indices())
 
     def step(self) -> None:
-        model, indices = self.model, self.param_indices()
+        model = self.model
         self.finish_grads()
+        indices = self.param_indices()
         if model.param_buffers is not None:
             model.param_buffers.recapture()
         own = [self.shards[index] for index in indices if index in self.shards]
@@ -176,9 +207,9 @@ class _ShardedStep:
                     shard.main.grad = None
         model.emit(EventKind.STEP_END, 0)
         if self.sharded:
-            may_step = model.grad_buffers.may_step
-            stepped = {self.layout.slots[index].bucket for index in indices if may_step(index)}
+            stepped = {self.layout.slots[index].bucket for index in indices if self.may_step(index)}
             model.param_gather.gather(stepped)
+            self._stepped.update((index, model.grad_buffers.num_updates[index]) for index in indices)
             model.grad_buffers.use_up(indices)
 
     def _weights_of(self, shard: ParamShard) -> Tensor | None:
@@ -272,9 +303,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._impl.inner
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The user's optimizer's groups: the model's Parameters and hyper-parameters."""
         return self._impl.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        """Lightning's finetuning callbacks assign the groups they had before a restart."""
+        before, self._impl.inner.param_groups = self._impl.inner.param_groups, param_groups
+        try:
+            self._impl.check_groups()
+        except ValueError:
+            self._impl.inner.param_groups = before
+            raise
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -359,13 +400,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return unscale_grads_(impl.owned_grads(), inv_scale, impl.owner_collectives, impl.model.device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the parameters must belong to the wrapped model."""
+        """As torch's; the parameters must belong to the wrapped model. Collective if any was not trained before."""
         self._impl.inner.add_param_group(param_group)
         try:
-            self._impl.add_shards()
+            self._impl.check_groups()
         except ValueError:
             self._impl.inner.param_groups.pop()
             raise
+        self._impl.model.include_trainable()
+        self._impl.follow_model()
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer would have saved under torch DDP: full-shaped state by parameter index, on the host.
@@ -376,8 +419,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         if not impl.has_shards:
             return impl.inner.state_dict()
+        impl.follow_model()
         return gather_state_dict(
-            impl.inner, impl.params_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device
+            impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -386,15 +430,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not impl.has_shards:
             impl.inner.load_state_dict(state_dict)
             return
-        load_full_state_dict(impl.inner, state_dict, impl.params_by_id, impl.shards, impl.layout, impl.groups_of_shards)
+        impl.follow_model()
+        load_full_state_dict(impl.inner, state_dict, impl.index_by_id, impl.shards, impl.layout, impl.groups_of_shards)
 
     def main_params(self) -> dict[str, Tensor]:
         """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Collective."""
         impl = self._impl
+        impl.follow_model()
         return gather_main_params(impl.shards, impl.layout, impl.owner_collectives, impl.model.device)
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
+        self._impl.follow_model()
         load_main_params(main_params, self._impl.shards, self._impl.layout)
 
     def register_step_pre_hook(self, hook: Any) -> Any:

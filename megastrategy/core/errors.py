@@ -26,6 +26,14 @@ class BucketInFlightError(MegastrategyError):
     """A gradient arrived for a bucket whose reduction had already been launched, in a graph declared static."""
 
 
+class NonFiniteGradError(MegastrategyError):
+    """A gradient was infinite or NaN before it was reduced, and the configuration asks for a check."""
+
+
+class MicrobatchMismatchError(MegastrategyError):
+    """The ranks reduce gradients of different microbatches with each other."""
+
+
 class CollectiveError(MegastrategyError):
     """A collective did not complete, most often because another rank ended or hangs."""
 

@@ -147,6 +147,35 @@ class BufferLayout:
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
 
+    def extended_by(self, other: BufferLayout) -> BufferLayout:
+        """This plan with ``other``'s parameters, buffers and buckets after its own, which keep their places.
+
+        So nobody's shard moves when parameters join a model in training; their buckets are launched last.
+        """
+        assert (self.dp_size, self.num_shards) == (other.dp_size, other.num_shards)
+        num_params, num_buffers, num_buckets = len(self.params), len(self.buffers), len(self.buckets)
+        return BufferLayout(
+            params=self.params + other.params,
+            slots=self.slots
+            + tuple(
+                dataclasses.replace(slot, buffer=slot.buffer + num_buffers, bucket=slot.bucket + num_buckets)
+                for slot in other.slots
+            ),
+            buffers=self.buffers + other.buffers,
+            buckets=self.buckets
+            + tuple(
+                dataclasses.replace(
+                    bucket,
+                    index=bucket.index + num_buckets,
+                    buffer=bucket.buffer + num_buffers,
+                    params=tuple(index + num_params for index in bucket.params),
+                )
+                for bucket in other.buckets
+            ),
+            dp_size=self.dp_size,
+            num_shards=self.num_shards,
+        )
+
     def describe(self) -> dict[str, list[list[object]]]:
         """What ranks must agree on, as JSON-able rows: parameters first, since they explain every later difference."""
         specs: list[list[object]] = [

@@ -29,13 +29,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from .buffers import ContiguousGradBuffers, GradBuffers
 from .collectives import Collectives, Handle
 from .config import DistributedDataParallelConfig
-from .errors import BucketInFlightError, UnusedParameterError
+from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout
+from .nonfinite import NonFinite, describe_nonfinite, find_in_bucket, find_in_grad
 
 NO_TASK = -1
 """torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
@@ -64,9 +66,8 @@ class Reducer:
         should_sync: Callable[[], bool],
         listener: Listener | None = None,
     ) -> None:
-        self.layout = layout
         self.buffers = buffers
-        self._params = list(params)
+        self._params: list[Parameter] = []
         self._collectives = collectives
         self._config = config
         self._should_sync = should_sync
@@ -77,18 +78,33 @@ class Reducer:
         self._forward_decision: bool | None = None
         self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
         self._epoch = 0
-        self._seen = [0] * len(self._params)  # the last epoch in which the parameter's gradient arrived
+        self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
         self._missing: list[int] = []  # gradients still to come, by bucket
         self._handles: list[Handle] = []  # in launch order
         self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
         self._late_grads: dict[int, Tensor] = {}
         self._deferred: set[int] = set()  # buckets that wait for the end of backward
-        self._has_local_grads = any(buffers.has_grad)
+        self._nonfinite: list[NonFinite] = []  # found on this rank in this backward
+        self.microbatch = 0
+        """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
+        self._has_local_grads = False
+        self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
+        self._hooks: list[RemovableHandle] = []
+        self.extend(layout, params)
+
+    def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
+        """Watches the parameters that ``layout`` has beyond those known so far; the buffers have them already."""
+        first = len(self._params)
+        self.layout = layout
+        self._params += params[first:]
         self._device = params[0].device if params else torch.device("cpu")
+        self._seen += [0] * (len(params) - first)
         self._bucket_of = [slot.bucket for slot in layout.slots]
-        self._hooks = [p.register_post_accumulate_grad_hook(_GradHook(self, i)) for i, p in enumerate(self._params)]
+        self._has_local_grads |= any(self.buffers.has_grad[first:])
+        for index, param in enumerate(params[first:], first):
+            self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, index)))
 
     def close(self) -> None:
         """Removes the hooks. Reductions in flight are left alone: after an error elsewhere they might never end."""
@@ -101,8 +117,6 @@ class Reducer:
 
     def before_forward(self) -> None:
         """A forward starts. What a backward that ended in an exception left behind is waited for and dropped."""
-        if _inside_backward():  # recomputed by a checkpoint around the whole wrapper
-            return
         if self._active:
             self._active = self._syncing = False
             self._wait_for_launched()
@@ -115,7 +129,7 @@ class Reducer:
     def after_forward(self, outputs: Any, sync: bool) -> None:
         """A forward ended whose backward shall be synchronised or not."""
         self._forward_decision = sync
-        if not _inside_backward():
+        if not inside_backward():
             self.watch(outputs)
 
     def watch(self, outputs: Any) -> None:
@@ -165,7 +179,10 @@ class Reducer:
         self._epoch += 1
         decision = self._forward_decision
         self._syncing = self._should_sync() if decision is None else decision
-        self._missing = [len(b.params) + (b.index in self._deferred) for b in self.layout.buckets]
+        needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
+        if needed != self._needed:
+            self._needed, self._static_used = needed, None
+        self._missing = [sum(needed[i] for i in b.params) + (b.index in self._deferred) for b in self.layout.buckets]
         self._has_local_grads = True
         self.buffers.open(first)
         if self._watched == NO_TASK:
@@ -210,22 +227,29 @@ class Reducer:
         self._check_promises()
         while len(self._handles) < len(self.layout.buckets):
             self._launch(len(self._handles))
-        late_buckets = self._agree()
-        self._wait_for_launched(publish=True)
-        for bucket in late_buckets:
-            self._reduce_again(bucket)
-        self._late.clear()
-        self._has_local_grads = False
+        self._emit(EventKind.WAIT_START, 0)
+        try:
+            late_buckets = self._agree()
+            self._wait_for_launched(publish=True)
+            for bucket in late_buckets:
+                self._reduce_again(bucket)
+        finally:
+            self._emit(EventKind.WAIT_END, 0)
+            self._late.clear()
+            self._nonfinite.clear()
+            self._has_local_grads = False
 
     def _launch_ready(self) -> None:
         while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
             self._launch(len(self._handles))
 
     def _launch(self, bucket: int) -> None:
-        self._handles.append(self._start_reduction(bucket))
-
-    def _start_reduction(self, bucket: int) -> Handle:
         tensor = self.buffers.seal(bucket)
+        if self._config.check_for_nan_in_grad:
+            self._nonfinite += find_in_bucket(tensor, bucket, self.layout, self._collectives.rank)
+        self._handles.append(self._start_reduction(bucket, tensor))
+
+    def _start_reduction(self, bucket: int, tensor: Tensor) -> Handle:
         self._emit(EventKind.REDUCE_START, bucket)
         mean = 1.0 / self._collectives.size
         if self.layout.num_shards > 1:
@@ -243,22 +267,39 @@ class Reducer:
                 self.buffers.publish(bucket)
 
     def _agree(self) -> list[int]:
-        """Makes ``has_grad`` say what any rank used, and returns the buckets in which any rank has late gradients."""
+        """Makes ``has_grad`` say what any rank used, and returns the buckets in which any rank has late gradients.
+
+        Raises, on all ranks alike:
+            MicrobatchMismatchError: if the ranks are not at the same microbatch.
+            NonFiniteGradError: if any rank had a gradient that is not finite, and the configuration checks it.
+        """
+        agrees = self._agrees()
         has_grad = self.buffers.has_grad
-        if not self._agrees():
-            if self._static_used is not None:
-                has_grad[:] = self._static_used
+        if not agrees and self._static_used is not None:
+            has_grad[:] = self._static_used
+        if not agrees and not self._config.check_for_nan_in_grad:
             return []
         local = list(has_grad)
         late_buckets = {self._bucket_of[index] for index in self._late}
-        flags = local + [bucket.index in late_buckets for bucket in self.layout.buckets]
+        late = [bucket.index in late_buckets for bucket in self.layout.buckets]
+        if self._config.check_for_nan_in_grad:
+            self._note_nonfinite_late_grads()
+        microbatch = self.microbatch % 256
+        # the maximum over ranks of a number and of its complement are complements only if all ranks have the same
+        flags = [*local, *late, microbatch, 255 - microbatch, bool(self._nonfinite)]
         tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
         self._collectives.all_reduce_max(tensor).wait()
-        agreed = [bool(flag) for flag in tensor.tolist()]
-        has_grad[:] = agreed[: len(local)]
+        *agreed, last, complement, has_nonfinite = tensor.tolist()
+        if last != 255 - complement:
+            self._raise_microbatch_mismatch()
+        if has_nonfinite:
+            self._raise_nonfinite()
+        if not agrees:
+            return []
+        has_grad[:] = [bool(flag) for flag in agreed[: len(local)]]
         if self._config.static_graph:
             self._static_used, self._static_local = list(has_grad), local
-        return [bucket for bucket, late in enumerate(agreed[len(local) :]) if late]
+        return [bucket for bucket, flag in enumerate(agreed[len(local) :]) if flag]
 
     def _agrees(self) -> bool:
         """Whether a synchronised backward ends with an exchange of what was used."""
@@ -270,7 +311,7 @@ class Reducer:
             changed = [i for i, used in enumerate(has_grad) if used != self._static_local[i]]
             promise = "static_graph=True: the same parameters as in the first synchronised backward must be used"
         elif not self._config.find_unused_parameters:
-            changed = [i for i, used in enumerate(has_grad) if not used]
+            changed = [i for i, used in enumerate(has_grad) if not used and self._params[i].requires_grad]
             promise = "find_unused_parameters=False: every parameter must be used"
         else:
             return
@@ -293,9 +334,32 @@ class Reducer:
         )
         late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
         buffers.add_to_reduced(bucket, late)
-        self._start_reduction(bucket).wait()
+        self._start_reduction(bucket, buffers.seal(bucket)).wait()
         self._emit(EventKind.REDUCE_END, bucket)
         buffers.publish(bucket)
+
+    # --- what must not go unnoticed ----------------------------------------------------------------------------------
+
+    def _note_nonfinite_late_grads(self) -> None:
+        for index in self._late:
+            grad = self._params[index].grad
+            assert grad is not None, "it arrived, or it would not be late"
+            self._nonfinite += find_in_grad(grad, index, self.layout, self._collectives.rank)
+
+    def _raise_nonfinite(self) -> None:
+        self._wait_for_launched()
+        by_rank = self._collectives.all_gather_objects(self._nonfinite, self._device)
+        raise NonFiniteGradError(describe_nonfinite([item for items in by_rank for item in items]))
+
+    def _raise_microbatch_mismatch(self) -> None:
+        self._wait_for_launched()
+        microbatches = self._collectives.all_gather_objects(self.microbatch, self._device)
+        raise MicrobatchMismatchError(
+            "the ranks reduce the gradients of different microbatches: "
+            + ", ".join(f"rank {rank} is at number {number}" for rank, number in enumerate(microbatches))
+            + ". A rank that is ahead ran a training_step without a backward (one that returned None, or skipped its "
+            "batch) where others had one. Run a backward on every rank, on zero times the loss if need be"
+        )
 
     def _emit(self, kind: EventKind, index: int) -> None:
         if self._listener is not None:
@@ -325,5 +389,6 @@ def _queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
+    """Whether a backward is running on this thread."""
     return bool(torch._C._current_graph_task_id() != NO_TASK)

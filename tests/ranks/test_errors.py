@@ -170,16 +170,15 @@ def test_modules_that_cannot_be_laid_out() -> None:
     run_ranks(1, run)
 
 
-def test_a_parameter_unfrozen_after_wrapping_is_noticed() -> None:
+def test_ranks_that_unfreeze_different_parameters_are_told() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         module[0].requires_grad_(False)
         model = DistributedDataParallel(module, process_group=group)
-        module[0].requires_grad_(True)
-        with pytest.raises(ParameterChangedError, match=r"'0\.weight' required no gradients"):
-            model(torch.ones(1, 10))
+        (module[0] if rank == 0 else module[0].weight).requires_grad_(True)
+        model(torch.ones(1, 10))
 
-    run_ranks(2, run)
+    expect_on_all(2, LayoutMismatchError, r"rank 0 has \['0\.bias', .*rank 1 has none", run)
 
 
 def test_options_that_change_the_collectives_are_compared() -> None:
@@ -237,16 +236,36 @@ def test_use_after_close_is_an_error() -> None:
 
 def test_memory_shared_without_being_the_same_parameter_is_named() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
+        def wrap(module: nn.Module, sharded: bool = True) -> None:
+            DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
+
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         module[1].weight.data = module[0].weight.data
         with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' share memory.*b\.weight = a\.weight"):
-            DistributedDataParallel(module, process_group=group)
+            wrap(module)
         viewed = nn.Linear(4, 4)
         viewed.register_buffer("first_row", viewed.weight.detach()[0])
         with pytest.raises(ValueError, match="first_row"):
-            DistributedDataParallel(viewed, process_group=group)
+            wrap(viewed)
+        wrap(viewed, sharded=False)  # parameters stay where they are, so nothing parts
 
-    run_ranks(1, run)
+    run_ranks(2, run)
+
+
+def test_memory_shared_across_another_tensor_is_found() -> None:
+    """A frozen tensor that spans a buffer and then a parameter: neighbours in memory alone would not tell."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nn.Module()
+        whole = torch.zeros(100)
+        module.register_buffer("small", whole[:2])
+        module.whole = nn.Parameter(whole, requires_grad=False)
+        module.part = nn.Parameter(torch.zeros(1))
+        module.part.data = whole[50:60]
+        with pytest.raises(ValueError, match="'whole' and 'part' share memory"):
+            DistributedDataParallel(module, process_group=group)
+
+    run_ranks(2, run)
 
 
 def test_a_step_that_raises_leaves_the_groups_as_they_were() -> None:

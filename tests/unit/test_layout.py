@@ -169,3 +169,26 @@ def test_a_broken_layout_does_not_come_into_being() -> None:
     moved = dataclasses.replace(layout.slots[0], start=layout.slots[0].start + 64, end=layout.slots[0].end + 64)
     with pytest.raises(AssertionError):
         dataclasses.replace(layout, slots=(moved, layout.slots[1]))
+
+
+@given(st.lists(models(), min_size=2, max_size=3), st.integers(1, 5000), st.integers(1, 9), st.booleans())
+@settings(deadline=None, max_examples=100)
+def test_an_extended_layout_keeps_every_place_and_owner(
+    groups: list[list[ParamSpec]], bucket_size: int, dp_size: int, sharded: bool
+) -> None:
+    """The layout checks coverage and overlap itself; here, that nobody who was there notices those who join."""
+    config = DistributedDataParallelConfig(bucket_size=bucket_size, use_distributed_optimizer=sharded)
+    layout = build_layout(groups[0], config, dp_size)
+    for joining in groups[1:]:
+        added = build_layout(joining, config, dp_size)
+        extended = layout.extended_by(added)
+        assert extended.params == layout.params + added.params
+        assert extended.slots[: len(layout.slots)] == layout.slots
+        assert extended.buckets[: len(layout.buckets)] == layout.buckets
+        assert extended.buffers == layout.buffers + added.buffers
+        for rank in range(dp_size):
+            owned = [extended.owned_range(index, rank) for index in range(len(extended.params))]
+            assert owned == [
+                part.owned_range(index, rank) for part in (layout, added) for index in range(len(part.params))
+            ]
+        layout = extended
