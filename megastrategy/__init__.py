@@ -5,16 +5,20 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from . import _registration
+import megastrategy_autoload
+
 from .core import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 
 if TYPE_CHECKING:
-    from .lightning import MegatronDDPStrategy
+    from .lightning import CommunicationMonitor, MegatronDDPStrategy
 
 __version__ = "0.1.0"
 __all__ = [
+    "CommunicationMonitor",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
@@ -25,15 +29,29 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "MegatronDDPStrategy":
-        from .lightning import MegatronDDPStrategy
-
-        return MegatronDDPStrategy
+    if name in ("CommunicationMonitor", "MegatronDDPStrategy"):
+        return getattr(_trainer_door(name), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _trainer_door(name: str) -> ModuleType:
+    """``lightning.pytorch``'s; ``pytorch_lightning``'s where that is the one installed."""
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name not in (package, package.split(".")[0]):
+                raise  # it is installed, and lacks something
+        else:
+            return importlib.import_module(megastrategy_autoload.DOORS[package])
+    raise ImportError(
+        f"{name} is for a Trainer, and neither lightning nor pytorch_lightning is installed: "
+        "pip install 'megastrategy[lightning]'"
+    )
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_registration.register_strategy_names()
+megastrategy_autoload.register_strategy_names()

@@ -7,11 +7,11 @@ front of their package's ``DDPStrategy``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -19,11 +19,14 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
-from ._world import engine_collectives, forget_engine_collectives
+from ._meeting import Meeting
+from ._precision import EnginePrecision, HookWatch, lend, take_back
+from ._world import count_exception, engine_collectives, give_up_engine_collectives, num_exceptions
 from .core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
+    Event,
     GradScaler,
     config_from_arguments,
     describe_setup,
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+T = TypeVar("T")
+_log = logging.getLogger("megastrategy")
 
 MAIN_PARAMS_KEY = "megatron_ddp_main_params"
 """In a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
@@ -62,6 +68,8 @@ class TrainerStrategy(_Base):
     # what the package calls these; set by the class that is made from this one
     _lightning_optimizer: ClassVar[type[LightningOptimizer]]
     _mock_optimizer: ClassVar[type[_MockOptimizer]]
+    _engine_precision: ClassVar[type[EnginePrecision]]
+    _hook_owners: ClassVar[tuple[type[pl.LightningModule], type[pl.Callback]]]
 
     def __init__(
         self,
@@ -88,12 +96,30 @@ class TrainerStrategy(_Base):
         )
         self._wrapped: DistributedDataParallel | None = None
         self._replaced_scaler: torch.amp.GradScaler | None = None
+        self._meeting: Meeting | None = None
+        self.hook_watch: HookWatch | None = None
+        self._listeners: list[Callable[[Event], None]] = []
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
-        self._wrapped = DistributedDataParallel(model, self.config, collectives=engine_collectives(self.root_device))
+        self._wrapped = DistributedDataParallel(
+            model,
+            self.config,
+            collectives=engine_collectives(self.root_device),
+            listener=_one_listener(self._listeners),
+        )
         return self._wrapped
+
+    def add_listener(self, listener: Callable[[Event], None]) -> None:
+        """Calls ``listener`` with the engine's events in the next fit, until its teardown.
+
+        Raises:
+            RuntimeError: if the model is set up already. A callback's ``setup`` comes before.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError("the model is set up already: add listeners before, in a callback's setup() for one")
+        self._listeners.append(listener)
 
     def _register_ddp_hooks(self) -> None:
         """Communication hooks belong to torch DDP; they were refused at construction."""
@@ -118,22 +144,27 @@ class TrainerStrategy(_Base):
         plugin = self.precision_plugin
         if not isinstance(self.model, DistributedDataParallel):
             return
-        # The plugin goes through `.grad`, None under reduce-scatter. Bound on this instance, removed by teardown.
-        plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
-        plugin.clip_grad_by_value = partial(_clip_grad_by_value, plugin)  # type: ignore[method-assign]
+        lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, None under reduce-scatter
+        if self.model.layout.num_shards > 1:
+            self.hook_watch = HookWatch(self.model, self._hook_owners)
         scaler = getattr(plugin, "scaler", None)
-        if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler):
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+            return
+        if self.config.check_for_nan_in_grad:
+            raise ValueError(
+                f"check_for_nan_in_grad=True contradicts the GradScaler of {type(plugin).__name__}, which meets "
+                "infinite gradients on purpose, to find the largest scale: drop the option (such steps are skipped), "
+                "or choose a precision without a scaler, like 'bf16-mixed'"
+            )
+        if not isinstance(scaler, GradScaler):
             self._replaced_scaler = scaler
             plugin.scaler = GradScaler.like(scaler)  # type: ignore[attr-defined]
 
-    def on_exception(self, exception: BaseException) -> None:
-        """A collective may have been cut off on some rank: the next fit gets a group of its own."""
-        forget_engine_collectives()
-
     def teardown(self) -> None:
         plugin = self.precision_plugin
-        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            plugin.__dict__.pop(name, None)
+        take_back(plugin, self._engine_precision)
+        self.hook_watch = self._meeting = None
+        self._listeners = []
         scaler = getattr(plugin, "scaler", None)
         if self._replaced_scaler is not None and scaler is not None:
             if scaler._scale is not None:
@@ -160,16 +191,119 @@ class TrainerStrategy(_Base):
             raise RuntimeError("full_grad() is there during a fit, between a backward and the next zero_grad")
         return self.model.full_grad(param)
 
+    def grad_norm(self, norm_type: float | str = 2.0) -> dict[str, Tensor]:
+        """What ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` returns under "ddp", in every mode.
+
+        For ``self.log_dict(self.trainer.strategy.grad_norm())`` in ``on_before_optimizer_step``. Collective with
+        reduce-scatter.
+        """
+        norm_type = float(norm_type)
+        if norm_type <= 0:
+            raise ValueError(f"norm_type={norm_type}: expected a positive number, or 'inf' for the largest element")
+        model = self.model
+        if not isinstance(model, DistributedDataParallel):
+            raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
+        by_param = dict(zip(model.params, model.grad_norms(norm_type), strict=True))
+        sharded, has_grad = (
+            model.layout.num_shards > 1,
+            dict(zip(model.params, model.grad_buffers.has_grad, strict=True)),
+        )
+        found = {
+            f"grad_{norm_type}_norm/{name}": by_param[param]
+            for name, param in model.module.named_parameters()
+            if param in by_param and (param.grad is not None or (sharded and has_grad[param]))
+        }
+        if found:
+            found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(
+                torch.stack(list(found.values())), norm_type
+            )
+        return {name: norm.to(torch.get_default_dtype()) for name, norm in found.items()}
+
+    def on_validation_start(self) -> None:
+        """In a fit Lightning has just zeroed the raw module, which shows nothing where ``.grad`` is None already."""
+        super().on_validation_start()
+        module, model = self.lightning_module, self.model
+        if not isinstance(model, DistributedDataParallel) or model.layout.num_shards == 1 or module is None:
+            return
+        zeroes = type(module).on_validation_model_zero_grad is self._hook_owners[0].on_validation_model_zero_grad
+        if zeroes and not module.trainer.fit_loop._should_accumulate():
+            model.zero_grad()
+
+    # --- after an exception ------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Other ranks' collectives with this one end with an error, soon; the next fit gets a group of its own."""
+        give_up_engine_collectives()
+        count_exception()
+
+    def _meet_if_interrupted(self) -> Meeting | None:
+        """Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks."""
+        module = self.lightning_module
+        interrupted = module is not None and module._trainer is not None and module.trainer.interrupted
+        if not interrupted or self._wrapped is None or self._wrapped.collectives.size == 1:
+            return None
+        if self._meeting is None:
+            give_up_engine_collectives()
+            steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+            sharded = self._wrapped.layout.num_shards > 1
+            self._meeting = Meeting(num_exceptions(), f"steps begun and done: {steps}" if sharded else "")
+            if sharded and any(begun != done for begun, done in steps):
+                self._meeting.problem = self._meeting.problem or "a step was under way"
+            if not self._meeting.problem:
+                self._wrapped.collectives = engine_collectives(self.root_device, fresh=True)
+        return self._meeting
+
+    def _may_save(self) -> bool:
+        """Whether the shards of all ranks can be had, and belong together."""
+        meeting = self._meet_if_interrupted()
+        assert self._wrapped is not None or meeting is None
+        return meeting is None or not meeting.problem or self._wrapped.layout.num_shards == 1  # type: ignore[union-attr]
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        meeting = self._meet_if_interrupted()
+        if meeting is None:
+            super().barrier(*args, **kwargs)
+        else:
+            meeting.exchange(None, self._timeout or default_pg_timeout)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        meeting = self._meet_if_interrupted()
+        if meeting is None:
+            return super().broadcast(obj, src)
+        values: list[T] = meeting.exchange(obj, self._timeout or default_pg_timeout)
+        return obj if meeting.problem else values[src]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        meeting = self._meet_if_interrupted()
+        if meeting is None:
+            return super().reduce_boolean_decision(decision, all)
+        decisions: list[bool] = meeting.exchange(decision, self._timeout or default_pg_timeout)
+        return min(decisions) if all else max(decisions)
+
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
         if isinstance(optimizer, self._lightning_optimizer):
             optimizer = optimizer._optimizer
-        return optimizer.state_dict()
+        return optimizer.state_dict() if self._may_save() else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Adds the fp32 main params under a key of their own, which "ddp" ignores."""
+        """Adds the fp32 main params under a key of their own, which "ddp" ignores.
+
+        After an exception on some rank the shards of the others may be out of reach: nothing is written then, rather
+        than half a state, and the reason is logged on every rank.
+        """
+        if not self._may_save():
+            assert self._meeting is not None
+            _log.error(
+                "rank %d: %s was NOT saved after the exception, since the optimizer state is sharded over the ranks "
+                "and %s. The checkpoint before it is the last",
+                self.global_rank,
+                filepath,
+                self._meeting.problem,
+            )
+            return
         if "optimizer_states" in checkpoint:
             main_params = [opt.main_params() for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
             if any(main_params):
@@ -191,15 +325,13 @@ class TrainerStrategy(_Base):
         """``import megastrategy`` registers the names, lazily; DDPStrategy's own must not be registered again."""
 
 
-def _clip_grad_by_norm(plugin: Precision, optimizer: Any, clip_val: int | float) -> None:
-    if hasattr(optimizer, "clip_grad_norm_"):
-        optimizer.clip_grad_norm_(clip_val)
-    else:
-        type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+def _one_listener(listeners: list[Callable[[Event], None]]) -> Callable[[Event], None] | None:
+    """What tells all of them; None if there is none, so that the engine makes no events."""
+    if len(listeners) <= 1:
+        return listeners[0] if listeners else None
 
+    def tell(event: Event) -> None:
+        for listener in listeners:
+            listener(event)
 
-def _clip_grad_by_value(plugin: Precision, optimizer: Any, clip_val: int | float) -> None:
-    if hasattr(optimizer, "clip_grad_value_"):
-        optimizer.clip_grad_value_(clip_val)
-    else:
-        type(plugin).clip_grad_by_value(plugin, optimizer, clip_val)
+    return tell

@@ -10,23 +10,43 @@ from torch.distributed import ProcessGroup
 from .core import Collectives, make_collectives, private_group
 
 _COLLECTIVES: WeakKeyDictionary[ProcessGroup, Collectives] = WeakKeyDictionary()
+_EXCEPTIONS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
-def engine_collectives(device: torch.device) -> Collectives:
+def engine_collectives(device: torch.device, *, fresh: bool = False) -> Collectives:
     """Collectives on a group for the engine alone, since a framework's on the default group would wait behind ours.
 
     One for all fits in this process: what a Trainer made for itself could be freed only by ending the default group.
-    The first call after ``init_process_group`` is collective.
+    Made anew if any rank has given the last one up; ``fresh`` says that all have. Collective.
     """
     world = torch.distributed.group.WORLD
     assert world is not None, "the framework initialises torch.distributed before it sets a model up"
+    if not fresh:
+        has_one = torch.tensor([world in _COLLECTIVES], dtype=torch.uint8, device=device)
+        torch.distributed.all_reduce(has_one, torch.distributed.ReduceOp.MIN)
+        if not has_one.item():
+            give_up_engine_collectives()
     if world not in _COLLECTIVES:
         _COLLECTIVES[world] = make_collectives(private_group(None, device), device)
     return _COLLECTIVES[world]
 
 
-def forget_engine_collectives() -> None:
-    """A collective may have been cut off on some rank: whoever comes next gets a group of its own."""
+def give_up_engine_collectives() -> None:
+    """After an exception: a collective may have been cut off on some rank, and ranks that wait in one shall not."""
+    world = torch.distributed.group.WORLD
+    collectives = None if world is None else _COLLECTIVES.pop(world, None)
+    if collectives is not None:
+        collectives.abandon()
+
+
+def count_exception() -> None:
+    """An exception was dealt with; equal on ranks that are in step."""
     world = torch.distributed.group.WORLD
     if world is not None:
-        _COLLECTIVES.pop(world, None)
+        _EXCEPTIONS[world] = num_exceptions() + 1
+
+
+def num_exceptions() -> int:
+    """How many exceptions were dealt with in this world."""
+    world = torch.distributed.group.WORLD
+    return 0 if world is None else _EXCEPTIONS.get(world, 0)

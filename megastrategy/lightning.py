@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 
+from . import _communication_monitor
+from ._precision import EnginePrecision
+from ._strategy_class import strategy_class
 from ._trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
 
-__all__ = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
+__all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy"]
 
 
+class _Precision(EnginePrecision, Precision):
+    """What a plugin of this package is lent for a fit."""
+
+
+@strategy_class
 class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):
     __doc__ = TrainerStrategy.__doc__
 
     _lightning_optimizer = LightningOptimizer
     _mock_optimizer = _MockOptimizer
+    _engine_precision = _Precision
+    _hook_owners = (LightningModule, Callback)
+
+
+class CommunicationMonitor(_communication_monitor.CommunicationMonitor, Callback):
+    __doc__ = _communication_monitor.CommunicationMonitor.__doc__
+
+    _misconfiguration = MisconfigurationException

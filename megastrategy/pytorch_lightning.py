@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
+from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 
+from . import _communication_monitor
+from ._precision import EnginePrecision
+from ._strategy_class import strategy_class
 from ._trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
 
-__all__ = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
+__all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy"]
 
 
+class _Precision(EnginePrecision, Precision):  # type: ignore[misc]  # typed against the mirror
+    """What a plugin of this package is lent for a fit."""
+
+
+@strategy_class
 class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
     __doc__ = TrainerStrategy.__doc__
 
     _lightning_optimizer = LightningOptimizer  # type: ignore[assignment]
     _mock_optimizer = _MockOptimizer  # type: ignore[assignment]
+    _engine_precision = _Precision
+    _hook_owners = (LightningModule, Callback)  # type: ignore[assignment]
+
+
+class CommunicationMonitor(_communication_monitor.CommunicationMonitor, Callback):  # type: ignore[misc]  # typed against the mirror
+    __doc__ = _communication_monitor.CommunicationMonitor.__doc__
+
+    _misconfiguration = MisconfigurationException

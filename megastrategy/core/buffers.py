@@ -266,6 +266,13 @@ class ContiguousGradBuffers(GradBuffers):
             self.has_grad[index] = False
             self._stale[index] = True
 
+    def zero(self, params: Iterable[int]) -> None:
+        params = list(params)
+        super().zero(params)
+        for index in params:
+            if self.has_grad[index]:
+                self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
+
     def adopt_written(self, params: Iterable[int]) -> None:
         for index in params:
             param = self.params[index]

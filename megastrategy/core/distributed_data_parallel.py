@@ -187,6 +187,7 @@ class DistributedDataParallel(nn.Module):
         grads = self.grad_buffers
         if not isinstance(grads, ContiguousGradBuffers) or not grads.is_sharded(index):
             return None if param.grad is None else param.grad.detach().clone()
+        grads.adopt_written([index])
         if not grads.has_grad[index]:
             return None
         spec, slot = self.layout.params[index], self.layout.slots[index]
@@ -202,15 +203,20 @@ class DistributedDataParallel(nn.Module):
 
         After a synchronised backward the same bits on every rank, and collective with reduce-scatter.
         """
-        grads, own = self.grad_buffers, torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
-        is_sharded = isinstance(grads, ContiguousGradBuffers) and any(map(grads.is_sharded, range(len(self.params))))
-        for index, param in enumerate(self.params):
-            grad = param.grad
-            if is_sharded:
-                grad = self._owned_grad(index) if grads.has_grad[index] else None
-            if grad is not None:
-                own[index] = torch.linalg.vector_norm(grad.detach(), norm_type)
-        return norms_over_owners(own, norm_type, self.collectives) if is_sharded else own
+        grads, every = self.grad_buffers, range(len(self.params))
+        sharded = [i for i in every if grads.is_sharded(i)] if isinstance(grads, ContiguousGradBuffers) else []
+        grads.adopt_written(sharded)
+        norms = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
+        own = norms.clone()
+        for index in sharded:
+            if grads.has_grad[index] and (grad := self._owned_grad(index)) is not None:
+                own[index] = torch.linalg.vector_norm(grad, norm_type)
+        if sharded:
+            norms = norms_over_owners(own, norm_type, self.collectives)
+        for index in set(every).difference(sharded):
+            if (local := self.params[index].grad) is not None:
+                norms[index] = torch.linalg.vector_norm(local.detach(), norm_type)
+        return norms
 
     def _owned_grad(self, index: int) -> Tensor | None:
         """This rank's part of a reduce-scattered gradient, a view."""

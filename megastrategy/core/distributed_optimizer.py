@@ -44,6 +44,7 @@ class _ShardedStep:
         self.shards: dict[int, ParamShard] = {}
         self._passing_through = False
         self._grad_views: dict[int, Tensor] = {}
+        self.num_steps_begun = self.num_steps_done = 0
         self._stepped: dict[int, int] = {}  # by parameter, which of its gradients this optimizer has stepped with
         self.check_groups()
         self.follow_model()
@@ -84,7 +85,7 @@ class _ShardedStep:
 
         State that was loaded while a parameter was frozen is cut to its shard.
         """
-        if not self.has_shards:
+        if not self.has_shards or self.model.is_closed:
             return
         for param in [param for group in self.inner.param_groups for param in group["params"]]:
             index = self.index_by_id.get(id(param))
@@ -183,6 +184,27 @@ class _ShardedStep:
             self.model.reducer.finish_grad_sync()
             self.model.grad_buffers.adopt_written(self.param_indices())
 
+    def step_whole(self, closure: Callable[[], Any] | None) -> Any:
+        """Without shards the user's optimizer steps the Parameters themselves, and may call the closure as it likes."""
+        if closure is None:
+            self._begin_step()
+            result = self.inner.step()
+        else:
+
+            def evaluate() -> Any:
+                loss = closure()
+                self._begin_step()
+                return loss
+
+            result = self.inner.step(evaluate)
+        self.model.emit(EventKind.STEP_END, 0)
+        self.num_steps_done += 1
+        return result
+
+    def _begin_step(self) -> None:
+        self.num_steps_begun = self.num_steps_done + 1
+        self.model.emit(EventKind.STEP_START, 0)
+
     def step(self) -> None:
         model = self.model
         self.finish_grads()
@@ -190,7 +212,7 @@ class _ShardedStep:
         if model.param_buffers is not None:
             model.param_buffers.recapture()
         own = [self.shards[index] for index in indices if index in self.shards]
-        model.emit(EventKind.STEP_START, 0)
+        self._begin_step()
         for shard in own:
             self._take_outside_changes(shard)
             shard.main.grad = self._grad_of(shard)
@@ -207,10 +229,11 @@ class _ShardedStep:
                     shard.main.grad = None
         model.emit(EventKind.STEP_END, 0)
         if self.sharded:
-            stepped = {self.layout.slots[index].bucket for index in indices if self.may_step(index)}
-            model.param_gather.gather(stepped)
+            # not what this rank found to step, which a gradient written on one rank alone would change
+            model.param_gather.gather({self.layout.slots[i].bucket for i in indices if model.params[i].requires_grad})
             self._stepped.update((index, model.grad_buffers.num_updates[index]) for index in indices)
             model.grad_buffers.use_up(indices)
+        self.num_steps_done += 1
 
     def _weights_of(self, shard: ParamShard) -> Tensor | None:
         """The 16-bit weights that get the rounding of the shard's main param; None if there is no main param."""
@@ -340,7 +363,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         impl = self._impl
         if not impl.has_shards:
-            return impl.inner.step() if closure is None else impl.inner.step(closure)
+            return impl.step_whole(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -348,6 +371,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             impl.step()
         return result
+
+    @property
+    def num_steps(self) -> tuple[int, int]:
+        """How many steps of this object began to change weights, and how many were completed.
+
+        After an exception the ranks' shards and weights belong together if all ranks have the same two numbers, equal.
+        """
+        return self._impl.num_steps_begun, self._impl.num_steps_done
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or, with ``set_to_none=False``, zeroes) the gradients of this optimizer's parameters."""

@@ -178,7 +178,7 @@ def fit(
     **trainer_options: Any,
 ) -> Fit:
     """Fits ``module`` (an AwkwardModule by default) with validation under the strategy called ``name``."""
-    module = module or AwkwardModule()
+    module = AwkwardModule() if module is None else module  # a compiled module has no truth value
     logger = MemoryLogger()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

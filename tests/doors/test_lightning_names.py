@@ -1,11 +1,11 @@
-"""``Trainer(strategy="megatron_ddp")`` and its sisters: known after ``import megastrategy``, fitting on two ranks."""
+"""The names and the classes: known after ``import megastrategy`` in all packages, each package with a class of its own.
+
+Here torch's entry points are off: it is the import that makes the names known. The other way is in test_autoload.py.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import importlib
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,12 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import megastrategy
+from megastrategy_autoload import DOORS, START_METHODS
 
-NAMES = {
-    "megatron_ddp": "popen",
-    "megatron_ddp_spawn": "spawn",
-    "megatron_ddp_fork": "fork",
-    "megatron_ddp_notebook": "fork",
-}
+from .python_processes import run_python
 
 
-@pytest.mark.parametrize(("name", "start_method"), NAMES.items())
+@pytest.mark.parametrize(("name", "start_method"), START_METHODS.items())
 def test_a_trainer_takes_the_name(name: str, start_method: str) -> None:
     """What the name stands for, and that its processes are started as those of ddp's name are."""
     trainer, theirs = (
@@ -43,159 +39,116 @@ def test_a_trainer_takes_the_name(name: str, start_method: str) -> None:
 
 IMPORTS = {
     "before_lightning": """
-        import sys
         import megastrategy
         import megastrategy
         assert not [name for name in sys.modules if name.startswith(("lightning", "pytorch_lightning", "torchmetrics"))]
-        import importlib
         importlib.reload(megastrategy)
-        import lightning.pytorch as pl
     """,
     "after_lightning": """
-        import sys
-        import lightning.pytorch as pl
+        import lightning.pytorch, pytorch_lightning
         import megastrategy
-        import importlib
         importlib.reload(megastrategy)
     """,
     "between_lightnings_packages": """
-        import sys
         import lightning.fabric
         import megastrategy
         from lightning.pytorch.strategies import StrategyRegistry
-        import lightning.pytorch as pl
     """,
 }
 
 CHECK_NAMES = """
 import inspect
-assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("megastrategy")]
-module = sys.modules["lightning.pytorch.strategies"]
-assert "megastrategy" not in f"{type(module.__spec__.loader)} {type(module.__loader__)}"
-assert "megatron" not in inspect.getsource(module)
-names = sorted(name for name in module.StrategyRegistry if name.startswith("megatron"))
-assert names == ["megatron_ddp", "megatron_ddp_fork", "megatron_ddp_notebook", "megatron_ddp_spawn"], names
-assert "megastrategy.lightning" not in sys.modules
-trainer = pl.Trainer(strategy="megatron_ddp", accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-assert type(trainer.strategy) is megastrategy.MegatronDDPStrategy
+
+for package, door in megastrategy_autoload.DOORS.items():
+    module = importlib.import_module(f"{package}.strategies")
+    assert "megastrategy" not in f"{type(module.__spec__.loader)} {type(module.__loader__)}"
+    assert "megatron" not in inspect.getsource(module)
+    registry = getattr(module, "StrategyRegistry" if "pytorch" in package else "STRATEGY_REGISTRY")
+    names = sorted(name for name in registry if name.startswith("megatron"))
+    assert names == ["megatron_ddp", "megatron_ddp_fork", "megatron_ddp_notebook", "megatron_ddp_spawn"], names
+    assert door not in sys.modules, "the strategy is imported when it is asked for"
+    api = importlib.import_module(package)
+    user = getattr(api, "Trainer", None) or api.Fabric
+    made = user(strategy="megatron_ddp", accelerator="cpu", devices=2).strategy
+    assert type(made) is importlib.import_module(door).MegatronDDPStrategy, type(made)
+assert megastrategy.MegatronDDPStrategy.__module__ == "megastrategy.lightning"
+assert len([finder for finder in sys.meta_path if "megastrategy" in type(finder).__module__]) == 1
 """
 
 
 @pytest.mark.parametrize("order", IMPORTS)
-def test_the_names_are_there_in_every_order_of_imports(order: str) -> None:
-    """``import megastrategy`` must not cost Lightning's seconds, and leaves no finder behind once it was useful."""
-    run_python("-c", textwrap.dedent(IMPORTS[order]) + CHECK_NAMES)
+def test_the_names_are_there_in_every_order_of_imports(tmp_path: Path, order: str) -> None:
+    """In all four packages; ``import megastrategy`` must not cost Lightning's seconds, and leaves no trace in it."""
+    start = "import importlib, sys\n" + textwrap.dedent(IMPORTS[order]) + "import megastrategy_autoload\n"
+    run_python("-c", start + CHECK_NAMES, cwd=tmp_path)
 
 
-def run_python(*arguments: str, cwd: Path | None = None, timeout_s: float = 100.0) -> str:
-    """Output and errors of a Python of its own, which must succeed."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "NODE_RANK")}
-    this_checkout = str(Path(megastrategy.__file__).parents[1])
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": this_checkout}
-    process = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    assert process.returncode == 0, process.stdout
-    return process.stdout
-
-
-# --- fits ------------------------------------------------------------------------------------------------------------
-
-SCRIPT = """
-import json
-import sys
-
-import lightning.pytorch as pl
-import megastrategy
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = torch.nn.Linear(512, 1024, bias=False)
-        self.second = torch.nn.Linear(1024, 512, bias=False)
-
-    def training_step(self, batch, batch_idx):
-        return self.second(torch.tanh(self.first(batch[0]))).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-    def on_train_end(self):
-        state = self.optimizers().state.values()
-        tensors = [value for values in state for value in values.values() if value.dim() > 0]
-        if self.trainer.global_rank == 0:
-            found = {
-                "ranks": self.trainer.world_size,
-                "strategy": type(self.trainer.strategy).__name__,
-                "state_bytes": sum(value.nbytes for value in tensors),
-            }
-            print("RESULT" + json.dumps(found), flush=True)
-
-
-def fit(name):
-    model = Model()
-    data = DataLoader(TensorDataset(torch.randn(8, 512, generator=torch.Generator().manual_seed(1))), batch_size=2)
-    trainer = pl.Trainer(
-        strategy=name, accelerator="cpu", devices=2, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )
-    trainer.fit(model, data)
-    return model.state_dict()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    ours, theirs = fit(sys.argv[1]), fit(sys.argv[2])
-    for name in theirs:
-        assert torch.equal(ours[name], theirs[name]), name
-        assert not torch.equal(ours[name], Model().state_dict()[name]), name
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "reference"),
-    [("megatron_ddp", "ddp"), ("megatron_ddp_fork", "ddp_fork"), ("megatron_ddp_spawn", "ddp_fork")],
-)
-def test_a_script_fits_on_two_processes(tmp_path: Path, name: str, reference: str) -> None:
-    """As a user starts it: weights equal ddp's, state is halved, and rank 0 alone prints what was set up.
-
-    Two layers of 2**19 elements, so 4 MiB of fp32 weights in two buckets; the optimizer's bytes are also counted.
+def test_without_lightning_the_class_is_pytorch_lightnings(tmp_path: Path) -> None:
+    """A project that has kept the old package has the same public name."""
+    code = """
+        import sys
+        sys.modules["lightning"] = None  # Python's way to say that there is none
+        import megastrategy
+        import pytorch_lightning as pl
+        assert megastrategy.MegatronDDPStrategy.__module__ == "megastrategy.pytorch_lightning"
+        assert issubclass(megastrategy.MegatronDDPStrategy, pl.strategies.DDPStrategy)
+        trainer = pl.Trainer(strategy="megatron_ddp", accelerator="cpu", devices=2)
+        assert type(trainer.strategy) is megastrategy.MegatronDDPStrategy
     """
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    output = run_python(str(script), name, reference, cwd=tmp_path)
-    ours, theirs = (
-        json.loads(line.removeprefix("RESULT")) for line in output.splitlines() if line.startswith("RESULT")
-    )
-    assert ours == {"ranks": 2, "strategy": "MegatronDDPStrategy", "state_bytes": 2 * 2**20 * 4 // 2}
-    assert theirs == {"ranks": 2, "strategy": "DDPStrategy", "state_bytes": 2 * 2**20 * 4}
-
-    assert output.count("megatron_ddp on 2 rank(s): reduce-scatter, sharded optimizer") == 1
-    assert output.count("2 bucket(s), 524,288 to 524,288 elements each, 1,048,576 in all, sent as float32") == 1
-    assert rows(output) == {
-        "megatron_ddp": ["4.00 MiB", "4.00 MiB", "4.00 MiB", "12.00 MiB"],
-        "ddp": ["4.00 MiB", "4.00 MiB", "8.00 MiB", "16.00 MiB"],
-    }
+    run_python("-c", textwrap.dedent(code), cwd=tmp_path)
 
 
-def rows(output: str) -> dict[str, Any]:
-    """The printed table: name of a strategy -> parameters, gradients, optimizer, total."""
-    table = {}
-    for line in output.splitlines():
-        words = line.split()
-        if "MiB" in words:
-            numbers = words[1::2]
-            assert words[0] not in table, "printed twice"
-            table[words[0]] = [f"{number} MiB" for number in numbers]
-    return table
+def test_without_either_an_error_says_what_to_install(tmp_path: Path) -> None:
+    """And a Lightning that is there but broken is not reported as absent, nor passed over for the other package."""
+    broken = tmp_path / "lightning"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("import its_missing_dependency\n")
+    code = """
+        import sys
+        import megastrategy
+
+        def ask():
+            try:
+                megastrategy.MegatronDDPStrategy
+            except ImportError as error:
+                return error
+            raise AssertionError("there is no Lightning")
+
+        sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None
+        error = ask()
+        assert type(error) is ImportError and "pip install 'megastrategy[lightning]'" in str(error), error
+        del sys.modules["lightning"], sys.modules["pytorch_lightning"]
+        sys.path.insert(0, sys.argv[1])
+        error = ask()
+        assert error.name == "its_missing_dependency", error
+        assert "pytorch_lightning" not in sys.modules
+    """
+    run_python("-c", textwrap.dedent(code), str(tmp_path), cwd=tmp_path)
+
+
+# --- one package's instance in another -------------------------------------------------------------------------------
+
+
+def give(package: str, strategy: Any) -> Any:
+    """The strategy that a Trainer or Fabric of the package made of it."""
+    api = importlib.import_module(package)
+    user = getattr(api, "Trainer", None) or api.Fabric
+    return user(strategy=strategy, accelerator="cpu", devices=2).strategy
+
+
+@pytest.mark.parametrize("given_to", DOORS)
+@pytest.mark.parametrize("made_for", DOORS)
+def test_the_wrong_package_says_which_class_is_the_right_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made_for: str, given_to: str
+) -> None:
+    """Lightning says only that it is no strategy; with the class's own name on both sides that would be a riddle."""
+    monkeypatch.chdir(tmp_path)
+    strategy = importlib.import_module(DOORS[made_for]).MegatronDDPStrategy(bucket_size=7)
+    if made_for == given_to:
+        assert give(given_to, strategy) is strategy
+        return
+    with pytest.raises(ValueError, match="invalid strategy") as caught:
+        give(given_to, strategy)
+    assert f"<{DOORS[made_for]}.MegatronDDPStrategy(bucket_size=7) made for {made_for};" in str(caught.value)
+    assert f"{DOORS[given_to]}.MegatronDDPStrategy for {given_to}" in str(caught.value)
+    assert f"for {made_for}," not in str(caught.value), "the class that was just refused is no remedy"

@@ -30,13 +30,6 @@ from .fits import (
 )
 from .rank_processes import Ranks
 
-CLIP_NORM = 0.5
-CLIP_VALUE = 0.02
-
-
-def sgd(params: Any) -> Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
-
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("sharded", [True, False])
@@ -91,84 +84,7 @@ class WithoutBranch(AwkwardModule):
         return super().forward(features, tokens, use_side=True)
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_clipping_by_norm_equals_ddp(ranks: Ranks, sharded: bool) -> None:
-    """The norm is summed over shards, in another order than torch's: equal to rounding, and the same on every rank.
-
-    SGD, since AdamW forgets the gradient's length.
-    """
-    clip = {"gradient_clip_val": CLIP_NORM, "gradient_clip_algorithm": "norm"}
-    ours = ranks.run(fit_sgd, "megatron_ddp", strategy_options={"use_distributed_optimizer": sharded}, **clip)
-    theirs = ranks.run(fit_sgd, "ddp", **clip)
-    unclipped = ranks.run(fit_sgd, "ddp")
-    for name, value in theirs[0].weights.items():
-        torch.testing.assert_close(ours[0].weights[name], value, rtol=1e-6, atol=1e-7, msg=f"{name} is not ddp's")
-    assert_same_tensors(ours[0].weights, ours[1].weights)
-    assert not torch.allclose(theirs[0].weights["out.weight"], unclipped[0].weights["out.weight"], rtol=1e-3)
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_clipping_by_value_equals_ddp_bit_for_bit(ranks: Ranks, sharded: bool) -> None:
-    """Each element is clipped by itself, so nothing may differ."""
-    clip = {"gradient_clip_val": CLIP_VALUE, "gradient_clip_algorithm": "value"}
-    ours = ranks.run(fit_sgd, "megatron_ddp", strategy_options={"use_distributed_optimizer": sharded}, **clip)
-    theirs = ranks.run(fit_sgd, "ddp", **clip)
-    unclipped = ranks.run(fit_sgd, "ddp")
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same_fit(mine, other)
-    assert not torch.allclose(theirs[0].weights["out.weight"], unclipped[0].weights["out.weight"], rtol=1e-3)
-
-
-def fit_sgd(name: str, **options: Any) -> Fit:
-    return fit(name, module=AwkwardModule(optimizer=sgd), **options)
-
-
 # --- manual optimization ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_manual_optimization_of_two_optimizers_equals_ddp(ranks: Ranks, sharded: bool) -> None:
-    """Forward, backward, clipping and step run inside ``training_step``, so inside the wrapped forward.
-
-    Without broadcast_buffers: in manual optimization Lightning's ddp broadcasts them once and never again, by accident.
-    """
-    buffers = {"broadcast_buffers": False}
-    ours = ranks.run(fit_manual, "megatron_ddp", strategy_options={"use_distributed_optimizer": sharded, **buffers})
-    theirs = ranks.run(fit_manual, "ddp", strategy_options=buffers)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same_fit(mine, other)
-
-
-def fit_manual(name: str, **options: Any) -> Fit:
-    return fit(name, module=TwoOptimizers(), **options)
-
-
-class TwoOptimizers(AwkwardModule):
-    """One optimizer for the trunk and one for the rest, stepped in turn with toggling, the second every other batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        features, tokens, targets = batch
-        for number, optimizer in enumerate(self.optimizers()):
-            if number == 1 and batch_idx % 2 == 0:
-                continue
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            loss = F.cross_entropy(self(features, tokens), targets)
-            self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=CLIP_VALUE, gradient_clip_algorithm="value")
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-            self.losses.append(loss.item())
-        self.log("train_loss", loss, sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        trunk = [*self.inputs.parameters(), *self.norm.parameters()]
-        rest = [*self.side.parameters(), *self.out.parameters(), *self.embed.parameters(), self.scale]
-        return adamw(trunk), sgd(rest)
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -306,43 +222,3 @@ def every_stage(name: str) -> dict[str, Any]:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader())  # the first Trainer again: its strategy is set up a second time
     return {"metrics": metrics, "weights": weights, "predictions": predictions}
-
-
-# --- precision -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_precisions_with_whole_precision_weights_equal_ddp(ranks: Ranks, precision: str, sharded: bool) -> None:
-    """fp64 stays fp64 in buffers and shards; autocast changes only what the module computes."""
-    ours = ranks.run(fit, "megatron_ddp", strategy_options={"use_distributed_optimizer": sharded}, precision=precision)
-    theirs = ranks.run(fit, "ddp", precision=precision)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same_fit(mine, other)
-    expected = torch.float64 if precision == "64-true" else torch.float32
-    assert ours[0].weights["out.weight"].dtype == expected
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_bf16_weights_follow_fp32_main_params(ranks: Ranks, sharded: bool) -> None:
-    """Updates below a bf16 weight's resolution are lost under ddp and add up here: nearer to the fp32 fit."""
-    strategy_options = {"use_distributed_optimizer": sharded}
-    ours = ranks.run(fit_slowly, "megatron_ddp", "bf16-true", strategy_options=strategy_options)
-    theirs = ranks.run(fit_slowly, "ddp", "bf16-true")
-    exact = ranks.run(fit_slowly, "ddp", "32-true")
-    assert_same_tensors(ours[0].weights, ours[1].weights)
-    errors = []
-    for result in (ours[0], theirs[0]):
-        assert result.weights["out.weight"].dtype == torch.bfloat16
-        names = [name for name, param in AwkwardModule().named_parameters() if param.requires_grad]
-        differences = [(result.weights[n].float() - exact[0].weights[n]).abs().mean() for n in names]
-        errors.append(torch.stack(differences).mean())
-    assert errors[0] < 0.7 * errors[1]
-
-
-def fit_slowly(name: str, precision: Any, **options: Any) -> Fit:
-    return fit(name, module=AwkwardModule(optimizer=small_steps), precision=precision, max_epochs=4, **options)
-
-
-def small_steps(params: Any) -> Optimizer:
-    return torch.optim.AdamW(params, lr=5e-4, weight_decay=0.0)

@@ -177,58 +177,6 @@ def fit_often_with_one_plugin(name: str) -> tuple[Any, dict[str, Any]]:
     return result, plugin.state_dict()
 
 
-# --- loss scaling ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}])
-def test_an_infinite_gradient_on_one_rank_skips_the_step_on_both(
-    ranks: Ranks, sharded: bool, clip: dict[str, Any]
-) -> None:
-    """After the reduce-scatter the infinity lies in one rank's shard, and all must agree: else weights diverge."""
-    ours = ranks.run(fit_with_overflow, "megatron_ddp", strategy_options={"use_distributed_optimizer": sharded}, **clip)
-    theirs = ranks.run(fit_with_overflow, "ddp", **clip)
-    for (mine, my_scales), (other, other_scales) in zip(ours, theirs, strict=True):
-        assert my_scales == other_scales == [1024.0] * 3 + [512.0] * 11
-        assert_same_fit(mine, other)
-    assert_same_tensors(ours[0][0].weights, ours[1][0].weights)
-
-
-def fit_with_overflow(name: str, **options: Any) -> tuple[Any, list[float]]:
-    recorder = RecordScales()
-    result = fit(name, module=Overflows(), plugins=[half_precision()], callbacks=[recorder], **options)
-    return result, recorder.scales
-
-
-class Overflows(AwkwardModule):
-    """The gradient of one element is infinite on rank 1 in the fourth batch."""
-
-    def on_after_backward(self) -> None:
-        """The weights of the step that is to be skipped."""
-        self.before = [param.detach().clone() for param in self.parameters()]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_rank == 1 and batch_idx == 3 and self.current_epoch == 0:
-            loss = loss + torch.tensor(float("inf")) * self.out.bias[3]
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        skipped = all(torch.equal(*pair) for pair in zip(self.before, self.parameters(), strict=True))
-        assert skipped == (batch_idx == 3 and self.current_epoch == 0)
-
-
-class RecordScales(pl.Callback):
-    def __init__(self) -> None:
-        self.scales: list[float] = []
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        plugin = trainer.precision_plugin
-        assert isinstance(plugin, MixedPrecision)
-        assert plugin.scaler is not None
-        self.scales.append(plugin.scaler.get_scale())
-
-
 def test_a_failed_job_is_reported_with_its_traceback(ranks: Ranks) -> None:
     """The harness itself: a rank's assertion reaches the test, or every test above proves nothing."""
     outcomes = ranks.outcomes(fail_on_rank_1)

@@ -223,6 +223,30 @@ def test_norms_before_the_reduction_are_of_local_gradients_and_after_zero_grad_z
     assert not torch.equal(first, second)
 
 
+def test_a_gradient_written_after_the_reduction_is_what_norms_and_steps_see() -> None:
+    """Written by hand on all ranks, or on one alone: then nobody waits for a gather that the other does not start."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = wrap(group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        model(torch.ones(2, 10)).sum().backward()
+        bias = model.module[2].bias
+        bias.grad = torch.full((7,), 3.0)
+        assert model.grad_norms(1.0)[3].item() == 21.0
+        assert torch.equal(model.full_grad(bias), torch.full((7,), 3.0))
+        before = bias.detach().clone()
+        optimizer.step()
+        assert torch.equal(bias, before - 3.0)
+        optimizer.zero_grad()
+        if rank == 1:
+            bias.grad = torch.full((7,), 3.0)
+        optimizer.step()
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+
+    run_ranks(2, run)
+
+
 @pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
 def test_two_optimizers_over_one_parameter_step_with_the_same_gradient(mode: str) -> None:
     """As under torch DDP, where ``.grad`` is there for both."""

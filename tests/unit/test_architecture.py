@@ -124,6 +124,7 @@ def test_public_names() -> None:
     import megastrategy
 
     assert megastrategy.__all__ == [
+        "CommunicationMonitor",
         "DistributedDataParallel",
         "DistributedDataParallelConfig",
         "DistributedOptimizer",

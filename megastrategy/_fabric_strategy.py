@@ -1,0 +1,309 @@
+"""The door to Fabric: translates its calls into the engine's, and computes nothing.
+
+``lightning.fabric`` and ``lightning_fabric`` are the same code in two packages whose classes do not know each other.
+What is here imports neither: :mod:`megastrategy.fabric` and :mod:`megastrategy.lightning_fabric` put it in front of
+their package's ``DDPStrategy``.
+
+[Note: who keeps what alive]
+A Fabric has no end: models and optimizers are set up at any time and dropped when the user drops them. So the strategy
+holds weak references, by which it finds the model of an optimizer and the sharded optimizer around a user's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from ._world import engine_collectives
+from .core import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GradScaler,
+    config_from_arguments,
+    describe_setup,
+    probe_state_tensors,
+)
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators.accelerator import Accelerator
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+    from lightning.fabric.strategies.ddp import DDPStrategy as _Base
+else:
+    _Base = object
+
+MAIN_PARAMS_KEY = "megatron_ddp_main_params"
+"""In a checkpoint of 16-bit weights: by the optimizer's key in the saved state, its fp32 main params by parameter name,
+whole."""
+
+
+class FabricStrategy(_Base):
+    """Megatron-LM's data parallelism for ``Fabric(strategy=...)``, in place of ``"ddp"``.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout,
+            start_method: as for ``DDPStrategy``.
+        options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
+            ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
+            ``bucket_cap_mb``.
+
+    Raises:
+        ValueError: for an unknown or unsupported option, by name, with the reason or the nearest known name.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        self.config: DistributedDataParallelConfig = config_from_arguments(options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]
+        # lists, which unlike weak sets can be pickled while empty, as the launchers that spawn do
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._optimizers: list[tuple[weakref.ref[DistributedOptimizer], weakref.ref[DistributedDataParallel]]] = []
+
+    # --- setup -------------------------------------------------------------------------------------------------------
+
+    def setup_module(self, module: Module) -> DistributedDataParallel:  # type: ignore[override]
+        """Wraps the model. One that is set up already keeps its engine, which then serves both setups."""
+        for wrapped in self._open_models():
+            if wrapped.module is module and _is_as_wrapped(wrapped):
+                wrapped.collectives.broadcast_all([*module.parameters(), *module.buffers()])
+                return wrapped
+            if wrapped.module is module:
+                wrapped.close()
+        wrapped = DistributedDataParallel(module, self.config, collectives=engine_collectives(self.root_device))
+        self._models.append(weakref.ref(wrapped))
+        return wrapped
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it."""
+        self._adapt_scaler()
+        owners = self._owners(optimizer)
+        for known, model in self._pairs():
+            if known.optimizer is optimizer and model is owners[0]:
+                return known
+            if known.optimizer is optimizer:
+                raise ValueError(
+                    f"this {type(optimizer).__name__} was set up with a model that has changed since and was set up "
+                    "again: build a new optimizer on its parameters"
+                )
+        if len(owners) > 1:
+            if all(_steps_params_themselves(owner) for owner in owners):
+                return optimizer
+            raise ValueError(
+                f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models that were set up "
+                "one by one; a sharded optimizer has one. Give each model an optimizer of its own, set up one module "
+                "that holds them all, or choose use_distributed_optimizer=False (with fp32 weights)"
+            )
+        model = owners[0]
+        state_tensors = probe_state_tensors(optimizer)
+        distributed = DistributedOptimizer(optimizer, model)
+        self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
+        rank_zero_info(
+            describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
+        )
+        return distributed
+
+    def _owners(self, optimizer: Optimizer) -> list[DistributedDataParallel]:
+        """The model that has all of the optimizer's parameters, or those that have some of them; never none."""
+        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self._open_models()]
+        for model, ids in owned:
+            if ids == wanted:
+                return [model]
+        some = [model for model, ids in owned if ids]
+        if some and wanted <= set().union(*(ids for _, ids in owned)):
+            return some
+        if some:
+            return some[:1]  # the engine will say which parameter is a stranger
+        raise ValueError(
+            f"no parameter of this {type(optimizer).__name__} belongs to a model that was set up, so its gradients "
+            "would never be reduced: call fabric.setup(model, optimizer), or fabric.setup_module(model) before "
+            "fabric.setup_optimizers(optimizer), and build the optimizer on that model's parameters"
+        )
+
+    def _adapt_scaler(self) -> None:
+        """Makes fp16's scaler see sharded gradients. The object stays: the user may hold it, and save it by hand."""
+        scaler = getattr(self.precision, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler):
+            kind = type(scaler)
+            scaler.__class__ = (
+                GradScaler if kind is torch.amp.GradScaler else type(kind.__name__, (GradScaler, kind), {})
+            )
+
+    def teardown(self) -> None:
+        """Fabric never calls it; who does gets plain modules back."""
+        for model in self._open_models():
+            model.close()
+        super().teardown()
+
+    # --- training ----------------------------------------------------------------------------------------------------
+    # backward() is not overridden: Fabric would then refuse ``loss.backward()``, which "ddp" allows.
+
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        distributed = self._distributed(optimizer)
+        if not isinstance(distributed, DistributedOptimizer):
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(distributed)
+        return distributed.clip_grad_norm_(max_norm, float(norm_type), error_if_nonfinite)
+
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        distributed = self._distributed(optimizer)
+        if not isinstance(distributed, DistributedOptimizer):
+            super().clip_gradients_value(module, optimizer, clip_val)
+            return
+        self.precision.unscale_gradients(distributed)
+        distributed.clip_grad_value_(clip_val)
+
+    def full_grad(self, param: Parameter) -> Tensor | None:
+        """The whole reduced gradient of a parameter, where ``param.grad`` is None under reduce-scatter. Collective.
+
+        Raises:
+            ValueError: if it is not a trainable parameter of a model that was set up.
+        """
+        for model in self._open_models():
+            if any(candidate is param for candidate in model.params):
+                return model.full_grad(param)
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of a model that was set up"
+        )
+
+    def _distributed(self, optimizer: Any) -> Any:
+        """The sharded optimizer around one of the user's, who may hold both; anything else as it is."""
+        return next((known for known, _ in self._pairs() if known.optimizer is optimizer), optimizer)
+
+    def _pairs(self) -> list[tuple[DistributedOptimizer, DistributedDataParallel]]:
+        """The optimizers that are alive, each with its model, which it keeps alive."""
+        pairs = [(optimizer(), model()) for optimizer, model in self._optimizers]
+        self._optimizers = [
+            refs for refs, (optimizer, _) in zip(self._optimizers, pairs, strict=True) if optimizer is not None
+        ]
+        return [(optimizer, model) for optimizer, model in pairs if optimizer is not None and model is not None]
+
+    def _open_models(self) -> list[DistributedDataParallel]:
+        """The models that are alive and not closed, in the order of their setup."""
+        models = [(reference, reference()) for reference in self._models]
+        self._models = [reference for reference, model in models if model is not None and not model.is_closed]
+        return [model for _, model in models if model is not None and not model.is_closed]
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
+        return super().get_module_state_dict(_unwrapped(module))
+
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
+        super().load_module_state_dict(_unwrapped(module), state_dict, strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
+        return super().get_optimizer_state(self._distributed(optimizer))
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Module | Optimizer | Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder."""
+        optimizers = {key: self._distributed(value) for key, value in state.items()}
+        gathered = {
+            key: value.main_params() for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)
+        }
+        main_params = {key: params for key, params in gathered.items() if params}
+        if main_params:
+            state = {**state, MAIN_PARAMS_KEY: main_params}
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if not isinstance(state, dict) or not state:
+            return super().load_checkpoint(path, self._distributed(state), strict, weights_only)
+        objects = {key: self._distributed(value) for key, value in state.items()}
+        remainder = super().load_checkpoint(path, objects, strict, weights_only)
+        state.update({key: value for key, value in objects.items() if not isinstance(value, Optimizer)})
+        main_params: Mapping[str, dict[str, Tensor]] = remainder.pop(MAIN_PARAMS_KEY, {})
+        for key, saved in main_params.items():
+            optimizer = objects.get(key)
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.load_main_params(saved)
+        return remainder
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """``import megastrategy`` registers the names, lazily; DDPStrategy's own must not be registered again."""
+
+
+class BackwardSyncControl:
+    """What ``fabric.no_backward_sync`` asks; Fabric's own knows torch's wrapper only."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled:
+            return nullcontext()
+        if not isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                "blocking the synchronisation of backward needs a model that fabric.setup() or fabric.setup_module() "
+                f"returned under this strategy, got {type(module).__name__}"
+            )
+        return module.no_sync()
+
+
+def _unwrapped(module: Module) -> Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _is_as_wrapped(model: DistributedDataParallel) -> bool:
+    """Whether the module still has the parameters that the buffers were laid out for; others may have joined them."""
+    present = {id(param) for param in model.module.parameters()}
+    return all(
+        id(param) in present and param.dtype == spec.dtype and tuple(param.shape) == spec.shape
+        for param, spec in zip(model.params, model.layout.params, strict=True)
+    )
+
+
+def _steps_params_themselves(model: DistributedDataParallel) -> bool:
+    """Whether any torch optimizer may step the model's parameters: whole on every rank, and no main params."""
+    return model.layout.num_shards == 1 and not any(spec.has_main_param for spec in model.layout.params)

@@ -1,0 +1,239 @@
+"""What hooks see of gradients, what they change, and where autograd is used in other ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from ..fits import AwkwardModule, Fit, fit
+from ..matrix import Feature
+
+HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+
+
+def sgd(params: Any) -> Optimizer:
+    """Not AdamW, to which a gradient of another length is the same."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+# --- what hooks see --------------------------------------------------------------------------------------------------
+
+
+class RecordGrads(pl.Callback):
+    """Every parameter's gradient, each time one of the hooks runs.
+
+    With reduce-scatter ``.grad`` is None after a synchronised backward, never a part of the truth, and ``full_grad``
+    has all of it. Before that, and otherwise, ``.grad`` is what it is under "ddp".
+    """
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+        self.grads: list[dict[str, Tensor | None]] = []
+        self.num_hidden = 0
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._record("on_after_backward", trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._record("on_before_optimizer_step", trainer, pl_module)
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._record("on_before_zero_grad", trainer, pl_module)
+
+    def _record(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if hook != self.hook:
+            return
+        full_grad = getattr(trainer.strategy, "full_grad", None)
+        grads: dict[str, Tensor | None] = {}
+        for name, param in pl_module.named_parameters():
+            grads[name] = None if param.grad is None else param.grad.detach().clone()
+            if param.grad is None and full_grad is not None and param.requires_grad:
+                grads[name] = full_grad(param)
+                self.num_hidden += grads[name] is not None
+        self.grads.append(grads)
+
+
+def seen(name: str, strategy_options: dict[str, Any], hook: str, **options: Any) -> list[dict[str, Tensor | None]]:
+    recorder = RecordGrads(hook)
+    fit(name, strategy_options=strategy_options, callbacks=[recorder], **options)
+    assert any(grad is not None for grads in recorder.grads for grad in grads.values())
+    assert (recorder.num_hidden > 0) == strategy_options.get("use_distributed_optimizer", False)
+    return recorder.grads
+
+
+class LogsNorms(AwkwardModule):
+    """What Lightning's documentation does in this hook; under reduce-scatter with the strategy's function."""
+
+    norm_type: float | str = 2.0
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "grad_norm") and strategy.config.use_distributed_optimizer:
+            self.log_dict(strategy.grad_norm(self.norm_type))
+        else:
+            self.log_dict(grad_norm(self, self.norm_type))
+
+
+class LogsLargest(LogsNorms):
+    norm_type = "inf"
+
+
+# --- what hooks change -----------------------------------------------------------------------------------------------
+
+
+class DropsGradients(AwkwardModule):
+    """Leaves the output layer out of the first steps, as DINO does with its last layer."""
+
+    def on_after_backward(self) -> None:
+        if self.global_step < 3:
+            for param in self.out.parameters():
+                param.grad = None
+
+
+class DropsGradientsLater(AwkwardModule):
+    """The same in the other hook, and with ``del``."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.global_step < 3:
+            self.out.weight.grad = None
+            del self.out.bias.grad
+
+
+class WritesGradients(AwkwardModule):
+    """Puts gradients of its own in the place of two, one of which no rank had used."""
+
+    def on_after_backward(self) -> None:
+        strategy: Any = self.trainer.strategy
+        grad = strategy.full_grad(self.out.weight) if hasattr(strategy, "full_grad") else self.out.weight.grad
+        self.out.weight.grad = -0.5 * grad
+        self.side.weight.grad = torch.full_like(self.side.weight, 0.01)
+
+
+class LogsNormsOfWritten(LogsNorms, WritesGradients):
+    """Hooks later in the batch see what earlier ones wrote."""
+
+
+class ScalesLocalGradients(AwkwardModule):
+    """Writes into ``.grad`` between the microbatches of a window, where it is there in every mode."""
+
+    def on_after_backward(self) -> None:
+        if not self.trainer.fit_loop._should_accumulate():
+            return
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+
+class OwnBackward(AwkwardModule):
+    """Overrides of how a batch is backed and stepped, as Lightning's documentation writes them."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.mul(2.0).backward()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 3 == 2:
+            optimizer_closure()  # a batch without a step
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
+class ZeroesInPlace(AwkwardModule):
+    """``.grad`` stays a tensor of zeros, so that momentum goes on moving what a batch does not use."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+def changed(name: str, strategy_options: dict[str, Any], kind: type[AwkwardModule], **options: Any) -> Fit:
+    return fit(name, strategy_options=strategy_options, module=kind(optimizer=sgd), max_epochs=1, **options)
+
+
+# --- autograd in other ways ------------------------------------------------------------------------------------------
+
+
+class GradientPenalty(pl.LightningModule):
+    """The norm of the loss's gradient by the input is a part of the loss: backward through a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 11))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, _, targets = batch
+        features = features.detach().requires_grad_()
+        loss = F.cross_entropy(self.net(features), targets)
+        (by_input,) = torch.autograd.grad(loss, features, create_graph=True)
+        loss = loss + by_input.square().sum()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return sgd(self.parameters())
+
+
+class WeightGradientPenalty(GradientPenalty):
+    """The same by the weights, which are the wrapped module's own parameters."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        features, _, targets = batch
+        loss = F.cross_entropy(self.net(features), targets)
+        by_weight = torch.autograd.grad(loss, list(self.net.parameters()), create_graph=True)
+        loss = loss + 0.1 * sum(grad.square().sum() for grad in by_weight)
+        self.losses.append(loss.item())
+        return loss
+
+
+def penalised(name: str, strategy_options: dict[str, Any], kind: type[GradientPenalty], **options: Any) -> Fit:
+    return fit(name, strategy_options=strategy_options, module=kind(), max_epochs=1, **options)
+
+
+def plain(name: str, strategy_options: dict[str, Any], **options: Any) -> Fit:
+    return fit(name, strategy_options=strategy_options, max_epochs=1, **options)
+
+
+FULL_GRAD = "with reduce-scatter through `strategy.full_grad`; `.grad` is None"
+STRATEGY_NORM = "`lightning.pytorch.utilities.grad_norm`; with reduce-scatter `strategy.grad_norm`"
+AREA = "Hooks and gradients"
+
+FEATURES = [
+    *(Feature(AREA, f"gradients in {hook}", seen, {"hook": hook}, note=FULL_GRAD) for hook in HOOKS),
+    Feature(
+        AREA,
+        "gradients in on_after_backward, accumulated",
+        seen,
+        {"hook": "on_after_backward", "accumulate_grad_batches": 3},
+        note="local and in `.grad` until the last microbatch; " + FULL_GRAD,
+    ),
+    Feature(AREA, "gradient norms logged", changed, {"kind": LogsNorms}, rtol=1e-6, note=STRATEGY_NORM),
+    Feature(AREA, "largest gradients logged", changed, {"kind": LogsLargest}, note=STRATEGY_NORM),
+    Feature(
+        AREA,
+        "norms of gradients that a hook wrote",
+        changed,
+        {"kind": LogsNormsOfWritten},
+        rtol=1e-6,
+        note=STRATEGY_NORM,
+    ),
+    Feature(AREA, ".grad = None in on_after_backward", changed, {"kind": DropsGradients}),
+    Feature(AREA, ".grad = None and del .grad in on_before_optimizer_step", changed, {"kind": DropsGradientsLater}),
+    Feature(AREA, ".grad = tensor in on_after_backward", changed, {"kind": WritesGradients}),
+    Feature(
+        AREA,
+        ".grad changed in place between microbatches",
+        changed,
+        {"kind": ScalesLocalGradients, "accumulate_grad_batches": 3},
+    ),
+    Feature(AREA, "backward and optimizer_step overridden", changed, {"kind": OwnBackward}),
+    Feature(AREA, "optimizer.zero_grad(set_to_none=False)", changed, {"kind": ZeroesInPlace}),
+    Feature(AREA, "Trainer(detect_anomaly=True)", plain, {"detect_anomaly": True}),
+    Feature(AREA, "gradient penalty by the input", penalised, {"kind": GradientPenalty}),
+    Feature(AREA, "gradient penalty by the weights", penalised, {"kind": WeightGradientPenalty}),
+]

@@ -1,0 +1,660 @@
+"""Modules that do more than hold dense layers: compiled, checkpointed, parametrised, built late, copied, re-pointed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import LayerSync
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from ..fits import NUM_TOKENS, AwkwardModule, Fit, fit, weights_of
+from ..matrix import Beyond, Feature
+
+WIDTH = 9
+
+Net = Callable[[Tensor, Tensor], Tensor]
+
+
+class Classifier(pl.LightningModule):
+    """Trains any module that makes logits from features (batch, 5) and tokens (batch,).
+
+    Args:
+        build: makes the module.
+        optimizer: makes the optimizer from the parameters.
+    """
+
+    def __init__(
+        self, build: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = build()
+        self.make_optimizer = optimizer
+        self.losses: list[float] = []
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.net(features, tokens)
+
+    def loss(self, batch: Any) -> Tensor:
+        features, tokens, targets = batch
+        return F.cross_entropy(self(features, tokens), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer([param for param in self.parameters() if param.requires_grad])
+
+
+def trained(
+    name: str,
+    strategy_options: dict[str, Any],
+    *,
+    build: Callable[[], nn.Module],
+    all_used: bool = False,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    **trainer_options: Any,
+) -> Fit:
+    """A fit of a Classifier. ``all_used``: "ddp" looks for no unused parameters, which it cannot with re-entrant
+    checkpoints."""
+    return fitted(name, strategy_options, Classifier(build, optimizer), all_used, **trainer_options)
+
+
+def fitted(
+    name: str, strategy_options: dict[str, Any], module: pl.LightningModule, all_used: bool = False, **options: Any
+) -> Fit:
+    if name == "ddp" and all_used:
+        strategy_options = {"find_unused_parameters": False, **strategy_options}
+    before = weights_of(module)
+    result = fit(name, strategy_options=strategy_options, module=module, **options)
+    moved = [key for key in before if key in result.weights and not torch.equal(before[key], result.weights[key])]
+    assert len(moved) >= len(before) // 3 or not before, "hardly anything was trained"
+    return result
+
+
+def wrap_again(trainer: pl.Trainer) -> None:
+    """What a user of "ddp" would have to do where what is trained changes: only the references of tests do."""
+    strategy: Any = trainer.strategy
+    strategy.model = None  # the wrapper that is there takes its hooks along
+    strategy.model = strategy._setup_model(trainer.lightning_module)
+
+
+# --- checkpoints and adapters ----------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Two blocks behind activation checkpoints, a frozen one between them."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.inputs = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.out = nn.Linear(WIDTH, NUM_TOKENS)
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        hidden = self.inputs(features)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
+        return self.out(hidden)
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen linear layer plus a product of two small matrices, the second of which begins with zeros."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class Adapted(nn.Module):
+    """Adapters on a frozen model with activation checkpoints; the first block's input must require gradients."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.embed = nn.Embedding(NUM_TOKENS, 5).requires_grad_(False)
+        self.inputs = Adapter(nn.Linear(5, WIDTH))
+        self.blocks = nn.ModuleList(nn.Sequential(Adapter(nn.Linear(WIDTH, WIDTH)), nn.Tanh()) for _ in range(2))
+        self.out = Adapter(nn.Linear(WIDTH, NUM_TOKENS))
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        hidden = (features + self.embed(tokens)).requires_grad_()
+        for block in (self.inputs, *self.blocks):
+            hidden = checkpoint(block, hidden, use_reentrant=self.use_reentrant)
+        return self.out(hidden)
+
+
+# --- compiled --------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.out = nn.Linear(WIDTH, NUM_TOKENS)
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.out(self.block(features))
+
+
+class Backend:
+    """A backend of ``torch.compile`` that counts what it compiles."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.num_graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.num_graphs += 1
+        return lookup_backend(self.name)(graph, inputs)
+
+
+def compiled(
+    name: str, strategy_options: dict[str, Any], *, whole: bool, backend: str = "aot_eager", validate: bool = True
+) -> Fit:
+    """Lightning compiles the steps of an optimized module, and allows that for subclasses of its DDPStrategy only."""
+    torch._dynamo.reset()
+    counting = Backend(backend)
+    module = Classifier(Plain)
+    target: Any = module
+    if whole:
+        target = torch.compile(module, backend=counting)
+    else:
+        module.net.compile(backend=counting)
+    options = {"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": int(validate), "num_sanity_val_steps": 0}
+    result = fitted(name, strategy_options, target, **options)
+    assert counting.num_graphs > 0
+    torch._dynamo.reset()
+    return dataclasses.replace(result, weights=weights_of(module), losses=module.losses)
+
+
+# --- normalisation over the ranks ------------------------------------------------------------------------------------
+
+
+class AllReduce(torch.autograd.Function):
+    """The sum over the ranks, with a gradient: what SyncBatchNorm does, which torch has for accelerators only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SyncedBatchNorm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        sums = AllReduce.apply(torch.cat([x.sum(0), x.square().sum(0), x.new_full((1,), len(x))]))
+        mean, square = (sums[:-1] / sums[-1]).chunk(2)
+        var = square - mean.square()
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, 0.1)  # type: ignore[union-attr]
+            self.running_var.lerp_(var, 0.1)  # type: ignore[union-attr]
+        return (x - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias
+
+
+class SyncOnCPU(LayerSync):
+    """What ``Trainer(sync_batchnorm=True)`` installs, for a CPU."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        for name, child in model.named_modules():
+            if isinstance(child, nn.BatchNorm1d):
+                synced = SyncedBatchNorm(child.num_features)
+                synced.load_state_dict(child.state_dict())
+                model.set_submodule(name, synced)
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+class Normalised(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block.append(nn.BatchNorm1d(WIDTH))
+
+
+def synced(name: str, strategy_options: dict[str, Any]) -> Fit:
+    module = Classifier(Normalised)
+    result = fitted(name, strategy_options, module, plugins=[SyncOnCPU()])
+    assert isinstance(module.net.block[-1], SyncedBatchNorm)
+    return result
+
+
+# --- built late, copied, pickled, re-pointed -------------------------------------------------------------------------
+
+
+class BuiltLate(Classifier):
+    """Its layers exist from ``configure_model`` on."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity)
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Identity):
+            torch.manual_seed(0)
+            self.net = Plain()
+
+
+def built_late(name: str, strategy_options: dict[str, Any]) -> Fit:
+    result = fitted(name, strategy_options, BuiltLate())
+    assert "net.out.weight" in result.weights
+    return result
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh(), nn.LazyLinear(NUM_TOKENS))
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.block(features)
+
+
+def materialised() -> nn.Module:
+    module = Lazy()
+    module(torch.zeros(1, 5), torch.zeros(1, dtype=torch.long))
+    return module
+
+
+def copied_after(name: str, strategy_options: dict[str, Any], *, how: Callable[[Any], Any]) -> list[Fit]:
+    """The module after a fit, its copy, and both trained on: they share nothing."""
+    module = AwkwardModule()
+    first = fitted(name, strategy_options, module, max_epochs=1)
+    other = how(module)
+    second = fitted(name, strategy_options, other, max_epochs=1)
+    kept = weights_of(module)
+    assert all(torch.equal(kept[key], value) for key, value in first.weights.items()), "the original moved"
+    third = fitted(name, strategy_options, module, max_epochs=1)
+    return [first, second, third]
+
+
+def pickled(module: Any) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+class CopyInBetween(Callback):
+    """Copies the module in mid-fit and trains the copy by hand: gradients and weights of the fit must not notice."""
+
+    def __init__(self) -> None:
+        self.copies: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % 3:
+            return
+        other: Any = copy.deepcopy(pl_module)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        features, tokens, targets = batch
+        F.cross_entropy(other(features, tokens), targets).backward()
+        optimizer.step()
+        self.copies.append(weights_of(other))
+
+
+def copied_during(name: str, strategy_options: dict[str, Any]) -> tuple[Fit, list[dict[str, Tensor]]]:
+    copier = CopyInBetween()
+    result = fitted(name, strategy_options, AwkwardModule(), callbacks=[copier], accumulate_grad_batches=2)
+    assert len(copier.copies) == 2 * 3
+    return result, copier.copies
+
+
+class Repoints(Callback):
+    """Gives parameters other memory, the same values on both ranks, in one of the hooks."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._repoint("batch end", trainer, pl_module)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._repoint("after backward", trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._repoint("validation end", trainer, pl_module)
+
+    def _repoint(self, hook: str, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if hook == self.hook and trainer.fit_loop.total_batch_idx % 3 == 0:
+            for param in pl_module.parameters():
+                param.data = param.data * 0.9
+
+
+def repointed(name: str, strategy_options: dict[str, Any], *, hook: str) -> Fit:
+    return fitted(name, strategy_options, AwkwardModule(), callbacks=[Repoints(hook)])
+
+
+class LoadsInBetween(Callback):
+    """Goes back to the weights of the first batch, in place, in mid-fit."""
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == 1:
+            self.saved = weights_of(pl_module)
+        if batch_idx == 4:
+            pl_module.load_state_dict(self.saved)
+
+
+def loading(name: str, strategy_options: dict[str, Any]) -> Fit:
+    return fitted(name, strategy_options, AwkwardModule(), callbacks=[LoadsInBetween()])
+
+
+class Freezes(Callback):
+    """Freezes a layer after three batches, and (``thaws``) lets it train again after three more."""
+
+    def __init__(self, thaws: bool) -> None:
+        self.thaws = thaws
+        self.frozen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        step = trainer.global_step
+        if step == 3:
+            pl_module.out.requires_grad_(False)
+        if step == 6 and self.thaws:
+            pl_module.out.requires_grad_(True)
+        self.frozen.append(pl_module.out.weight.detach().clone())
+
+
+def freezing(name: str, strategy_options: dict[str, Any], *, thaws: bool) -> tuple[Fit, list[Tensor]]:
+    """A parameter that was trainable at the start stops, and perhaps starts again: "ddp" allows for that."""
+    callback = Freezes(thaws)
+    result = fitted(name, strategy_options, AwkwardModule(), callbacks=[callback])
+    seen = callback.frozen
+    assert torch.equal(seen[3], seen[5])
+    assert torch.equal(seen[5], seen[-1]) != thaws
+    return result, seen
+
+
+# --- kinds of parameters ---------------------------------------------------------------------------------------------
+
+
+class WithEmpty(Plain):
+    """Parameters without elements, first, last and between, used and unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_empty = nn.Parameter(torch.zeros(0, 3))
+        self.block.insert(1, nn.Linear(WIDTH, 0))
+        self.block.insert(2, nn.Linear(0, WIDTH))
+        self.z_empty = nn.Parameter(torch.zeros(4, 0))
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return super().forward(features, tokens) + self.a_empty.sum()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(5, WIDTH, dtype=torch.complex64)
+        self.out = nn.Linear(WIDTH, NUM_TOKENS)
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.out(self.inputs(features.to(torch.complex64)).abs())
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients, rows of which come twice in a batch, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(NUM_TOKENS, WIDTH, sparse=True)
+        self.out = nn.Linear(WIDTH, NUM_TOKENS)
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.out(self.embed(torch.stack([tokens, tokens, (tokens + 1) % NUM_TOKENS])).sum(0))
+
+
+class OnlySparse(Sparse):
+    """The embedding alone is trained: the first gradient to arrive is a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out.requires_grad_(False)
+
+
+class Containers(nn.Module):
+    """ParameterList and ParameterDict, a layer under two names, and a weight shared by two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList([torch.randn(5, WIDTH), torch.zeros(WIDTH)])
+        self.dict = nn.ParameterDict({"out": torch.randn(WIDTH, NUM_TOKENS), "scalar": torch.tensor(0.5)})
+        self.first = self.second = nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, WIDTH)
+        self.third.weight = self.first.weight
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(features @ self.list[0] + self.list[1])
+        hidden = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(hidden))))))
+        return hidden @ self.dict["out"] * self.dict["scalar"]
+
+
+class ChannelsLast(nn.Module):
+    """Convolutions whose weights lie in memory with the channels last, which decides how their gradients lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.Sequential(nn.Conv2d(5, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 8, (3, 2)))
+        self.out = nn.Linear(32, NUM_TOKENS)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        assert self.convs[0].weight.is_contiguous(memory_format=torch.channels_last)
+        image = features[:, :, None, None] * torch.arange(12.0).reshape(4, 3)
+        return self.out(self.convs(image.contiguous(memory_format=torch.channels_last)).flatten(1))
+
+
+class Recurrent(nn.Module):
+    """An LSTM, which keeps a list of its weights, and a transformer layer, which has a fast path in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(1, 8, num_layers=2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(8, NUM_TOKENS)
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.out(self.layer(self.lstm(features[:, :, None])[0]).mean(1))
+
+
+# --- re-parametrised and hooked --------------------------------------------------------------------------------------
+
+
+class Parametrised(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.block[0])
+        parametrizations.spectral_norm(self.block[2])
+        parametrizations.orthogonal(self.out, orthogonal_map="householder")
+
+
+class Hooked(Classifier):
+    """Hooks of every kind: on modules, forward and backward, and on parameters, before and after accumulation."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain)
+        self.seen: list[str] = []
+        block = self.net.block
+        block[0].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        block[1].register_forward_hook(lambda module, args, output: output * 0.9)
+        block[2].register_full_backward_hook(self._double)
+        block[2].weight.register_hook(lambda grad: grad * 0.5)
+        self.net.out.weight.register_post_accumulate_grad_hook(self._clamp)
+
+    def _double(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+        self.seen.append("backward")
+        return tuple(None if grad is None else grad * 2 for grad in grad_input)
+
+    def _clamp(self, param: Tensor) -> None:
+        self.seen.append("accumulated")
+        assert param.grad is not None
+        param.grad.clamp_(-0.02, 0.02)
+
+
+def hooked(name: str, strategy_options: dict[str, Any]) -> tuple[Fit, list[str]]:
+    module = Hooked()
+    result = fitted(name, strategy_options, module)
+    assert len(module.seen) == 2 * len(module.losses)
+    return result, module.seen
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+class Direct(Classifier):
+    """Its step calls submodules, a functional call among them, not ``self``; it returns a dictionary of more than
+    the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain)
+        self.returned: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        features, _, targets = batch
+        hidden = self.net.block[:2](features)
+        weights = {"weight": self.net.block[2].weight * 0.5, "bias": self.net.block[2].bias}
+        hidden = torch.func.functional_call(self.net.block[2], weights, hidden)
+        logits = F.linear(hidden, self.net.out.weight, self.net.out.bias)
+        loss = F.cross_entropy(logits, targets)
+        self.losses.append(loss.item())
+        return {"loss": loss, "logits": logits.detach(), "more": [Outputs(hidden, logits)]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.returned.append({"loss": outputs["loss"], "logits": outputs["logits"]})
+        assert outputs["more"][0].logits.shape == outputs["logits"].shape
+
+
+@dataclasses.dataclass
+class Outputs:
+    hidden: Tensor
+    logits: Tensor
+
+
+class Structured(nn.Module):
+    """Its forward returns a dataclass, as those of many libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = Plain()
+
+    def forward(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.outputs(features).logits
+
+    def outputs(self, features: Tensor) -> Outputs:
+        hidden = self.plain.block(features)
+        return Outputs(hidden, self.plain.out(hidden))
+
+
+def direct(name: str, strategy_options: dict[str, Any]) -> tuple[Fit, list[Any]]:
+    module = Direct()
+    return fitted(name, strategy_options, module), module.returned
+
+
+def _with(**options: Any) -> Mapping[str, Any]:
+    return options
+
+
+AREA = "Modules"
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+FEATURES = [
+    Feature(
+        AREA, "torch.compile of the LightningModule", compiled, _with(whole=True), note="with the backend `aot_eager`"
+    ),
+    Feature(AREA, "torch.compile of a block", compiled, _with(whole=False), note="with the backend `aot_eager`"),
+    Feature(
+        AREA,
+        "activation checkpoints, re-entrant, a frozen block",
+        trained,
+        _with(build=partial(Checkpointed, True), all_used=True),
+        note='under "ddp" with `find_unused_parameters=False` only',
+    ),
+    Feature(
+        AREA,
+        "activation checkpoints, not re-entrant, a frozen block",
+        trained,
+        _with(build=partial(Checkpointed, False)),
+    ),
+    Feature(
+        AREA,
+        "adapters on a frozen model, re-entrant checkpoints",
+        trained,
+        _with(build=partial(Adapted, True), all_used=True),
+        note='under "ddp" with `find_unused_parameters=False` only',
+    ),
+    Feature(
+        AREA, "adapters on a frozen model, checkpoints not re-entrant", trained, _with(build=partial(Adapted, False))
+    ),
+    Feature(AREA, "sync_batchnorm", synced, note="with a LayerSync for the CPU, which torch's SyncBatchNorm refuses"),
+    Feature(AREA, "configure_model", built_late),
+    Feature(AREA, "lazy modules, materialised before the fit", trained, _with(build=materialised)),
+    Feature(AREA, "deepcopy after a fit, both trained on", copied_after, _with(how=copy.deepcopy)),
+    Feature(AREA, "pickle after a fit, both trained on", copied_after, _with(how=pickled)),
+    Feature(AREA, "deepcopy during a fit, trained by hand", copied_during),
+    Feature(AREA, "`param.data = x` after a batch", repointed, _with(hook="batch end")),
+    Feature(AREA, "`param.data = x` after backward", repointed, _with(hook="after backward")),
+    Feature(AREA, "`param.data = x` after validation", repointed, _with(hook="validation end")),
+    Feature(AREA, "load_state_dict in mid-fit", loading),
+    Feature(AREA, "a layer frozen in mid-fit", freezing, _with(thaws=False)),
+    Feature(AREA, "a layer frozen in mid-fit, and trained again", freezing, _with(thaws=True)),
+    Feature(AREA, "parameters without elements", trained, _with(build=WithEmpty)),
+    Feature(AREA, "complex parameters", trained, _with(build=Complex)),
+    Feature(AREA, "sparse embeddings, SGD", trained, _with(build=Sparse, optimizer=sgd)),
+    Feature(AREA, "sparse embeddings and nothing else, SGD", trained, _with(build=OnlySparse, optimizer=sgd)),
+    Feature(AREA, "ParameterList, ParameterDict, layers and weights used twice", trained, _with(build=Containers)),
+    Feature(AREA, "channels_last", trained, _with(build=ChannelsLast)),
+    Feature(AREA, "LSTM and transformer layer", trained, _with(build=Recurrent)),
+    Feature(AREA, "weight_norm, spectral_norm, orthogonal", trained, _with(build=Parametrised)),
+    Feature(AREA, "hooks on modules and parameters", hooked),
+    Feature(AREA, "a step that calls submodules and returns a dictionary", direct),
+    Feature(AREA, "a forward that returns a dataclass", trained, _with(build=Structured)),
+]
+
+BEYOND = [
+    Beyond(
+        "a parametrization registered in mid-fit: the ranks stay equal",
+        "test_lightning_modules.py::test_a_parametrization_registered_in_mid_fit_is_synchronised",
+    ),
+    Beyond(
+        "parameters replaced in mid-fit (`load_state_dict(assign=True)`): an error names them, not a silent standstill",
+        "test_lightning_modules.py::test_parameters_replaced_in_mid_fit_are_refused_by_name",
+    ),
+    Beyond(
+        "sparse embeddings with any optimizer, Adam among them",
+        "test_lightning_modules.py::test_adam_trains_sparse_embeddings_as_dense_ones",
+    ),
+]

@@ -1,0 +1,463 @@
+"""Models and optimizers are set up together, apart, several, again, or never trained; wherever "ddp" allows it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.wrappers import is_wrapped
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megastrategy import DistributedDataParallel
+from megastrategy.fabric import MegatronDDPStrategy
+
+from .fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, make_strategy, sgd, state_of
+from .fits import weights_of
+from .matrix import MODES, assert_equal
+from .rank_processes import Ranks
+
+both_modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+
+
+def assert_like_ddp(ranks: Ranks, job: Any, options: dict[str, Any], **arguments: Any) -> None:
+    """``job`` gives the same bits on every rank under both strategies."""
+    assert_equal(ranks.run(job, "megatron_ddp", options, **arguments), ranks.run(job, "ddp", {}, **arguments))
+
+
+def step_with(fabric: Fabric, model: Any, *optimizers: Any, batches: int = 3) -> list[float]:
+    """A few steps of all the optimizers; the losses."""
+    losses = []
+    for features, tokens, targets in itertools.islice(make_data(fabric), batches):
+        loss = F.cross_entropy(model(features, tokens), targets)
+        fabric.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# --- together and apart ---------------------------------------------------------------------------------------------
+
+
+def set_up_apart(name: str, strategy_options: dict[str, Any], built_on: str) -> Loop:
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    before = sgd(net.parameters())
+    model = fabric.setup_module(net)
+    after = sgd(model.parameters())
+    optimizer = fabric.setup_optimizers(before if built_on == "raw" else after)
+    losses = step_with(fabric, model, optimizer)
+    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+
+
+@both_modes
+@pytest.mark.parametrize("built_on", ["raw", "wrapped"])
+def test_model_and_optimizer_set_up_apart(ranks: Ranks, options: dict[str, Any], built_on: str) -> None:
+    """The optimizer may be built before the model is set up, or on the parameters of what setup_module returns."""
+    assert_like_ddp(ranks, set_up_apart, options, built_on=built_on)
+
+
+def two_optimizers(name: str, strategy_options: dict[str, Any], shared: bool) -> Any:
+    """Over disjoint halves of one model, or both over all of it; with a scheduler that Fabric passes through."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    params = [param for param in net.parameters() if param.requires_grad]
+    own = [sgd(params if shared else params[:4]), adamw(params if shared else params[4:])]
+    scheduler = torch.optim.lr_scheduler.StepLR(own[0], 1, gamma=0.5)
+    model, first, second, same_scheduler = fabric.setup(net, *own, scheduler=scheduler)
+    assert same_scheduler is scheduler
+    losses = []
+    for features, tokens, targets in itertools.islice(make_data(fabric), 3):
+        for optimizer in (first, second):
+            loss = F.cross_entropy(model(features, tokens), targets)
+            fabric.backward(loss)
+            optimizer.step()
+            first.zero_grad()
+            second.zero_grad()
+            losses.append(loss.item())
+        scheduler.step()  # warns, which is an error here, unless the optimizer's own step was called
+    assert first.param_groups[0]["lr"] == own[0].param_groups[0]["lr"] == 0.05 / 8
+    return weights_of(net), losses, state_of(fabric, first), state_of(fabric, second)
+
+
+@both_modes
+@pytest.mark.parametrize("shared", [False, True], ids=["disjoint", "shared"])
+def test_two_optimizers_of_one_model(ranks: Ranks, options: dict[str, Any], shared: bool) -> None:
+    assert_like_ddp(ranks, two_optimizers, options, shared=shared)
+
+
+def gan(name: str, strategy_options: dict[str, Any]) -> Any:
+    """Two models with an optimizer each: the generator is trained through the discriminator."""
+    fabric = make_fabric(name, strategy_options)
+    torch.manual_seed(fabric.global_rank)
+    generator, discriminator = nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    g, g_opt = fabric.setup(generator, adamw(generator.parameters()))
+    d, d_opt = fabric.setup(discriminator, adamw(discriminator.parameters()))
+    noise = torch.Generator().manual_seed(7 + fabric.global_rank)
+    losses = []
+    for _ in range(4):
+        real, z = torch.randn(6, 5, generator=noise), torch.randn(6, 3, generator=noise)
+        d_opt.zero_grad()
+        d_loss = F.softplus(-d(real)).mean() + F.softplus(d(g(z).detach())).mean()
+        fabric.backward(d_loss, model=d)
+        d_opt.step()
+        g_opt.zero_grad()
+        g_loss = F.softplus(-d(g(z))).mean()
+        fabric.backward(g_loss, model=g)
+        g_opt.step()
+        losses += [d_loss.item(), g_loss.item()]
+    return losses, weights_of(generator), weights_of(discriminator), state_of(fabric, g_opt), state_of(fabric, d_opt)
+
+
+@both_modes
+def test_two_models_with_an_optimizer_each(ranks: Ranks, options: dict[str, Any]) -> None:
+    """Of the several backwards through the discriminator only its own count: zero_grad drops the generator's."""
+    assert_like_ddp(ranks, gan, options)
+
+
+def one_optimizer_for_two_models(name: str, strategy_options: dict[str, Any]) -> Any:
+    fabric = make_fabric(name, strategy_options)
+    torch.manual_seed(fabric.global_rank)
+    encoder, decoder = nn.Linear(3, 5), nn.Linear(5, 1)
+    own = adamw([*encoder.parameters(), *decoder.parameters()])
+    e, d = fabric.setup_module(encoder), fabric.setup_module(decoder)
+    optimizer = fabric.setup_optimizers(own)
+    losses = []
+    for number in range(3):
+        loss = d(torch.tanh(e(torch.full((2, 3), 1.0 + number + fabric.global_rank)))).square().mean()
+        fabric.backward(loss)
+        fabric.clip_gradients(e, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, weights_of(encoder), weights_of(decoder), state_of(fabric, optimizer)
+
+
+def test_one_optimizer_for_two_models_steps_whole_parameters(ranks: Ranks) -> None:
+    assert_like_ddp(ranks, one_optimizer_for_two_models, MODES["all-reduce"])
+
+
+def one_sharded_optimizer_for_two_models() -> None:
+    fabric = make_fabric("megatron_ddp")
+    encoder, decoder = nn.Linear(3, 5), nn.Linear(5, 1)
+    fabric_models = fabric.setup_module(encoder), fabric.setup_module(decoder)
+    with pytest.raises(ValueError, match="belong to 2 models"):
+        fabric.setup_optimizers(adamw([*encoder.parameters(), *decoder.parameters()]))
+    del fabric_models
+
+
+def test_one_sharded_optimizer_for_two_models_is_refused_with_the_way_out(ranks: Ranks) -> None:
+    ranks.run(one_sharded_optimizer_for_two_models)
+
+
+def strangers() -> None:
+    fabric = make_fabric("megatron_ddp")
+    net, other = nn.Linear(3, 5), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"fabric.setup_module\(model\) before"):
+        fabric.setup_optimizers(sgd(net.parameters()))
+    model = fabric.setup_module(net)
+    with pytest.raises(ValueError, match="no parameter of this SGD belongs"):
+        fabric.setup_optimizers(sgd(other.parameters()))
+    with pytest.raises(ValueError, match=r"parameter 2 of group 0, of shape \(2, 2\)"):
+        fabric.setup_optimizers(sgd([*net.parameters(), *other.parameters()]))
+    del model, net
+    gc.collect()
+
+
+def test_an_optimizer_of_no_model_is_refused(ranks: Ranks) -> None:
+    """Nobody would reduce its gradients, and the ranks would drift apart; "ddp" lets them."""
+    ranks.run(strangers)
+
+
+# --- again, and never trained ---------------------------------------------------------------------------------------
+
+
+def set_up_again(name: str, strategy_options: dict[str, Any]) -> Any:
+    """The same module and optimizer as the user knows them, once for each phase, and once more to evaluate."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    own = sgd(net.parameters())
+    model, optimizer = fabric.setup(net, own)
+    losses = step_with(fabric, model, optimizer)
+    with torch.no_grad():
+        net.scale.add_(fabric.global_rank)
+    again, optimizer_again = fabric.setup(net, own)  # rank 0's weights reach all again
+    losses += step_with(fabric, again, optimizer_again)
+    evaluated = fabric.setup(net)
+    with torch.no_grad():
+        features, tokens, _ = next(iter(make_data(fabric)))
+        seen = evaluated(features, tokens)
+    losses += step_with(fabric, model, optimizer)
+    return losses, seen, weights_of(net), state_of(fabric, optimizer)
+
+
+@both_modes
+def test_a_module_may_be_set_up_again(ranks: Ranks, options: dict[str, Any]) -> None:
+    """Both setups go on working, as both wrappers do under "ddp"."""
+    assert_like_ddp(ranks, set_up_again, options)
+
+
+def unfreeze_and_set_up_again(name: str, strategy_options: dict[str, Any]) -> Any:
+    """With a second optimizer, for what was frozen."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    own = sgd([param for param in net.parameters() if param.requires_grad])
+    model, optimizer = fabric.setup(net, own)
+    losses = step_with(fabric, model, optimizer)
+    net.frozen.requires_grad_(True)
+    model, optimizer, second = fabric.setup(net, own, adamw(net.frozen.parameters()))
+    losses += step_with(fabric, model, optimizer, second)
+    return losses, weights_of(net), state_of(fabric, optimizer), state_of(fabric, second)
+
+
+@both_modes
+def test_a_module_set_up_again_after_unfreezing_trains_what_was_frozen(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert_like_ddp(ranks, unfreeze_and_set_up_again, options)
+
+
+def change_dtype_and_set_up_again(name: str, strategy_options: dict[str, Any]) -> Any:
+    """After some steps in fp32 the module becomes fp64, which takes buffers and an optimizer of another size."""
+    fabric = make_fabric(name, strategy_options)
+    torch.manual_seed(fabric.global_rank)
+    net = nn.Linear(3, 5)
+    own = sgd(net.parameters())
+    model, optimizer = fabric.setup(net, own)
+    fabric.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    net.double()
+    if name != "ddp":
+        with pytest.raises(ValueError, match="build a new optimizer"):
+            fabric.setup(net, own)
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    fabric.backward(model(torch.ones(2, 3, dtype=torch.float64)).sum())
+    optimizer.step()
+    return weights_of(net), state_of(fabric, optimizer)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            MODES["reduce-scatter"],
+            marks=pytest.mark.xfail(strict=True, reason="close() refuses parameters that have another dtype now"),
+        ),
+        MODES["all-reduce"],
+    ],
+    ids=MODES,
+)
+def test_a_module_set_up_again_in_another_dtype(ranks: Ranks, options: dict[str, Any]) -> None:
+    """The optimizer of the former setup, whose state is in shards of buffers that are gone, is refused."""
+    assert_like_ddp(ranks, change_dtype_and_set_up_again, options)
+
+
+def evaluate(name: str, strategy_options: dict[str, Any]) -> Any:
+    """A model that is set up and only evaluated, with rank 0's weights and buffers."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    model = fabric.setup(net).eval()
+    with torch.inference_mode():
+        outputs = [model(features, tokens) for features, tokens, _ in make_data(fabric)]
+    return outputs, weights_of(net)
+
+
+@both_modes
+def test_a_model_that_is_only_evaluated(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert_like_ddp(ranks, evaluate, options)
+
+
+def teacher_and_student(strategy_options: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The teacher has nothing to train; torch DDP refuses to wrap it."""
+    fabric = make_fabric("megatron_ddp", strategy_options)
+    torch.manual_seed(fabric.global_rank)
+    teacher, student = nn.Linear(3, 5).requires_grad_(False), nn.Linear(3, 5)
+    t = fabric.setup(teacher)
+    s, optimizer = fabric.setup(student, sgd(student.parameters()))
+    x = torch.full((2, 3), 1.0 + fabric.global_rank)
+    for _ in range(200):
+        fabric.backward(F.mse_loss(s(x), t(x)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return F.mse_loss(s(x), t(x)), weights_of(teacher)
+
+
+@both_modes
+def test_a_model_without_trainable_parameters_may_be_set_up(ranks: Ranks, options: dict[str, Any]) -> None:
+    (loss, teacher), (other_loss, other_teacher) = ranks.run(teacher_and_student, options)
+    assert_equal(teacher, other_teacher)
+    assert max(loss.item(), other_loss.item()) < 1e-3
+
+
+def set_up_and_forget() -> None:
+    fabric = make_fabric("megatron_ddp")
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    step_with(fabric, model, optimizer)
+    references = [weakref.ref(model._forward_module), weakref.ref(optimizer.optimizer)]
+    assert isinstance(references[0](), DistributedDataParallel)
+    del model, optimizer
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))  # nothing of the former setup is in the way
+    step_with(fabric, model, optimizer)
+    fabric.strategy.teardown()
+    assert all(param.grad is None for param in net.parameters())
+    F.cross_entropy(net(torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)), torch.tensor([0, 1])).backward()
+    assert net.scale.grad is not None, "a plain module again"
+
+
+def test_what_the_user_drops_is_freed(ranks: Ranks) -> None:
+    """A Fabric has no end, and may set up a model for each of many trials."""
+    ranks.run(set_up_and_forget)
+
+
+# --- the module afterwards ------------------------------------------------------------------------------------------
+
+
+def copies(name: str, strategy_options: dict[str, Any], folder: str) -> Any:
+    """An average of the weights made from the module in mid-training, a pickled copy, and unwrapping."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    assert is_wrapped(model)
+    assert is_wrapped(optimizer)
+    assert not is_wrapped(net)
+    assert isinstance(optimizer, torch.optim.SGD)
+    average = torch.optim.swa_utils.AveragedModel(model.module)
+    for _ in range(3):
+        step_with(fabric, model, optimizer, batches=1)
+        average.update_parameters(model)
+    copied, pickled = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+    step_with(fabric, model, optimizer, batches=1)
+    path = Path(folder) / f"{name}{fabric.global_rank}.pt"
+    torch.save(net.inputs.weight, path)
+    return weights_of(average), weights_of(copied), weights_of(pickled), weights_of(net), path.stat().st_size
+
+
+@both_modes
+def test_copies_are_made_in_mid_training(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
+    """Copies own their memory, and a saved parameter does not bring the buffer it lies in."""
+    ours = ranks.run(copies, "megatron_ddp", options, folder=str(tmp_path))
+    theirs = ranks.run(copies, "ddp", {}, folder=str(tmp_path))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_equal(mine[:-1], other[:-1])
+        assert mine[-1] == pytest.approx(other[-1], abs=64), "the file's name stands in the file"
+
+
+def average_of_the_wrapper(name: str, strategy_options: dict[str, Any]) -> Any:
+    """A moving average made from what fabric.setup returned, and evaluated."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    losses = step_with(fabric, model, optimizer)
+    average.update_parameters(model)
+    with torch.no_grad():
+        return losses, average.eval()(torch.ones(2, 5), torch.tensor([0, 1]))
+
+
+@pytest.mark.xfail(strict=True, reason="DistributedDataParallel cannot be copied: it holds a process group")
+@both_modes
+def test_what_setup_returns_may_be_copied(ranks: Ranks, options: dict[str, Any]) -> None:
+    assert_like_ddp(ranks, average_of_the_wrapper, options)
+
+
+# --- options and launching ------------------------------------------------------------------------------------------
+
+
+def test_options_are_those_of_the_trainer() -> None:
+    strategy = MegatronDDPStrategy(bucket_cap_mb=1, find_unused_parameters=False)
+    assert strategy.config.bucket_size == 2**18
+    assert not strategy.config.find_unused_parameters
+    with pytest.raises(ValueError, match="did you mean 'bucket_size'"):
+        MegatronDDPStrategy(bucket_siz=3)
+    with pytest.raises(ValueError, match="ddp_comm_hook"):
+        MegatronDDPStrategy(ddp_comm_hook=None)
+
+
+def test_a_strategy_that_was_not_used_yet_can_be_pickled() -> None:
+    """The launchers that spawn processes send it there."""
+    assert pickle.loads(pickle.dumps(make_strategy("megatron_ddp"))).config == make_strategy("megatron_ddp").config
+
+
+def train_by_name(package: str) -> Any:
+    """The strategy's name is enough; in either of the packages, which refuse each other's strategies."""
+    fabrics = importlib.import_module(package)
+    fabric = fabrics.Fabric(accelerator="cpu", devices=2, strategy="megatron_ddp")
+    fabric.launch()
+    assert isinstance(fabric.strategy, fabrics.strategies.DDPStrategy)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    return step_with(fabric, model, optimizer), weights_of(net), type(fabric.strategy).__module__
+
+
+def test_both_packages_train_alike_by_the_strategys_name(ranks: Ranks) -> None:
+    *ours, module = ranks.run(train_by_name, "lightning.fabric")[0]
+    *mirrored, other_module = ranks.run(train_by_name, "lightning_fabric")[0]
+    assert_equal(mirrored, ours)
+    assert (module, other_module) == ("megastrategy.fabric", "megastrategy.lightning_fabric")
+
+
+SCRIPT = """
+import sys
+import torch
+from lightning.fabric import Fabric
+from megastrategy.fabric import MegatronDDPStrategy
+
+
+def train(fabric, steps):
+    torch.manual_seed(fabric.global_rank)
+    net = torch.nn.Linear(3, 5)
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+    for _ in range(steps):
+        fabric.backward(model(torch.ones(2, 3)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    total = fabric.all_reduce(net.weight.detach().clone(), reduce_op="sum")
+    assert torch.equal(total, 2 * net.weight), "the ranks have the same weights"
+    fabric.print(f"{fabric.world_size} ranks")
+    if sys.argv[2:] == ["fails"]:
+        raise SystemExit(3)
+    return fabric.world_size
+
+
+if __name__ == "__main__":
+    strategy = MegatronDDPStrategy(start_method=sys.argv[1])
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    if sys.argv[1] == "popen":
+        fabric.launch()
+        train(fabric, 2)
+    else:
+        assert fabric.launch(train, 2) == 2
+    print("end")
+"""
+
+
+@pytest.mark.parametrize(("start_method", "ends"), [("popen", 2), ("spawn", 1), ("fork", 1)])
+def test_a_script_ends_by_itself(tmp_path: Path, start_method: str, ends: int) -> None:
+    """Nobody tears a Fabric down: the engine's threads must not keep a process from ending, nor fail at its end."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(script), start_method], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 ranks") == 1
+    assert done.stdout.count("end\n") == ends
+    assert "Traceback" not in done.stderr

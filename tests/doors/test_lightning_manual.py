@@ -1,0 +1,146 @@
+"""Manual optimization: Lightning's GAN, what is sent and when, and a rank that leaves a batch out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from .by_hand import batches
+from .features.manual import (
+    GAN,
+    LocalOverBatches,
+    LocalThenSynchronised,
+    Manual,
+    ToggledModel,
+    TwiceSynchronised,
+    manual,
+)
+from .fits import AwkwardModule, Fit, assert_same_tensors, fit, weights_of
+from .matrix import MODES
+from .rank_processes import Failure, Ranks
+from .test_lightning_parity import CountReductions
+
+EITHER_MODE = pytest.mark.parametrize("mode", MODES)
+
+# --- Lightning's GAN -------------------------------------------------------------------------------------------------
+
+
+def fit_gan(name: str, **strategy_options: Any) -> Fit:
+    return fit(name, module=GAN(), strategy_options=strategy_options, max_epochs=2)
+
+
+def gan_by_hand() -> tuple[dict[str, Tensor], list[list[float]]]:
+    """The recipe in one process: each network steps with the mean of the two ranks' gradients."""
+    gan = GAN()
+    opt_g, opt_d = gan.configure_optimizers()
+    losses: list[list[float]] = [[], []]
+
+    def step(optimizer: torch.optim.Optimizer, network: nn.Module, both: list[Tensor]) -> None:
+        params = list(network.parameters())
+        first, second = (torch.autograd.grad(loss, params, retain_graph=True) for loss in both)
+        for param, one, other in zip(params, first, second, strict=True):
+            param.grad = (one + other) / 2
+        optimizer.step()
+        for rank, loss in enumerate(both):
+            losses[rank].append(loss.item())
+
+    for epoch in range(2):
+        for batch_idx, pair in enumerate(batches(epoch)):
+            reals = [batch[0] for batch in pair]
+            fakes = [gan.generator(gan.noise(rank, batch_idx, len(real))) for rank, real in enumerate(reals)]
+            step(opt_d, gan.discriminator, [gan.loss_d(real, fake) for real, fake in zip(reals, fakes, strict=True)])
+            step(opt_g, gan.generator, [gan.loss_g(fake) for fake in fakes])
+    return weights_of(gan), losses
+
+
+@EITHER_MODE
+def test_the_documentations_gan_trains_which_it_does_not_under_ddp(ranks: Ranks, mode: str) -> None:
+    """The discriminator's backward leaves the generator without gradients: "ddp" waits for them and says so in the
+    second. Here it is what the recipe computes, to the bit."""
+    for outcome in ranks.outcomes(fit_gan, "ddp", find_unused_parameters=False):
+        assert isinstance(outcome, Failure)
+        assert "parameters that were not used in producing the loss" in outcome.message
+    weights, losses = gan_by_hand()
+    for rank, result in enumerate(ranks.run(fit_gan, "megatron_ddp", **MODES[mode])):
+        assert result.losses == losses[rank]
+        assert_same_tensors(result.weights, weights)
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+def count_reductions(kind: type[Manual], strategy_options: dict[str, Any]) -> tuple[int, int]:
+    counter = CountReductions()
+    manual("megatron_ddp", strategy_options, kind, callbacks=[counter])
+    return sum(counter.counts.values()), counter.num_buckets
+
+
+@EITHER_MODE
+@pytest.mark.parametrize(
+    ("kind", "num_synchronised"),
+    [
+        (LocalThenSynchronised, 7),  # two backwards a batch, one of them local
+        (LocalOverBatches, 3),  # windows of 3, 3 and 1
+        (ToggledModel, 2 * 4),  # two optimizers, windows of 2, 2, 2 and 1
+        (TwiceSynchronised, 2 * 7),
+    ],
+)
+def test_a_blocked_backward_sends_nothing_and_any_other_every_bucket_once(
+    ranks: Ranks, kind: type[Manual], num_synchronised: int, mode: str
+) -> None:
+    for num_sent, num_buckets in ranks.run(count_reductions, kind, MODES[mode]):
+        assert num_buckets > 2
+        assert num_sent == num_buckets * num_synchronised
+
+
+# --- closures --------------------------------------------------------------------------------------------------------
+
+
+class ReturnsFromClosure(Manual):
+    """``step`` gives what the closure returned, which some users log."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss.detach()
+
+        returned = optimizer.step(closure=closure)
+        assert returned.item() == self.losses[-1]
+
+
+@EITHER_MODE
+def test_step_returns_what_its_closure_returned(ranks: Ranks, mode: str) -> None:
+    for result in ranks.run(manual, "megatron_ddp", MODES[mode], ReturnsFromClosure):
+        assert len(result.losses) == 7
+
+
+# --- a rank that leaves a batch out ----------------------------------------------------------------------------------
+
+
+class SkipsOnRank1(AwkwardModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if self.trainer.global_rank == 1 and batch_idx == 3 else loss
+
+
+def fit_skipping(**strategy_options: Any) -> Fit:
+    return fit("megatron_ddp", module=SkipsOnRank1(), strategy_options=strategy_options)
+
+
+@EITHER_MODE
+def test_a_training_step_that_returns_none_on_one_rank_ends_both_with_a_reason(ranks: Ranks, mode: str) -> None:
+    """Lightning refuses it on the rank that does it; the other must not wait for the process group's half hour."""
+    waiting, skipping = ranks.outcomes(fit_skipping, **MODES[mode])
+    assert isinstance(skipping, Failure)
+    assert "by returning None in distributed training is not supported" in skipping.message
+    assert isinstance(waiting, Failure)
+    assert waiting.kind == "CollectiveError"
+    assert "another rank ended" in waiting.message
+    assert waiting.seconds < 30
