@@ -30,7 +30,7 @@ _KEPT_INTERVALS = 1000
 """So that a rare log does not pile them up."""
 
 
-class CommunicationMonitor(_Base):
+class TrainerMonitor(_Base):
     """Logs how long training waits for communication, how much is sent, and how many steps were skipped.
 
     Every ``Trainer(log_every_n_steps=...)`` optimizer steps, and for those that are left when training ends, to all of
@@ -87,7 +87,7 @@ class CommunicationMonitor(_Base):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._record.start(_BATCH)
+        pass
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

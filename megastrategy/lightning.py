@@ -8,7 +8,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 
-from . import _communication_monitor
+from ._communication_monitor import TrainerMonitor
 from ._precision import EnginePrecision
 from ._strategy_class import strategy_class
 from ._trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
@@ -30,7 +30,7 @@ class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):
     _hook_owners = (LightningModule, Callback)
 
 
-class CommunicationMonitor(_communication_monitor.CommunicationMonitor, Callback):
-    __doc__ = _communication_monitor.CommunicationMonitor.__doc__
+class CommunicationMonitor(TrainerMonitor, Callback):
+    __doc__ = TrainerMonitor.__doc__
 
     _misconfiguration = MisconfigurationException

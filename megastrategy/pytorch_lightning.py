@@ -8,7 +8,7 @@ from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 
-from . import _communication_monitor
+from ._communication_monitor import TrainerMonitor
 from ._precision import EnginePrecision
 from ._strategy_class import strategy_class
 from ._trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
@@ -30,7 +30,7 @@ class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):  # type: ignore[misc]  
     _hook_owners = (LightningModule, Callback)  # type: ignore[assignment]
 
 
-class CommunicationMonitor(_communication_monitor.CommunicationMonitor, Callback):  # type: ignore[misc]  # typed against the mirror
-    __doc__ = _communication_monitor.CommunicationMonitor.__doc__
+class CommunicationMonitor(TrainerMonitor, Callback):  # type: ignore[misc]  # typed against the mirror
+    __doc__ = TrainerMonitor.__doc__
 
     _misconfiguration = MisconfigurationException

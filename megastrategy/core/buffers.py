@@ -36,6 +36,11 @@ def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[
     return flat.new_empty(0).set_(storage, 0, tuple(shape), tuple(stride))
 
 
+def copy_grad_(target: Tensor, grad: Tensor) -> None:
+    """``target`` (dense, of the parameter's shape) becomes the gradient, which may be sparse."""
+    target.copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+
+
 class GradBuffers(ABC):
     """Where gradients accumulate, and the tensors that the reducer sends.
 
@@ -159,7 +164,7 @@ class ContiguousGradBuffers(GradBuffers):
             self._addresses.append(self._get_view(index).data_ptr())
             self._stale.append(False)
             if grad is not None:
-                self._get_view(index).copy_(grad)
+                copy_grad_(self._get_view(index), grad)
                 self.params[index].grad, self.has_grad[index] = self.views[index], True
 
     def bucket(self, bucket: int) -> Tensor:
@@ -196,7 +201,7 @@ class ContiguousGradBuffers(GradBuffers):
             elif index == first and in_reopened:
                 view.add_(grad)  # autograd found .grad None; what was reduced before stays
             else:
-                view.copy_(grad)
+                copy_grad_(view, grad)
                 self.has_grad[index] = True
             param.grad = view
 
@@ -234,7 +239,7 @@ class ContiguousGradBuffers(GradBuffers):
         view = self._get_view(param)
         grad = self.params[param].grad
         assert grad is not None
-        view.copy_(grad)
+        copy_grad_(view, grad)
         self.params[param].grad = view
 
     def seal(self, bucket: int) -> Tensor:
@@ -248,7 +253,7 @@ class ContiguousGradBuffers(GradBuffers):
                 # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
                 self.check_param(index)
                 self.views[index] = self._view(index)
-                self._get_view(index).copy_(grad)
+                copy_grad_(self._get_view(index), grad)
                 self.has_grad[index] = True
             param.grad = None
         return self.bucket(bucket)
@@ -278,7 +283,7 @@ class ContiguousGradBuffers(GradBuffers):
             param = self.params[index]
             if param.grad is not None and self._sharded:
                 self.check_param(index)
-                self._get_view(index).copy_(param.grad)
+                copy_grad_(self._get_view(index), param.grad)
                 self.has_grad[index], self._stale[index] = True, False
                 self.num_updates[index] += 1
                 param.grad = None
@@ -347,7 +352,7 @@ class FlattenedGradBuffers(GradBuffers):
             grad = self.params[index].grad
             self.has_grad[index] = grad is not None
             if grad is not None:
-                self._view_in(flat, index).copy_(grad)
+                copy_grad_(self._view_in(flat, index), grad)
         self._flats[bucket] = flat
         return flat
 
@@ -357,7 +362,7 @@ class FlattenedGradBuffers(GradBuffers):
             param = self.params[index]
             if not self.has_grad[index]:
                 continue
-            if param.grad is None:
+            if param.grad is None or param.grad.layout != param.layout:  # a mean over ranks is dense
                 param.grad = torch.empty_like(param, dtype=flat.dtype)
             param.grad.copy_(self._view_in(flat, index))
 

@@ -116,15 +116,19 @@ class Reducer:
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """A forward starts. What a backward that ended in an exception left behind is waited for and dropped."""
+        """A forward starts."""
+        self._drop_unfinished()
+        self._watched = NO_TASK
+        self._forward_decision = None
+
+    def _drop_unfinished(self) -> None:
+        """What a backward that ended in an exception left behind is waited for and dropped."""
         if self._active:
             self._active = self._syncing = False
             self._wait_for_launched()
             self._late.clear()
             self._has_local_grads = False
             self.buffers.clear(range(len(self._params)))
-        self._watched = NO_TASK
-        self._forward_decision = None
 
     def after_forward(self, outputs: Any, sync: bool) -> None:
         """A forward ended whose backward shall be synchronised or not."""
@@ -138,6 +142,8 @@ class Reducer:
         Callbacks queued inside a nested (re-entrant checkpoint) backward run when that ends, too early to send what
         is left.
         """
+        if not inside_backward():  # a backward tried again without a forward of the wrapper in between
+            self._drop_unfinished()
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._on_output_grad)

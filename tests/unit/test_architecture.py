@@ -40,7 +40,8 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add("." * node.level + (node.module or ""))
+            dots = "." * node.level
+            found |= {dots + node.module} if node.module else {dots + alias.name for alias in node.names}
     return found
 
 
