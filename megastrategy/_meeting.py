@@ -16,8 +16,8 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
 PATIENCE = timedelta(seconds=20)
-"""How long a rank waits for the others. They come as soon as they notice: the engine's group is given up first, which
-ends their collectives; what is waited for is the rest of their forward and backward."""
+"""How long a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks meet) come
+at once; one that waits in a collective for a rank that failed comes only when that rank's process ends."""
 
 _POLL_S = 0.02
 
@@ -28,12 +28,13 @@ class Meeting:
     Args:
         number: how many exceptions there were before in this world; the same on ranks that are in step.
         state: what must be equal on all ranks for them to do anything together; a short text.
+        patience: how long to wait for the others.
 
     Attributes:
         problem: why nothing can be done together, or an empty string.
     """
 
-    def __init__(self, number: int, state: str, patience: timedelta = PATIENCE) -> None:
+    def __init__(self, number: int, state: str, patience: timedelta) -> None:
         self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         store = torch.distributed.distributed_c10d._get_default_store()
         self._store = PrefixStore(f"megastrategy/exception/{number}", store)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
-from ._meeting import Meeting
+from ._meeting import PATIENCE, Meeting
 from ._precision import EnginePrecision, HookWatch, lend, take_back
 from ._world import count_exception, engine_collectives, give_up_engine_collectives, num_exceptions
 from .core import (
@@ -64,6 +64,9 @@ class TrainerStrategy(_Base):
     """
 
     strategy_name = "megatron_ddp"
+
+    patience: timedelta = PATIENCE
+    """How long a rank that saves after an exception waits for the others to come and save, too."""
 
     # what the package calls these; set by the class that is made from this one
     _lightning_optimizer: ClassVar[type[LightningOptimizer]]
@@ -232,7 +235,7 @@ class TrainerStrategy(_Base):
     # --- after an exception ------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Other ranks' collectives with this one end with an error, soon; the next fit gets a group of its own."""
+        """The next fit gets a group of its own."""
         give_up_engine_collectives()
         count_exception()
 
@@ -246,7 +249,8 @@ class TrainerStrategy(_Base):
             give_up_engine_collectives()
             steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
             sharded = self._wrapped.layout.num_shards > 1
-            self._meeting = Meeting(num_exceptions(), f"steps begun and done: {steps}" if sharded else "")
+            state = f"steps begun and done: {steps}" if sharded else ""
+            self._meeting = Meeting(num_exceptions(), state, self.patience)
             if sharded and any(begun != done for begun, done in steps):
                 self._meeting.problem = self._meeting.problem or "a step was under way"
             if not self._meeting.problem:

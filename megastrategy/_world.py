@@ -32,11 +32,13 @@ def engine_collectives(device: torch.device, *, fresh: bool = False) -> Collecti
 
 
 def give_up_engine_collectives() -> None:
-    """After an exception: a collective may have been cut off on some rank, and ranks that wait in one shall not."""
+    """After an exception: a collective may have been cut off on some rank.
+
+    The group is left alone, since gloo ends a process that destroys one while a peer is sending into it.
+    """
     world = torch.distributed.group.WORLD
-    collectives = None if world is None else _COLLECTIVES.pop(world, None)
-    if collectives is not None:
-        collectives.abandon()
+    if world is not None:
+        _COLLECTIVES.pop(world, None)
 
 
 def count_exception() -> None:

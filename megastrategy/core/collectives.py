@@ -71,14 +71,6 @@ class Collectives(ABC):
         """Releases threads and scratch memory; the group stays the caller's. May be called again, and used again
         afterwards."""
 
-    def abandon(self) -> None:
-        """Gives the group up after an exception on this rank; nothing may be started any more.
-
-        Ranks that wait for this one then get an error soon, not at the group's timeout, although this process lives on.
-        What was started before still runs.
-        """
-        destroy_group(self.group)
-
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
         for chunk in _chunks_by_dtype(tensors, BROADCAST_CHUNK_BYTES):
@@ -192,7 +184,6 @@ class GlooCollectives(Collectives):
         self._ready_word = torch.zeros(1, dtype=torch.uint8)
         self._ready_received = torch.zeros(1, dtype=torch.uint8)
         self._next_is_ready: Any = None  # the posted receive of the next rank's readiness
-        self._is_abandoned = False
 
     def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
         def run() -> None:
@@ -219,23 +210,7 @@ class GlooCollectives(Collectives):
             self._worker = None
         self._scratch.clear()
 
-    def abandon(self) -> None:
-        if self._is_abandoned:
-            return
-        # By the worker, when it is through: the last reference to the group closes its connections, and one that goes
-        # while an exchange is waiting ends the process.
-        self._start("release", self._release)
-        self._is_abandoned = True
-        self.close()
-
-    def _release(self) -> None:
-        group, self._next_is_ready = self.group, None
-        del self.group
-        destroy_group(group)
-
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
-        if self._is_abandoned:
-            raise CollectiveError(f"rank {self.rank} of {self.size}: {what} after an exception gave its group up")
         if self._worker is None:
             self._worker = _Worker()
             weakref.finalize(self, self._worker.stop)

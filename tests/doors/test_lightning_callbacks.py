@@ -96,7 +96,7 @@ def finetuned(
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_unfrozen_backbone_is_synchronised(ranks: Ranks, mode: str, optimizer: type[torch.optim.Optimizer]) -> None:
-    """Under "ddp" its gradients are the rank's own (Lightning #20340); here it is as if the module were wrapped again."""
+    """Under "ddp" its gradients are the rank's own (Lightning #20340); here it is as if wrapped again."""
     apart = ranks.run(finetuned, "ddp", {}, optimizer=optimizer)
     assert not torch.equal(*(result.fit.weights["backbone.0.weight"] for result in apart))
     theirs = ranks.run(finetuned, "ddp", {}, again=True, optimizer=optimizer)

@@ -5,9 +5,9 @@ The limit of each job is far below the process group's timeout (half an hour), s
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +17,18 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.nn import functional as F
 
-from .fits import AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer, weights_of
+from megastrategy import MegatronDDPStrategy
+
+from .fits import AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer
 from .rank_processes import Failure, Ranks
 
 BATCH = 3
 """The batch in which things happen: two after the first, so that states exist, and some before the epoch's end."""
 
 
-class OnPurpose(Exception):
+class OnPurposeError(Exception):
     """What the tests raise."""
 
 
@@ -35,7 +37,7 @@ class OnPurpose(Exception):
 
 def raise_on(module: pl.LightningModule, rank: int | None, batch_idx: int) -> None:
     if batch_idx == BATCH and rank in (None, module.trainer.global_rank):
-        raise OnPurpose(f"rank {module.trainer.global_rank}")
+        raise OnPurposeError(f"rank {module.trainer.global_rank}")
 
 
 class RaisesIn(AwkwardModule):
@@ -51,9 +53,10 @@ class RaisesIn(AwkwardModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self._raise("forward", batch_idx)
-        loss = super().training_step(batch, batch_idx)
+        features, tokens, targets = batch
+        # logs nothing with sync_dist, which is a collective of Lightning's own: its error is torch's
+        loss = F.cross_entropy(self(features, tokens, use_side=batch_idx % 2 == 1), targets)
         if self.where == "backward":
-            self.inputs.weight.requires_grad_(True)
             loss.register_hook(lambda grad: self._raise("backward", batch_idx))
         return loss
 
@@ -83,23 +86,7 @@ class RaisesInCallback(pl.Callback):
         raise_on(pl_module, self.rank, batch_idx)
 
 
-class RaisesInData(Dataset[Any]):
-    """Sample 14 of the rank's half is broken: it is in batch 3."""
-
-    def __init__(self, rank: int | None) -> None:
-        self.data = loader().dataset
-        self.rank = rank
-
-    def __len__(self) -> int:
-        return len(self.data)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> Any:
-        if index // 2 == 14 and self.rank in (None, index % 2):
-            raise OnPurpose(f"rank {index % 2}")
-        return self.data[index]
-
-
-PLACES = ["forward", "backward", "on_after_backward", "on_before_optimizer_step", "step", "callback", "data"]
+PLACES = ["forward", "backward", "on_after_backward", "on_before_optimizer_step", "step", "callback"]
 
 
 def fit_raising(place: str, rank: int | None, sharded: bool, callbacks: tuple[pl.Callback, ...] = ()) -> pl.Trainer:
@@ -109,8 +96,7 @@ def fit_raising(place: str, rank: int | None, sharded: bool, callbacks: tuple[pl
     strategy = make_strategy("megatron_ddp", use_distributed_optimizer=sharded)
     saving = bool([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
     trainer = make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=saving)
-    data = DataLoader(RaisesInData(rank), batch_size=4) if place == "data" else loader()
-    trainer.fit(RaisesIn(place, rank), data)
+    trainer.fit(RaisesIn(place, rank), loader())
     return trainer
 
 
@@ -119,25 +105,50 @@ def fit_raising(place: str, rank: int | None, sharded: bool, callbacks: tuple[pl
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_exception_on_one_rank_ends_both_and_the_next_fit_works(ranks: Ranks, place: str, sharded: bool) -> None:
-    """Rank 1's process lives on, as a notebook's would: what ends rank 0's wait is that rank 1 gives the group up."""
-    waiting, raising = ranks.run(fit_again_after_exception, place, sharded)
-    assert raising == "OnPurpose: rank 1"
-    assert waiting.startswith("CollectiveError: rank 0 of 2: ")
-    assert "another rank ended with an error" in waiting
+def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: bool) -> None:
+    """As soon as the rank's process ends, as a script's would; each rank says why."""
+    waiting, raising = ranks.outcomes(fit_raising, place, 1, sharded)
+    assert isinstance(raising, Failure)
+    assert (raising.kind, raising.message) == ("OnPurposeError", "rank 1")
+    assert isinstance(waiting, Failure)
+    assert waiting.kind == "CollectiveError"
+    assert "rank 0 of 2: " in waiting.message
+    assert "another rank ended with an error" in waiting.message
+    assert waiting.seconds < 30
+
+
+def test_saving_on_exception_does_not_hang_when_one_rank_alone_raises(ranks: Ranks, tmp_path: Path) -> None:
+    """Under "ddp" it waits for the others, and they wait for it. Half a state is not written."""
+    waiting, raising = ranks.outcomes(fit_saving_alone, tmp_path / "run")
+    assert isinstance(raising, Failure)
+    assert isinstance(waiting, Failure)
+    assert (raising.kind, waiting.kind) == ("OnPurposeError", "CollectiveError")
+    assert waiting.seconds < 30
+    assert not list((tmp_path / "run").glob("*.ckpt"))
+
+
+def fit_saving_alone(directory: Path) -> None:
+    MegatronDDPStrategy.patience = timedelta(seconds=2)  # this process ends with the exception
+    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
+    fit_raising("forward", 1, True, (checkpoint,))
+
+
+# --- all ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_next_fit_in_the_process_works(ranks: Ranks, place: str, sharded: bool) -> None:
+    """In a notebook one corrects the error and goes on."""
+    assert ranks.run(fit_again_after_exception, place, sharded) == ["rank 0", "rank 1"]
 
 
 def fit_again_after_exception(place: str, sharded: bool) -> str:
-    try:
-        fit_raising(place, 1, sharded)
-    except Exception as error:  # noqa: BLE001 - whatever this rank says
-        said = f"{type(error).__name__}: {error}"
-    else:
-        said = "nothing"
+    with pytest.raises(OnPurposeError) as raised:
+        fit_raising(place, None, sharded)
     again = fit("megatron_ddp", strategy_options={"use_distributed_optimizer": sharded})
-    expected = fit("ddp")
-    assert_same_tensors(again.weights, expected.weights)
-    return said
+    assert_same_tensors(again.weights, fit("ddp").weights)
+    return str(raised.value)
 
 
 # --- saving on the way out -------------------------------------------------------------------------------------------
@@ -145,25 +156,16 @@ def fit_again_after_exception(place: str, sharded: bool) -> str:
 
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("place", ["forward", "backward", "on_before_optimizer_step"])
-@pytest.mark.parametrize("rank", [None, 1])
-def test_a_checkpoint_on_exception_is_whole(
-    ranks: Ranks, tmp_path: Path, place: str, rank: int | None, sharded: bool
-) -> None:
-    """Also if one rank alone raised (under "ddp" that one waits for the others, and they for it): the ranks meet.
-
-    Resumed, training ends where a run without the exception ends.
-    """
+def test_a_checkpoint_on_exception_is_whole(ranks: Ranks, tmp_path: Path, place: str, sharded: bool) -> None:
+    """The optimizer's shards are gathered by a group made for it, since the old one may be in any state."""
     directory = tmp_path / "run"
-    for outcome in ranks.run(fit_saving_on_exception, place, rank, sharded, directory):
+    for outcome in ranks.run(fit_saving_on_exception, place, None, sharded, directory):
         assert outcome == "raised"
     [path] = directory.glob("*.ckpt")
     state = torch.load(path, weights_only=True)
     assert state["global_step"] == BATCH
-    assert len(state["optimizer_states"][0]["state"]) == 10
-    resumed = ranks.run(fit_resumed, sharded, path)
-    uninterrupted = ranks.run(fit_resumed, sharded, None)
-    for mine, other in zip(resumed, uninterrupted, strict=True):
-        assert_same_tensors(mine, other)
+    trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
+    assert len(state["optimizer_states"][0]["state"]) == len(trainable)
 
 
 def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directory: Path) -> str:
@@ -173,53 +175,20 @@ def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directo
     return "raised"
 
 
-def fit_resumed(sharded: bool, path: Path | None) -> dict[str, Tensor]:
-    """Both runs skip nothing: the batch that failed is trained again. BatchNorm's counters alone tell of it."""
-    module = RaisesIn("nowhere", None)
-    strategy = make_strategy("megatron_ddp", use_distributed_optimizer=sharded)
-    make_trainer(strategy, max_epochs=1).fit(module, loader(), ckpt_path=path)
-    weights = weights_of(module)
-    return {name: value for name, value in weights.items() if not name.startswith("norm.")}
-
-
-def test_a_checkpoint_that_cannot_be_whole_is_not_written(ranks: Ranks, tmp_path: Path) -> None:
-    """Rank 1 raises inside its step, when rank 0 has stepped already: their shards are of different steps."""
-    for said in ranks.run(fit_torn, tmp_path / "run"):
-        assert "was NOT saved after the exception" in said
-        assert "interrupted at different points" in said or "a step was under way" in said
-    assert not list((tmp_path / "run").glob("*.ckpt"))
-
-
-def fit_torn(directory: Path) -> str:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("megastrategy").addHandler(handler)
-    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
-    with pytest.raises(Exception, match=r"rank [01]"):
-        fit_raising("step", 1, True, (checkpoint,))
-    logging.getLogger("megastrategy").removeHandler(handler)
-    return "\n".join(said)
-
-
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
 class Interrupts(pl.Callback):
-    """Ctrl-C reaches all processes of a terminal's foreground group; here rank 0 alone, or all."""
-
-    def __init__(self, only: int | None) -> None:
-        self.only = only
+    """Ctrl-C, which reaches all processes of a terminal's foreground group."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == BATCH and self.only in (None, trainer.global_rank):
+        if batch_idx == BATCH:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("only", [None, 0])
-def test_ctrl_c_ends_all_ranks_and_saves(ranks: Ranks, tmp_path: Path, only: int | None) -> None:
-    outcomes = ranks.outcomes(fit_with, Interrupts(only), tmp_path / "run")
-    assert [outcome.kind for outcome in outcomes] == ["SystemExit", "SystemExit" if only is None else "CollectiveError"]
+def test_ctrl_c_ends_all_ranks_and_saves(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks.outcomes(fit_with, Interrupts(), tmp_path / "run")
+    assert [outcome.kind for outcome in outcomes] == ["SystemExit", "SystemExit"]
     [path] = (tmp_path / "run").glob("*.ckpt")
     assert torch.load(path, weights_only=True)["global_step"] == BATCH
 

@@ -212,4 +212,4 @@ def test_inductors_code_trains_the_same_as_under_ddp(ranks: Ranks, tmp_path: Pat
 
 def fit_with_inductor(name: str, folder: str) -> Fit:
     with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
-        return compiled(name, {}, whole=False, backend="inductor", validate=False)
+        return compiled(name, {}, whole=False, backend="inductor")

@@ -174,9 +174,7 @@ class Backend:
         return lookup_backend(self.name)(graph, inputs)
 
 
-def compiled(
-    name: str, strategy_options: dict[str, Any], *, whole: bool, backend: str = "aot_eager", validate: bool = True
-) -> Fit:
+def compiled(name: str, strategy_options: dict[str, Any], *, whole: bool, backend: str = "aot_eager") -> Fit:
     """Lightning compiles the steps of an optimized module, and allows that for subclasses of its DDPStrategy only."""
     torch._dynamo.reset()
     counting = Backend(backend)
@@ -186,7 +184,8 @@ def compiled(
         target = torch.compile(module, backend=counting)
     else:
         module.net.compile(backend=counting)
-    options = {"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": int(validate), "num_sanity_val_steps": 0}
+    # no validation: tracing Lightning's logging would take most of the time
+    options = {"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": 0}
     result = fitted(name, strategy_options, target, **options)
     assert counting.num_graphs > 0
     torch._dynamo.reset()
@@ -396,6 +395,28 @@ def freezing(name: str, strategy_options: dict[str, Any], *, thaws: bool) -> tup
     assert torch.equal(seen[3], seen[5])
     assert torch.equal(seen[5], seen[-1]) != thaws
     return result, seen
+
+
+class HeadLater(Classifier):
+    """One layer gets gradients from the start and joins the optimizer, in a group of its own, in mid-fit."""
+
+    def __init__(self) -> None:
+        super().__init__(Plain)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.block.parameters(), lr=1e-2)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 4:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.net.out.parameters()), "lr": 3e-3})
+
+
+def joining(name: str, strategy_options: dict[str, Any]) -> Fit:
+    module = HeadLater()
+    before = module.net.out.weight.detach().clone()
+    result = fitted(name, strategy_options, module)
+    assert not torch.equal(result.weights["net.out.weight"], before), "the new group was never stepped"
+    return result
 
 
 # --- kinds of parameters ---------------------------------------------------------------------------------------------
@@ -631,6 +652,7 @@ FEATURES = [
     Feature(AREA, "load_state_dict in mid-fit", loading),
     Feature(AREA, "a layer frozen in mid-fit", freezing, _with(thaws=False)),
     Feature(AREA, "a layer frozen in mid-fit, and trained again", freezing, _with(thaws=True)),
+    Feature(AREA, "add_param_group in mid-fit", joining),
     Feature(AREA, "parameters without elements", trained, _with(build=WithEmpty)),
     Feature(AREA, "complex parameters", trained, _with(build=Complex)),
     Feature(AREA, "sparse embeddings, SGD", trained, _with(build=Sparse, optimizer=sgd)),
