@@ -213,7 +213,8 @@ class GlooCollectives(Collectives):
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
         if self._worker is None:
             self._worker = _Worker()
-            weakref.finalize(self, self._worker.stop)
+            # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
+            weakref.finalize(self, self._worker.close)
         return _FutureHandle(what, self._worker.submit(run), self)
 
     def _ring_reduce_scatter(self, tensor: Tensor, scale: float) -> None:
@@ -312,7 +313,8 @@ class _Worker:
         """Ends the thread after what is queued; after an error on another rank that may never come, so not waited for
         long."""
         self.stop()
-        self._thread.join(self._CLOSE_TIMEOUT_S)
+        if threading.current_thread() is not self._thread:  # the last reference may go there
+            self._thread.join(self._CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

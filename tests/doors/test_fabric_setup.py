@@ -459,5 +459,5 @@ def test_a_script_ends_by_itself(tmp_path: Path, start_method: str, ends: int) -
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 ranks") == 1
-    assert done.stdout.count("end\n") == ends
+    assert done.stdout.count("end") == ends  # the processes share a stream: lines may run together
     assert "Traceback" not in done.stderr
