@@ -21,6 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo 'installing torch and the rest into $(VENV): a minute or two'
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+# What the build leaves here is not needed, and once out of date it would hide the installed metadata (entry points) from
+# every python that is started here.
+	@rm -rf megastrategy.egg-info
 	@touch $@
 
 demo: $(STAMP)  ## train a byte-level GPT on two ranks, about two minutes (ARGS="--compare", ARGS="--data FILE", ARGS="--help")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -25,8 +25,16 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
+from ._checkpoint_io import (
+    WholeFilesByDefault,
+    check_module_state,
+    check_optimizer_state,
+    describe_foreign,
+    own_memory,
+)
 from ._world import engine_collectives
 from .core import (
+    CheckpointError,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -48,7 +56,7 @@ MAIN_PARAMS_KEY = "megatron_ddp_main_params"
 whole."""
 
 
-class FabricStrategy(_Base):
+class FabricStrategy(WholeFilesByDefault, _Base):
     """Megatron-LM's data parallelism for ``Fabric(strategy=...)``, in place of ``"ddp"``.
 
     Args:
@@ -86,14 +94,22 @@ class FabricStrategy(_Base):
             start_method=start_method,
         )
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]
-        # lists, which unlike weak sets can be pickled while empty, as the launchers that spawn do
         self._models: list[weakref.ref[DistributedDataParallel]] = []
         self._optimizers: list[tuple[weakref.ref[DistributedOptimizer], weakref.ref[DistributedDataParallel]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (launchers that spawn make one, and so does a copy of what ``setup`` returned) has no models."""
+        return self.__dict__ | {"_models": [], "_optimizers": []}
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: Module) -> DistributedDataParallel:  # type: ignore[override]
-        """Wraps the model. One that is set up already keeps its engine, which then serves both setups."""
+        """Wraps the model. One that is set up already keeps its engine, which then serves both setups.
+
+        Raises:
+            ValueError: if gradients are to be checked for infinities that fp16's scaler makes on purpose.
+        """
+        self._adapt_scaler()
         for wrapped in self._open_models():
             if wrapped.module is module and _is_as_wrapped(wrapped):
                 wrapped.collectives.broadcast_all([*module.parameters(), *module.buffers()])
@@ -106,7 +122,6 @@ class FabricStrategy(_Base):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it."""
-        self._adapt_scaler()
         owners = self._owners(optimizer)
         for known, model in self._pairs():
             if known.optimizer is optimizer and model is owners[0]:
@@ -154,7 +169,15 @@ class FabricStrategy(_Base):
     def _adapt_scaler(self) -> None:
         """Makes fp16's scaler see sharded gradients. The object stays: the user may hold it, and save it by hand."""
         scaler = getattr(self.precision, "scaler", None)
-        if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, GradScaler):
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+            return
+        if self.config.check_for_nan_in_grad:
+            raise ValueError(
+                f"check_for_nan_in_grad=True contradicts the GradScaler of {type(self.precision).__name__}, which "
+                "meets infinite gradients on purpose, to find the largest scale: drop the option (such steps are "
+                "skipped), or choose a precision without a scaler, like 'bf16-mixed'"
+            )
+        if not isinstance(scaler, GradScaler):
             kind = type(scaler)
             scaler.__class__ = (
                 GradScaler if kind is torch.amp.GradScaler else type(kind.__name__, (GradScaler, kind), {})
@@ -258,17 +281,60 @@ class FabricStrategy(_Base):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if not isinstance(state, dict) or not state:
-            return super().load_checkpoint(path, self._distributed(state), strict, weights_only)
-        objects = {key: self._distributed(value) for key, value in state.items()}
-        remainder = super().load_checkpoint(path, objects, strict, weights_only)
-        state.update({key: value for key, value in objects.items() if not isinstance(value, Optimizer)})
-        main_params: Mapping[str, dict[str, Tensor]] = remainder.pop(MAIN_PARAMS_KEY, {})
-        for key, saved in main_params.items():
+        """Loads all of ``state``, or nothing: what does not fit is found before anything is changed.
+
+        Modules and sharded optimizers take theirs out of the mapped file; all else has memory of its own.
+
+        Raises:
+            CheckpointError: if the file is none, or holds the weights or the optimizer of another model.
+            KeyError: if ``strict``, and a key of ``state`` is not there.
+        """
+        loaded = super().load_checkpoint(path, None, strict, weights_only)
+        if not state:
+            return cast(dict[str, Any], own_memory(loaded))
+        if not isinstance(state, dict):
+            self._load_objects({"": self._distributed(state)}, {"": loaded}, strict, path)
+            return {}
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{path}: expected a dictionary with {list(state)}, got {describe_foreign(loaded)}")
+        saved, objects = dict(loaded), {key: self._distributed(value) for key, value in state.items()}
+        main_params: Mapping[str, dict[str, Tensor]] = saved.pop(MAIN_PARAMS_KEY, {})
+        state.update(self._load_objects(objects, saved, strict, path))
+        for key, params in main_params.items():
             optimizer = objects.get(key)
             if isinstance(optimizer, DistributedOptimizer):
-                optimizer.load_main_params(saved)
-        return remainder
+                optimizer.load_main_params(params)
+        return cast(dict[str, Any], own_memory(saved))
+
+    def _load_objects(
+        self, objects: dict[str, Any], saved: dict[str, Any], strict: bool, path: str | Path
+    ) -> dict[str, Any]:
+        """What in ``saved`` belongs to ``objects`` is taken out of it and loaded; returns what has no way to load."""
+        missing = [key for key in objects if key not in saved]
+        if strict and missing:
+            raise KeyError(f"{path} has no {missing[0]!r}, only {sorted(saved)}; strict=False loads what is there")
+        models = {id(optimizer): model for optimizer, model in self._pairs()}
+        sharded = {key for key, model in models.items() if model.layout.num_shards > 1}
+        objects = {key: value for key, value in objects.items() if key in saved}
+        for key, value in objects.items():
+            source = f"{key!r} in {path}" if key else str(path)
+            if isinstance(value, Module):
+                check_module_state(_unwrapped(value), saved[key], strict, source)
+            elif id(value) in models:
+                names = {param: name for name, param in models[id(value)].module.named_parameters()}
+                check_optimizer_state(value, saved[key], names, source, id(value) in sharded)
+        values = {}
+        for key, value in objects.items():
+            own = saved.pop(key)
+            if isinstance(value, Module):
+                self.load_module_state_dict(value, own, strict)
+            elif id(value) in sharded:
+                value.load_state_dict(own)
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                value.load_state_dict(own_memory(own))
+            else:
+                values[key] = own_memory(own)
+        return values
 
     # --- names -------------------------------------------------------------------------------------------------------
 

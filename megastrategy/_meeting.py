@@ -1,8 +1,9 @@
 """What ranks may still do together after an exception on one of them.
 
-A collective may have been cut off anywhere by then, so ranks meet over the key-value store that torch.distributed was
-started with, and wait for each other for a bounded time. If all come, with states that belong together, a checkpoint
-can be saved although its optimizer state is spread over them; if not, everybody knows, and nobody hangs.
+A collective may have been cut off anywhere by then, so ranks speak over the key-value store that torch.distributed
+was started with, and wait for each other for a bounded time. If all come, with states that belong together, a
+checkpoint can be saved although its optimizer state is spread over them; if all have left what the exception ended,
+the next fit can begin; if not, everybody knows, and nobody hangs.
 """
 
 from __future__ import annotations
@@ -20,13 +21,102 @@ PATIENCE = timedelta(seconds=20)
 at once; one that waits in a collective for a rank that failed comes only when that rank's process ends."""
 
 _POLL_S = 0.02
+_MAX_CAUSE_CHARS = 500
+
+
+def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -> str:
+    """Writes down why this rank stops; returns the first failure if that was another one, else an empty string.
+
+    The ranks after the first most often fail in some collective, which says nothing of the cause.
+
+    Args:
+        name: of the exception, see :func:`~megastrategy._world.exception_name`.
+        exception: this rank's.
+        leaves: this rank has left what the exception ended.
+    """
+    if not _has_other_ranks():
+        return ""
+    what = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
+    what = what[:_MAX_CAUSE_CHARS]
+    store = _store(f"exception/{name}")
+    try:
+        first = store.compare_set("first", "", f"rank {torch.distributed.get_rank()}: {what}").decode()
+        if leaves:
+            store.set(f"left/{torch.distributed.get_rank()}", _point())
+    except RuntimeError:  # the store went with the process that held it, whose rank had no time to say anything
+        return ""
+    return "" if first.partition(": ")[2] == what else first
+
+
+def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
+    """Says that this rank begins a fit, validation or the like.
+
+    After an exception other ranks may still be in what it ended here, waiting for this rank in a collective; this
+    rank's next one would meet that, and both would hang. So it first waits until every rank has left it too, or has
+    come here.
+
+    Args:
+        setup: its name.
+        last_exception: the name of the exception that ended the last one on this rank, or an empty string.
+        patience: how long to wait for the others then.
+
+    Raises:
+        RuntimeError: if the ranks cannot begin together.
+    """
+    if not _has_other_ranks():
+        return
+    try:
+        problem = _join_setup(setup, last_exception, patience)
+    except RuntimeError as error:
+        problem = f"the store of torch.distributed is gone: {error}"
+    if problem and last_exception:
+        raise RuntimeError(
+            f"rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}: the ranks cannot go on "
+            f"together after the exception that ended the last fit (or validation, test, prediction): {problem}. End "
+            "this process, so that the others learn of it, and start all ranks anew"
+        )
+
+
+def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
+    rank, came = torch.distributed.get_rank(), _store(f"setup/{setup}")
+    came.set(f"{rank}", _point())
+    if not last_exception:
+        return ""
+    left = _store(f"exception/{last_exception}/left")
+    others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
+    deadline = time.monotonic() + patience.total_seconds()
+    while missing := [other for other in others if not (left.check([f"{other}"]) or came.check([f"{other}"]))]:
+        if time.monotonic() > deadline:
+            return f"rank(s) {missing} have not left it within {patience.total_seconds():g} s, and wait for this one"
+        time.sleep(_POLL_S)
+    for other in others:
+        both = left if left.check([f"{other}"]) else came
+        here, there = both.get(f"{rank}").decode(), both.get(f"{other}").decode()
+        if here != there:
+            return f"rank {rank} left it after {here} collectives of the default group, and rank {other} after {there}"
+    return ""
+
+
+def _has_other_ranks() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _store(what: str) -> PrefixStore:
+    return PrefixStore(f"megastrategy/{what}", torch.distributed.distributed_c10d._get_default_store())
+
+
+def _point() -> str:
+    """Where this rank stands in the default group: backends match collectives by their number."""
+    world = torch.distributed.group.WORLD
+    assert world is not None
+    return f"{world._get_sequence_number_for_group()}"  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 class Meeting:
     """One exception's meeting of all ranks.
 
     Args:
-        number: how many exceptions there were before in this world; the same on ranks that are in step.
+        name: of the exception, see :func:`~megastrategy._world.exception_name`.
         state: what must be equal on all ranks for them to do anything together; a short text.
         patience: how long to wait for the others.
 
@@ -34,10 +124,9 @@ class Meeting:
         problem: why nothing can be done together, or an empty string.
     """
 
-    def __init__(self, number: int, state: str, patience: timedelta) -> None:
+    def __init__(self, name: str, state: str, patience: timedelta) -> None:
         self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        store = torch.distributed.distributed_c10d._get_default_store()
-        self._store = PrefixStore(f"megastrategy/exception/{number}", store)
+        self._store = _store(f"exception/{name}")
         self._num_exchanges = 0
         self.problem = ""
         states = self.exchange(state, patience)
@@ -70,6 +159,7 @@ class Meeting:
             time.sleep(_POLL_S)
         if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":  # whoever writes first decides for all
             missing = [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]
-            self.problem = f"rank(s) {missing} did not come within {patience.total_seconds():g} s"
+            who = f"rank(s) {missing} did" if missing else f"rank {self._rank} or another did"
+            self.problem = f"{who} not come within {patience.total_seconds():g} s"
             return [value]
         return [pickle.loads(store.get(f"{key}/{rank}")) for rank in range(self._size)]

@@ -32,8 +32,6 @@ def strategy_class(cls: _Class) -> _Class:
 
     @functools.wraps(initialise)
     def __init__(self: Any, *arguments: Any, **options: Any) -> None:  # noqa: N807 - it becomes the method
-        if options.get("bucket_cap_mb", 0) is None:
-            del options["bucket_cap_mb"]  # who goes by the signature passes the default too, and sets bucket_size
         initialise(self, *arguments, **options)
 
     signature = _signature(cls, initialise)

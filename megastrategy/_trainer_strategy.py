@@ -8,6 +8,7 @@ front of their package's ``DDPStrategy``.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +20,18 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
-from ._meeting import PATIENCE, Meeting
+from ._checkpoint_io import (
+    WholeFilesByDefault,
+    check_module_state,
+    check_optimizer_state,
+    describe_foreign,
+    own_memory,
+)
+from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import EnginePrecision, HookWatch, lend, take_back
-from ._world import count_exception, engine_collectives, give_up_engine_collectives, num_exceptions
+from ._world import begin_setup, count_exception, engine_collectives, exception_name, give_up_engine_collectives
 from .core import (
+    CheckpointError,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -49,7 +58,7 @@ MAIN_PARAMS_KEY = "megatron_ddp_main_params"
 """In a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
 
 
-class TrainerStrategy(_Base):
+class TrainerStrategy(WholeFilesByDefault, _Base):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
     Args:
@@ -100,6 +109,7 @@ class TrainerStrategy(_Base):
         self._wrapped: DistributedDataParallel | None = None
         self._replaced_scaler: torch.amp.GradScaler | None = None
         self._meeting: Meeting | None = None
+        self._loaded_from = ""
         self.hook_watch: HookWatch | None = None
         self._listeners: list[Callable[[Event], None]] = []
 
@@ -234,8 +244,20 @@ class TrainerStrategy(_Base):
 
     # --- after an exception ------------------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        """After an exception makes sure that all ranks have left what it ended: the next collective must meet its own.
+
+        Raises:
+            RuntimeError: if not all have, in bounded time. The processes must be started anew.
+        """
+        super().setup_environment()
+        join_setup(*begin_setup(), self.patience)
+
     def on_exception(self, exception: BaseException) -> None:
-        """The next fit gets a group of its own."""
+        """Says which rank failed first, and why; the next fit gets a group of its own."""
+        if first := tell_failure(exception_name(), exception, leaves=True):
+            exception.add_note(f"the first failure among the ranks: {first}")
+            _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)
         give_up_engine_collectives()
         count_exception()
 
@@ -246,11 +268,13 @@ class TrainerStrategy(_Base):
         if not interrupted or self._wrapped is None or self._wrapped.collectives.size == 1:
             return None
         if self._meeting is None:
+            if (exception := sys.exception()) is not None:
+                tell_failure(exception_name(), exception)  # before the others' failures that follow from it
             give_up_engine_collectives()
             steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
             sharded = self._wrapped.layout.num_shards > 1
             state = f"steps begun and done: {steps}" if sharded else ""
-            self._meeting = Meeting(num_exceptions(), state, self.patience)
+            self._meeting = Meeting(exception_name(), state, self.patience)
             if sharded and any(begun != done for begun, done in steps):
                 self._meeting.problem = self._meeting.problem or "a step was under way"
             if not self._meeting.problem:
@@ -316,8 +340,42 @@ class TrainerStrategy(_Base):
             self._wrapped.collectives.close()  # the fit is over, and gathering has woken them
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """What this class loads itself stays in the mapped file; callbacks and hooks get the rest to keep.
+
+        Raises:
+            CheckpointError: if the file is not a Trainer's.
+        """
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint_path} is no checkpoint of a Trainer: expected a dictionary with 'state_dict', got "
+                f"{describe_foreign(checkpoint)}. Bare weights are loaded by module.load_state_dict, before the fit"
+            )
+        self._loaded_from = str(checkpoint_path)
+        mapped = {"state_dict", "optimizer_states", MAIN_PARAMS_KEY}
+        return {key: value if key in mapped else own_memory(value) for key, value in checkpoint.items()}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        check_module_state(self.lightning_module, checkpoint["state_dict"], strict, self._loaded_from)
+        super().load_model_state_dict(checkpoint, strict)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)
+        """Loads all optimizers' states, or none.
+
+        Raises:
+            CheckpointError: if one does not fit. The weights are those of the file by then: Lightning loads them before
+                there are optimizers.
+        """
+        assert self.lightning_module is not None
+        names = {param: name for name, param in self.lightning_module.named_parameters()}
+        states = checkpoint["optimizer_states"]
+        sharded = self._wrapped is not None and self._wrapped.layout.num_shards > 1
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
+            if isinstance(optimizer, DistributedOptimizer):
+                check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}", sharded)
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if sharded else own_memory(states)})
         optimizers = [opt for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
         for optimizer, main_params in zip(optimizers, checkpoint.get(MAIN_PARAMS_KEY, []), strict=False):
             optimizer.load_main_params(main_params)

@@ -1,7 +1,8 @@
-"""The engine's collectives over all ranks, one set for all that the doors set up in a process."""
+"""What a process keeps about the world of ranks it is in, over all that the doors set up in it."""
 
 from __future__ import annotations
 
+import dataclasses
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,8 +10,21 @@ from torch.distributed import ProcessGroup
 
 from .core import Collectives, make_collectives, private_group
 
-_COLLECTIVES: WeakKeyDictionary[ProcessGroup, Collectives] = WeakKeyDictionary()
-_EXCEPTIONS: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+
+@dataclasses.dataclass
+class _State:
+    collectives: Collectives | None = None
+    num_setups: int = 0
+    num_exceptions: int = 0  # since the last set-up, since ranks may differ in an exception after the last collective
+
+
+_STATES: WeakKeyDictionary[ProcessGroup, _State] = WeakKeyDictionary()
+
+
+def _state() -> _State:
+    """Of the world there is now; lost without one, where there are no other ranks to agree with."""
+    world = torch.distributed.group.WORLD
+    return _State() if world is None else _STATES.setdefault(world, _State())
 
 
 def engine_collectives(device: torch.device, *, fresh: bool = False) -> Collectives:
@@ -19,16 +33,16 @@ def engine_collectives(device: torch.device, *, fresh: bool = False) -> Collecti
     One for all fits in this process: what a Trainer made for itself could be freed only by ending the default group.
     Made anew if any rank has given the last one up; ``fresh`` says that all have. Collective.
     """
-    world = torch.distributed.group.WORLD
-    assert world is not None, "the framework initialises torch.distributed before it sets a model up"
+    assert torch.distributed.is_initialized(), "the framework does so before it sets a model up"
+    state = _state()
     if not fresh:
-        has_one = torch.tensor([world in _COLLECTIVES], dtype=torch.uint8, device=device)
+        has_one = torch.tensor([state.collectives is not None], dtype=torch.uint8, device=device)
         torch.distributed.all_reduce(has_one, torch.distributed.ReduceOp.MIN)
         if not has_one.item():
             give_up_engine_collectives()
-    if world not in _COLLECTIVES:
-        _COLLECTIVES[world] = make_collectives(private_group(None, device), device)
-    return _COLLECTIVES[world]
+    if state.collectives is None:
+        state.collectives = make_collectives(private_group(None, device), device)
+    return state.collectives
 
 
 def give_up_engine_collectives() -> None:
@@ -36,19 +50,29 @@ def give_up_engine_collectives() -> None:
 
     The group is left alone, since gloo ends a process that destroys one while a peer is sending into it.
     """
-    world = torch.distributed.group.WORLD
-    if world is not None:
-        _COLLECTIVES.pop(world, None)
+    _state().collectives = None
+
+
+def begin_setup() -> tuple[str, str]:
+    """A fit, validation or the like begins: a name for it, and one for the exception that ended the last one here,
+    empty if none did. Equal on ranks that are in step."""
+    state = _state()
+    last = _name(state.num_setups, state.num_exceptions - 1) if state.num_exceptions else ""
+    state.num_setups += 1
+    state.num_exceptions = 0
+    return f"{state.num_setups}", last
+
+
+def exception_name() -> str:
+    """A name for the exception that is being dealt with; equal on ranks that are in step."""
+    state = _state()
+    return _name(state.num_setups, state.num_exceptions)
 
 
 def count_exception() -> None:
-    """An exception was dealt with; equal on ranks that are in step."""
-    world = torch.distributed.group.WORLD
-    if world is not None:
-        _EXCEPTIONS[world] = num_exceptions() + 1
+    """The exception was dealt with."""
+    _state().num_exceptions += 1
 
 
-def num_exceptions() -> int:
-    """How many exceptions were dealt with in this world."""
-    world = torch.distributed.group.WORLD
-    return 0 if world is None else _EXCEPTIONS.get(world, 0)
+def _name(num_setups: int, num_exceptions: int) -> str:
+    return f"{num_setups}.{num_exceptions}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 
+from ._checkpoint_io import WholeFileIO
 from ._communication_monitor import TrainerMonitor
 from ._precision import EnginePrecision
 from ._strategy_class import strategy_class
@@ -20,6 +22,10 @@ class _Precision(EnginePrecision, Precision):
     """What a plugin of this package is lent for a fit."""
 
 
+class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
+    """What strategies of this package save and load with by default."""
+
+
 @strategy_class
 class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):
     __doc__ = TrainerStrategy.__doc__
@@ -27,6 +33,7 @@ class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):
     _lightning_optimizer = LightningOptimizer
     _mock_optimizer = _MockOptimizer
     _engine_precision = _Precision
+    _default_io = _CheckpointIO
     _hook_owners = (LightningModule, Callback)
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.strategies.ddp import DDPStrategy
 
+from ._checkpoint_io import WholeFileIO
 from ._fabric_strategy import MAIN_PARAMS_KEY, FabricStrategy
 from ._strategy_class import strategy_class
 
 __all__ = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
 
 
+class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
+    """What strategies of this package save and load with by default."""
+
+
 @strategy_class
 class MegatronDDPStrategy(FabricStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
     __doc__ = FabricStrategy.__doc__
+
+    _default_io = _CheckpointIO

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 
+from ._checkpoint_io import WholeFileIO
 from ._communication_monitor import TrainerMonitor
 from ._precision import EnginePrecision
 from ._strategy_class import strategy_class
@@ -20,6 +22,10 @@ class _Precision(EnginePrecision, Precision):  # type: ignore[misc]  # typed aga
     """What a plugin of this package is lent for a fit."""
 
 
+class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
+    """What strategies of this package save and load with by default."""
+
+
 @strategy_class
 class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
     __doc__ = TrainerStrategy.__doc__
@@ -27,6 +33,7 @@ class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):  # type: ignore[misc]  
     _lightning_optimizer = LightningOptimizer  # type: ignore[assignment]
     _mock_optimizer = _MockOptimizer  # type: ignore[assignment]
     _engine_precision = _Precision
+    _default_io = _CheckpointIO
     _hook_owners = (LightningModule, Callback)  # type: ignore[assignment]
 
 

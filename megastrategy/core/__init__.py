@@ -1,22 +1,30 @@
 """The engine: torch and the standard library only.
 
-Reading order: config, layout, buffers, reducer, collectives, clip_grads, distributed_optimizer, param_gather,
-checkpoint,
-distributed_data_parallel. To follow one gradient: ``layout`` gives it an address, ``buffers`` makes the address
-memory, the ``reducer``'s hook counts it ready, ``collectives`` sends its bucket, ``clip_grads`` and
-``distributed_optimizer`` use the shard, and ``param_gather`` brings every rank the new weight.
+Reading order: config, layout, buffers, reducer, collectives, clip_grads, param_gather, distributed_data_parallel,
+sharded_step, distributed_optimizer, checkpoint, flat_shard, sharded_checkpoint. To follow one gradient: ``layout``
+gives it an address, ``buffers`` makes the address memory, the ``reducer``'s hook counts it ready, ``collectives`` sends
+its bucket, ``clip_grads`` and ``sharded_step`` use the shard, and ``param_gather`` brings every rank the new weight.
 """
 
 from .clip_grads import GradScaler
-from .collectives import Collectives, make_collectives, private_group
+from .collectives import Collectives, host_collectives, make_collectives, private_group
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 from .elementwise import probe_state_tensors
+from .errors import CheckpointError
 from .events import Event, EventKind
 from .memory import describe_setup, memory_use, memory_use_of_ddp
+from .sharded_checkpoint import (
+    is_directory_checkpoint,
+    read_directory,
+    replace_path,
+    save_directory,
+    to_host,
+)
 
 __all__ = [
+    "CheckpointError",
     "Collectives",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
@@ -27,9 +35,15 @@ __all__ = [
     "config_from_arguments",
     "describe_setup",
     "field_names",
+    "host_collectives",
+    "is_directory_checkpoint",
     "make_collectives",
     "memory_use",
     "memory_use_of_ddp",
     "private_group",
     "probe_state_tensors",
+    "read_directory",
+    "replace_path",
+    "save_directory",
+    "to_host",
 ]

@@ -381,7 +381,8 @@ class ParamBuffers:
     """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
 
     The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
-    shapes and strides stay. ``restore`` gives them memory of their own again.
+    shapes and strides stay. ``restore`` gives them memory of their own again, and leaves those alone that were moved
+    out of here from outside (``module.double()``).
     """
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
@@ -419,10 +420,11 @@ class ParamBuffers:
                 self._move_in(index, param.detach())
 
     def restore(self) -> None:
-        """Gives every parameter memory of its own, with the present values and strides."""
-        self.recapture()
+        """Gives every parameter that lies here memory of its own, with the present values and strides."""
+        spans = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in self.flats]
         for param in self.params:
-            param.data = param.detach().clone(memory_format=torch.preserve_format)
+            if any(start <= param.data_ptr() < end for start, end in spans):
+                param.data = param.detach().clone(memory_format=torch.preserve_format)
         self.flats = []
 
     def _move_in(self, index: int, value: Tensor) -> None:

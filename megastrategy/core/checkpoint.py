@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .collectives import Collectives
 from .errors import CheckpointError
+from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
 from .param_shard import ParamShard
 
@@ -120,27 +122,54 @@ def load_full_state_dict(
             f"optimizer of {[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it "
             "was when the state was saved"
         )
-    per_element = _per_element_keys(state_dict["state"])
-    shard_state: dict[int, dict[str, Any]] = {}
-    shard_groups = []
+    per_element = per_element_keys(state_dict["state"])
+    numbers = {
+        id(param): number
+        for saved, own in zip(groups, optimizer.param_groups, strict=True)
+        for number, param in zip(saved["params"], own["params"], strict=True)
+    }
+
+    def values_of(param: Parameter) -> dict[str, Any]:
+        values, index = state_dict["state"].get(numbers[id(param)], {}), params_by_id.get(id(param))
+        if index is None:
+            return dict(values)
+        spec, shard = layout.params[index], shards[index]
+        return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+
+    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards)
+
+
+def load_own_state(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    values_of: Callable[[Parameter], dict[str, Any]],
+    params_by_id: Mapping[int, int],
+    shards: Mapping[int, ParamShard],
+    groups_of_shards: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Hands what this rank steps to the optimizer's own ``load_state_dict``.
+
+    Args:
+        optimizer: with the model's Parameters in its groups.
+        groups: the saved hyper-parameters, group by group.
+        values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
+        params_by_id, shards: where the parameters are.
+        groups_of_shards: puts the shards into the optimizer's groups.
+    """
+    state: dict[int, dict[str, Any]] = {}
+    own_groups = []
     count = 0
-    for saved, own in zip(groups, optimizer.param_groups, strict=True):
-        members = []
-        for number, param in zip(saved["params"], own["params"], strict=True):
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        first = count
+        for param in group["params"]:
             index = params_by_id.get(id(param))
-            if index is not None and index not in shards:
-                continue
-            values = state_dict["state"].get(number, {})
-            if values and index is None:
-                shard_state[count] = dict(values)
-            elif values and index is not None:
-                spec, shard = layout.params[index], shards[index]
-                shard_state[count] = {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
-            members.append(count)
-            count += 1
-        shard_groups.append({**{key: value for key, value in saved.items() if key != "params"}, "params": members})
+            if index is None or index in shards:
+                if values := values_of(param):
+                    state[count] = values
+                count += 1
+        own_groups.append({**saved, "params": list(range(first, count))})
     with groups_of_shards():
-        optimizer.load_state_dict({"state": shard_state, "param_groups": shard_groups})
+        optimizer.load_state_dict({"state": state, "param_groups": own_groups})
 
 
 def _gather_bucket(
@@ -218,7 +247,7 @@ def _in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
     return restrided.as_strided((spec.numel,), (1,))
 
 
-def _per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
+def per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
     """The names whose values have one number an element. A parameter of shape () cannot tell them from counters;
     others can."""
     tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
@@ -228,13 +257,15 @@ def _per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
 
 def shard_state(values: Mapping[str, Any], spec: ParamSpec, shard: ParamShard) -> dict[str, Any]:
     """The state of a whole parameter, cut to one shard of it."""
-    per_element = _per_element_keys({0: values})
+    per_element = per_element_keys({0: values})
     return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
 
 
 def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if isinstance(value, FlatShard):
+        return value.local  # read for this very shard
     if key not in per_element:
         return value.clone()  # torch's load_state_dict would go on using the caller's tensor
     if tuple(value.shape) != spec.shape:
@@ -242,4 +273,5 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
             f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: "
             "this state is of another model"
         )
-    return _in_memory_order(value, spec)[shard.start : shard.end].clone().reshape(shard.main.shape)
+    own = _in_memory_order(value, spec)[shard.start : shard.end].clone()
+    return own if shard.weights is not None else own.as_strided(spec.shape, spec.stride)

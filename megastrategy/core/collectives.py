@@ -106,6 +106,17 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     return GlooCollectives(group) if backend.name() == "gloo" else BackendCollectives(group)
 
 
+def host_collectives() -> Collectives:
+    """Over all ranks on a gloo group made for it, for tensors and objects in host memory. All ranks call it together.
+
+    Raises:
+        ValueError: if torch.distributed is not initialised.
+    """
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
+    return GlooCollectives(dist.new_group(backend="gloo"))
+
+
 def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
     """A new group over the same ranks as ``group`` (default: all), for this engine alone.
 

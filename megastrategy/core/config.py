@@ -95,8 +95,8 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
 
     Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and
     ``broadcast_buffers`` are fields here too; ``gradient_as_bucket_view`` is accepted and has nothing to do
-    (gradients always live in the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``. Everything
-    else is refused by name.
+    (gradients always live in the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is
+    None. Everything else is refused by name.
 
     Raises:
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
@@ -110,25 +110,24 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
         elif name == "gradient_as_bucket_view":
             if not isinstance(value, bool):
                 raise ValueError(f"gradient_as_bucket_view={value!r}: expected True or False")
-        elif name == "bucket_cap_mb":
-            chosen["bucket_size"] = _bucket_size_from_mib(value, arguments)
         elif name in _REFUSED_DDP_ARGUMENTS:
             raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
-        else:
+        elif name != "bucket_cap_mb":
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"unknown argument {name!r}: {hint}known are {', '.join(known)}")
+    cap = arguments.get("bucket_cap_mb")
+    if cap is not None:
+        if chosen.get("bucket_size") is not None:
+            raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
+        chosen["bucket_size"] = _bucket_size_from_mib(cap)
     if chosen.get("static_graph") and arguments.get("find_unused_parameters") is False:
         # torch DDP's own default spelled out beside static_graph=True; there the pair means static_graph alone.
         del chosen["find_unused_parameters"]
     return DistributedDataParallelConfig(**chosen)
 
 
-def _bucket_size_from_mib(value: Any, arguments: Mapping[str, Any]) -> int | None:
-    if arguments.get("bucket_size") is not None:
-        raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
-    if value is None:
-        return None
+def _bucket_size_from_mib(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"bucket_cap_mb={value!r}: expected a positive number of MiB")
     return max(1, int(value * 2**20 / 4))

@@ -41,6 +41,9 @@ class DistributedDataParallel(nn.Module):
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
     :meth:`close` gives it back.
 
+    A copy (``deepcopy``, pickle) is closed from the start: it holds a copy of the module in memory of its own, and no
+    engine. A closed wrapper evaluates its module, and refuses to train it.
+
     Attributes:
         module: the wrapped module.
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
@@ -96,10 +99,17 @@ class DistributedDataParallel(nn.Module):
             listener,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _ENGINE} | {"is_closed": True}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; broadcasts its buffers first where torch DDP would."""
-        self.check_open()
         training = torch.is_grad_enabled()
+        if self.is_closed:
+            if self.training and training:
+                self.check_open()
+            return self.module(*args, **kwargs)
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             self.reducer.before_forward()
             self._check_params()
@@ -127,6 +137,7 @@ class DistributedDataParallel(nn.Module):
 
         Needed only for re-entrant checkpoints, with a loss that the forward did not return.
         """
+        self.check_open()
         self.reducer.watch(outputs)
 
     def include_trainable(self) -> None:
@@ -136,6 +147,7 @@ class DistributedDataParallel(nn.Module):
         other parameter's place or shard changes. Rank 0's values are broadcast, as at the start. Collective if there
         are any, so all ranks unfreeze the same parameters between the same two forwards.
         """
+        self.check_open()
         known = len(self.params)
         layout = self._plan()
         if len(self.params) == known:
@@ -156,14 +168,19 @@ class DistributedDataParallel(nn.Module):
         Compared between ranks at the end of each synchronised backward: a rank that skipped a backward (a
         ``training_step`` that returned None) would else have its gradients reduced with those of another microbatch.
         """
+        self.check_open()
         return self.reducer.microbatch
 
     @microbatch.setter
     def microbatch(self, number: int) -> None:
+        self.check_open()
         self.reducer.microbatch = number
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of all parameters."""
+        if self.is_closed:
+            super().zero_grad(set_to_none)
+            return
         every = range(len(self.params))
         if set_to_none:
             self.grad_buffers.clear(every)
@@ -179,6 +196,7 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ValueError: if the parameter is not one of the wrapped module's trainable parameters.
         """
+        self.check_open()
         index = self.index_by_id.get(id(param))
         if index is None:
             raise ValueError(
@@ -203,6 +221,7 @@ class DistributedDataParallel(nn.Module):
 
         After a synchronised backward the same bits on every rank, and collective with reduce-scatter.
         """
+        self.check_open()
         grads, every = self.grad_buffers, range(len(self.params))
         sharded = [i for i in every if grads.is_sharded(i)] if isinstance(grads, ContiguousGradBuffers) else []
         grads.adopt_written(sharded)
@@ -230,11 +249,12 @@ class DistributedDataParallel(nn.Module):
             self._listener(Event(kind, index))
 
     def check_open(self) -> None:
-        """Raises ClosedError after :meth:`close`."""
+        """Raises ClosedError after :meth:`close`, and in a copy."""
         if self.is_closed:
             raise ClosedError(
-                "this DistributedDataParallel was closed, and its module is a plain one again: wrap the module "
-                "again, and make a new DistributedOptimizer"
+                "this DistributedDataParallel was closed, or is a copy (deepcopy, pickle): its module is a plain one, "
+                "whose gradients nobody would reduce. To train it, wrap the module again, and make a new "
+                "DistributedOptimizer"
             )
 
     def close(self) -> None:
@@ -242,6 +262,8 @@ class DistributedDataParallel(nn.Module):
 
         Save optimizer state before: a group that this object made for itself ends here.
         """
+        if not hasattr(self, "reducer"):
+            return  # a copy, which never had an engine
         self.is_closed = True
         self.reducer.close()
         self.grad_buffers.close()
@@ -294,6 +316,24 @@ class DistributedDataParallel(nn.Module):
                     "Load in place (assign=False, or param.data = x), or wrap the model again"
                 )
         return [holders[id(param)] for param in self.params]
+
+
+_ENGINE = (
+    "collectives",
+    "_own_group",
+    "_listener",
+    "params",
+    "index_by_id",
+    "layout",
+    "param_buffers",
+    "grad_buffers",
+    "param_gather",
+    "reducer",
+    "_buffers_differ",
+    "_frozen",
+    "_holders",
+)
+"""What a wrapper does not hand to its copies."""
 
 
 def _check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, sharded: bool) -> None:

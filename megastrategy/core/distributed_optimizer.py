@@ -4,257 +4,29 @@
 The user's own optimizer object does the arithmetic. During ``step`` its groups hold this rank's flat shards; at any
 other time they hold the model's Parameters, so schedulers, callbacks and freezing code see what they expect. Its
 ``state`` is keyed by the shards throughout. :class:`DistributedOptimizer` is the face shown to the framework;
-everything it knows is in one :class:`_ShardedStep`, since frameworks copy an optimizer's ``__dict__`` into wrappers
-of their own.
-
-[Note: main params]
-A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and the weight gets its
-rounding. Before each step the two are compared element by element; where the weight is not the rounding of the main
-param, somebody changed it from outside (``load_state_dict``, averaging, ``p.data = x``), and the main param takes the
-weight's value. fp32 and fp64 weights need no main param: the shard is a view of the weights themselves.
+everything it knows is in one :class:`~megastrategy.core.sharded_step.ShardedStep`, since frameworks copy an
+optimizer's ``__dict__`` into wrappers of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .buffers import ContiguousGradBuffers, slice_view
-from .checkpoint import gather_main_params, gather_state_dict, load_full_state_dict, load_main_params, shard_state
-from .clip_grads import check_finite, scale_to_norm_, total_grad_norm, unscale_grads_
-from .collectives import Collectives
+from .checkpoint import gather_main_params, gather_state_dict, load_full_state_dict, load_main_params, load_own_state
+from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import probe_state_tensors, why_not_elementwise
-from .errors import DirectUseError, OptimizerNotShardableError
-from .events import EventKind
-from .layout import BufferLayout
-from .param_shard import ParamShard
-
-
-class _ShardedStep:
-    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
-        self.inner = optimizer
-        self.model = model
-        self.sharded = self.layout.num_shards > 1
-        self.shards: dict[int, ParamShard] = {}
-        self._passing_through = False
-        self._grad_views: dict[int, Tensor] = {}
-        self.num_steps_begun = self.num_steps_done = 0
-        self._stepped: dict[int, int] = {}  # by parameter, which of its gradients this optimizer has stepped with
-        self.check_groups()
-        self.follow_model()
-
-    @property
-    def layout(self) -> BufferLayout:
-        """The model's; it grows when parameters join."""
-        return self.model.layout
-
-    @property
-    def index_by_id(self) -> dict[int, int]:
-        return self.model.index_by_id
-
-    @property
-    def owner_collectives(self) -> Collectives | None:
-        """The ranks among which elements are divided; None where every rank has all of them."""
-        return self.model.collectives if self.sharded else None
-
-    @property
-    def has_shards(self) -> bool:
-        """Whether stepping goes through tensors other than the model's Parameters."""
-        return self.sharded or any(spec.has_main_param for spec in self.layout.params)
-
-    def check_groups(self) -> None:
-        """Raises ValueError if the optimizer has a parameter that the model has not."""
-        known = {id(param) for param in self.model.module.parameters()}
-        for number, group in enumerate(self.inner.param_groups):
-            for place, param in enumerate(group["params"]):
-                if id(param) not in known:
-                    raise ValueError(
-                        f"the optimizer's parameter {place} of group {number}, of shape {tuple(param.shape)}, is not "
-                        "a parameter of the wrapped model: its gradient would never be reduced. Pass "
-                        "model.parameters() of the model that was wrapped"
-                    )
-
-    def follow_model(self) -> None:
-        """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
-
-        State that was loaded while a parameter was frozen is cut to its shard.
-        """
-        if not self.has_shards or self.model.is_closed:
-            return
-        for param in [param for group in self.inner.param_groups for param in group["params"]]:
-            index = self.index_by_id.get(id(param))
-            if index is None or index in self.shards:
-                continue
-            self._add_shard(index, param)
-            state = self.inner.state.pop(param, None) if self.inner.state.get(param) else None
-            if state and index in self.shards:
-                shard = self.shards[index]
-                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard)
-
-    def _add_shard(self, index: int, param: Parameter) -> None:
-        spec, slot = self.layout.params[index], self.layout.slots[index]
-        buffers = self.model.param_buffers
-        if buffers is None:
-            main = param.detach().to(torch.float32, copy=True) if spec.has_main_param else param
-            self.shards[index] = ParamShard(index, 0, spec.numel, main, None)
-            return
-        owned = self.layout.owned_range(index, self.model.collectives.rank)
-        if owned is None:
-            return
-        start, end = owned
-        weights = slice_view(buffers.flats[slot.buffer], start, (end - start,), (1,), end - start)
-        main = weights.float() if spec.has_main_param else weights
-        self.shards[index] = ParamShard(index, start - slot.start, end - slot.start, main, weights)
-        grads = self.model.grad_buffers
-        assert isinstance(grads, ContiguousGradBuffers), "parameters are sharded only with persistent gradient buffers"
-        self._grad_views[index] = grads.flats[slot.buffer][start:end]
-
-    # --- gradients ---------------------------------------------------------------------------------------------------
-
-    def param_indices(self) -> list[int]:
-        """The layout's indices of this optimizer's parameters."""
-        ids = dict.fromkeys(id(param) for group in self.inner.param_groups for param in group["params"])
-        return [self.index_by_id[key] for key in ids if key in self.index_by_id]
-
-    def owned_grads(self) -> list[Tensor]:
-        """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient
-        dtype."""
-        if not self.sharded:
-            params = [self.model.params[index] for index in self.param_indices()]
-            return [param.grad for param in params if param.grad is not None]
-        has_grad = self.model.grad_buffers.has_grad
-        return [self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views]
-
-    def may_step(self, index: int) -> bool:
-        """Whether a sharded parameter has a gradient that this optimizer has not stepped with; others may have."""
-        grads = self.model.grad_buffers
-        return grads.has_grad[index] and self._stepped.get(index) != grads.num_updates[index]
-
-    def norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
-        """The norm over all owners of ``grads``: a scalar in fp32, or fp64 if the model has fp64 gradients."""
-        total = total_grad_norm(grads, norm_type, self.owner_collectives, self.model.device)
-        in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
-        return total if in_fp64 else total.to(torch.float32)
-
-    def _grad_of(self, shard: ParamShard) -> Tensor | None:
-        if not self.sharded:
-            grad = self.model.params[shard.param].grad
-        else:
-            grad = self._grad_views[shard.param] if self.may_step(shard.param) else None
-        return None if grad is None else grad.to(shard.main.dtype)
-
-    # --- step --------------------------------------------------------------------------------------------------------
-
-    def stepped_tensor(self, param: Parameter) -> Tensor | None:
-        """What the optimizer has in its place: this rank's shard, itself if frozen, None if all of it is elsewhere."""
-        index = self.index_by_id.get(id(param))
-        if index is None:
-            return param
-        return self.shards[index].main if index in self.shards else None
-
-    @contextlib.contextmanager
-    def groups_of_shards(self) -> Iterator[None]:
-        """The optimizer's groups hold this rank's shards while this is open; a group may be empty, none is missing."""
-        whole = [group["params"] for group in self.inner.param_groups]
-        for group, params in zip(self.inner.param_groups, whole, strict=True):
-            group["params"] = [tensor for param in params if (tensor := self.stepped_tensor(param)) is not None]
-        self._passing_through = True
-        try:
-            yield
-        finally:
-            self._passing_through = False
-            # asked for again: load_state_dict makes new group dictionaries
-            for group, params in zip(self.inner.param_groups, whole, strict=True):
-                group["params"] = params
-
-    def finish_grads(self) -> None:
-        """Before gradients are used: reduces what is not yet, and takes in what the user wrote into ``.grad`` since.
-
-        Without shards ``.grad`` is the truth, local or not, as under torch DDP.
-        """
-        self.model.check_open()
-        self.follow_model()
-        if self.sharded:
-            self.model.reducer.finish_grad_sync()
-            self.model.grad_buffers.adopt_written(self.param_indices())
-
-    def step_whole(self, closure: Callable[[], Any] | None) -> Any:
-        """Without shards the user's optimizer steps the Parameters themselves, and may call the closure as it likes."""
-        if closure is None:
-            self._begin_step()
-            result = self.inner.step()
-        else:
-
-            def evaluate() -> Any:
-                loss = closure()
-                self._begin_step()
-                return loss
-
-            result = self.inner.step(evaluate)
-        self.model.emit(EventKind.STEP_END, 0)
-        self.num_steps_done += 1
-        return result
-
-    def _begin_step(self) -> None:
-        self.num_steps_begun = self.num_steps_done + 1
-        self.model.emit(EventKind.STEP_START, 0)
-
-    def step(self) -> None:
-        model = self.model
-        self.finish_grads()
-        indices = self.param_indices()
-        if model.param_buffers is not None:
-            model.param_buffers.recapture()
-        own = [self.shards[index] for index in indices if index in self.shards]
-        self._begin_step()
-        for shard in own:
-            self._take_outside_changes(shard)
-            shard.main.grad = self._grad_of(shard)
-        try:
-            with self.groups_of_shards():
-                self.inner.step()
-            for shard in own:
-                weights = self._weights_of(shard)
-                if weights is not None and shard.main.grad is not None:
-                    weights.copy_(shard.main)
-        finally:
-            for shard in own:
-                if shard.main is not model.params[shard.param]:
-                    shard.main.grad = None
-        model.emit(EventKind.STEP_END, 0)
-        if self.sharded:
-            # not what this rank found to step, which a gradient written on one rank alone would change
-            model.param_gather.gather({self.layout.slots[i].bucket for i in indices if model.params[i].requires_grad})
-            self._stepped.update((index, model.grad_buffers.num_updates[index]) for index in indices)
-            model.grad_buffers.use_up(indices)
-        self.num_steps_done += 1
-
-    def _weights_of(self, shard: ParamShard) -> Tensor | None:
-        """The 16-bit weights that get the rounding of the shard's main param; None if there is no main param."""
-        if not self.layout.params[shard.param].has_main_param:
-            return None
-        return shard.weights if shard.weights is not None else self.model.params[shard.param].detach()
-
-    def _take_outside_changes(self, shard: ParamShard) -> None:
-        weights = self._weights_of(shard)
-        if weights is not None:
-            changed = shard.main.to(weights.dtype) != weights
-            torch.where(changed, weights.float(), shard.main, out=shard.main)
-
-    def refuse_direct_use(self, *_: Any) -> None:
-        """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards."""
-        if not self._passing_through:
-            raise DirectUseError(
-                "this optimizer is sharded: call step(), state_dict() and load_state_dict() of the "
-                "DistributedOptimizer around it, on all ranks, instead of those of the optimizer that was passed to "
-                "it"
-            )
+from .errors import CheckpointError, OptimizerNotShardableError
+from .flat_shard import FlatShard
+from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
+from .sharded_step import ShardedStep
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -278,7 +50,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             configuration shards the optimizer.
     """
 
-    _impl: _ShardedStep
+    _impl: ShardedStep
 
     def __new__(cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> DistributedOptimizer:
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
@@ -311,7 +83,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "optimizer"
             )
         state = optimizer.state_dict() if optimizer.state else None
-        self._impl = impl = _ShardedStep(optimizer, model)
+        self._impl = impl = ShardedStep(optimizer, model)
         if impl.has_shards:
             optimizer.register_step_pre_hook(impl.refuse_direct_use)
             optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
@@ -474,6 +246,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
         self._impl.follow_model()
         load_main_params(main_params, self._impl.shards, self._impl.layout)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.
+
+        The keys are ``state``, ``param_groups`` and, for 16-bit weights, ``main_params``. Nothing is copied or sent;
+        tensors are the optimizer's own.
+        """
+        impl = self._impl
+        impl.follow_model()
+        stepped = impl.stepped_tensor if impl.has_shards else lambda param: param
+        return sharded_state_dict(impl.inner, impl.names_by_id(), stepped, impl.index_by_id, impl.shards, impl.layout)
+
+    def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
+        """Loads what :meth:`sharded_state_dict` gave, saved under ``key``, on any number of ranks or under FSDP.
+
+        Each rank reads its part. To be called after the weights were loaded: where a saved main param does not round
+        to the present weight, the weight wins.
+
+        Raises:
+            CheckpointError: if it cannot be read, or is of another model, before anything is changed.
+        """
+        impl = self._impl
+        impl.follow_model()
+        names = impl.names_by_id()
+        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout)
+        if "param_groups" not in saved:
+            raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
+        own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
+        check_same_groups(Path(path), saved["param_groups"], own)
+
+        def values_of(param: Parameter) -> dict[str, Any]:
+            values = saved.get("state", {}).get(names[id(param)], {})
+            return {name: value.local if isinstance(value, FlatShard) else value for name, value in values.items()}
+
+        groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
+        index_by_id = impl.index_by_id if impl.has_shards else {}
+        load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
+        load_main_params(saved.get("main_params", {}), impl.shards, impl.layout)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self._impl.inner.register_step_pre_hook(hook)

@@ -29,10 +29,12 @@ class ParamGather:
             self._emit(EventKind.GATHER_START, bucket)
             handles.append(self._collectives.all_gather(self._buffers.bucket(bucket)))
         self._emit(EventKind.WAIT_START, 1)
-        for bucket, handle in zip(buckets, handles, strict=True):
-            handle.wait()
-            self._emit(EventKind.GATHER_END, bucket)
-        self._emit(EventKind.WAIT_END, 1)
+        try:
+            for bucket, handle in zip(buckets, handles, strict=True):
+                handle.wait()
+                self._emit(EventKind.GATHER_END, bucket)
+        finally:
+            self._emit(EventKind.WAIT_END, 1)
 
     def _emit(self, kind: EventKind, index: int) -> None:
         if self._listener is not None:

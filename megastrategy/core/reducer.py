@@ -77,6 +77,7 @@ class Reducer:
         self._syncing = False
         self._forward_decision: bool | None = None
         self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
+        self._ends: list[weakref.ref[Callable[[], None]]] = []  # what was queued with backwards, while they last
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
         self._missing: list[int] = []  # gradients still to come, by bucket
@@ -142,8 +143,6 @@ class Reducer:
         Callbacks queued inside a nested (re-entrant checkpoint) backward run when that ends, too early to send what
         is left.
         """
-        if not inside_backward():  # a backward tried again without a forward of the wrapper in between
-            self._drop_unfinished()
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                 leaf.register_hook(self._on_output_grad)
@@ -153,8 +152,10 @@ class Reducer:
     def _on_output_grad(self, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if self._watched != task:  # the first, one after an error, or one nested in another: none may go without an end
+            if all(end() is None for end in self._ends):
+                self._drop_unfinished()  # tried again, without a forward in between
             self._watched = task
-            _queue_callback(self._end_watched_backward)
+            self._queue(self._end_watched_backward)
 
     def _end_watched_backward(self) -> None:
         self._watched = NO_TASK
@@ -192,7 +193,16 @@ class Reducer:
         self._has_local_grads = True
         self.buffers.open(first)
         if self._watched == NO_TASK:
-            _queue_callback(self._end_backward)
+            self._queue(self._end_backward)
+
+    def _queue(self, end: Callable[[], None]) -> None:
+        """Runs ``end`` when the backward that is running now (its innermost graph) ends.
+
+        torch alone keeps it, so it is gone when that backward has ended, be it in an exception.
+        """
+        self._ends = [known for known in self._ends if known() is not None]
+        self._ends.append(weakref.ref(end))
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
         if not self._active:
@@ -388,11 +398,6 @@ def is_wrapped(param: Parameter) -> bool:
     """Whether the gradient of this parameter is counted by a reducer that is alive and not closed."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     return any(isinstance(hook, _GradHook) and hook.reducer() is not None for hook in hooks)
-
-
-def _queue_callback(callback: Callable[[], None]) -> None:
-    """Runs ``callback`` when the backward that is running now (its innermost graph) ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def inside_backward() -> bool:

@@ -33,12 +33,14 @@ class Failure:
 
 
 class Ranks:
-    """Runs a picklable function on both ranks at once, in processes that Lightning takes for torchrun's.
+    """Runs a picklable function on all ranks (two by default) at once, in processes that Lightning takes for
+    torchrun's.
 
-    A rank whose job raises ends its process, as a script would; the next job then gets a fresh pair.
+    A rank whose job raises ends its process, as a script would; the next job then gets fresh ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
@@ -83,7 +85,7 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.doors.fits"])
         port = free_port()
-        for rank in range(SIZE):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
             process.start()

@@ -135,6 +135,44 @@ def test_several_synchronised_backwards_before_a_step(ranks: Ranks, options: dic
     assert_like_ddp(ranks, several_backwards, options, rtol=1e-6 if options["use_distributed_optimizer"] else 0.0)
 
 
+def failing_backwards(name: str, strategy_options: dict[str, Any], fails: bool, forward_again: bool) -> Any:
+    """In the second of three steps backward fails half-way, on both ranks, and is tried again."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    losses = []
+    for number, (features, tokens, targets) in enumerate(itertools.islice(make_data(fabric), 3)):
+        loss = F.cross_entropy(model(features, tokens), targets)
+        if fails and number == 1:
+            hook = net.inputs.weight.register_hook(raise_on_purpose)  # the gradients of all others are there by then
+            with pytest.raises(ZeroDivisionError):
+                fabric.backward(loss, retain_graph=not forward_again)
+            hook.remove()
+            optimizer.zero_grad()
+            if forward_again:
+                net.norm.reset_running_stats()
+                loss = F.cross_entropy(model(features, tokens), targets)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {key: value for key, value in weights_of(net).items() if not key.startswith("norm.")}
+
+
+def raise_on_purpose(grad: Tensor) -> Tensor:
+    raise ZeroDivisionError("in the middle of backward")
+
+
+@both_modes
+@pytest.mark.parametrize("forward_again", [True, False], ids=["forward_again", "same_graph"])
+def test_a_backward_that_is_tried_again_after_an_error(
+    ranks: Ranks, options: dict[str, Any], forward_again: bool
+) -> None:
+    """Nothing of the first try is left; "ddp" has to be wrapped anew, so its run without an error is the reference."""
+    ours = ranks.run(failing_backwards, "megatron_ddp", options, fails=True, forward_again=forward_again)
+    assert_equal(ours, ranks.run(failing_backwards, "ddp", {}, fails=False, forward_again=forward_again))
+
+
 def reduced_gradients(name: str, strategy_options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
     fabric = make_fabric(name, strategy_options)
     net = AwkwardNet()
@@ -258,6 +296,29 @@ def train_fp16(name: str, strategy_options: dict[str, Any], clip: dict[str, Any]
 def test_fp16_skips_a_step_on_all_ranks(ranks: Ranks, options: dict[str, Any], clip: dict[str, Any] | None) -> None:
     by_shards = options["use_distributed_optimizer"] and clip is not None and "max_norm" in clip
     assert_like_ddp(ranks, train_fp16, options, clip=clip, rtol=1e-6 if by_shards else 0.0)
+
+
+def check_and_scale(enabled: bool) -> None:
+    """The scaler is Fabric's own, or one that the user switched off."""
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    fabric = make_fabric("megatron_ddp", {"check_for_nan_in_grad": True}, plugins=precision)
+    net = AwkwardNet()
+    if enabled:
+        with pytest.raises(ValueError, match=r"check_for_nan_in_grad=True contradicts .* MixedPrecision.*bf16-mixed"):
+            fabric.setup(net, sgd(net.parameters()))
+        assert all(param._post_accumulate_grad_hooks is None for param in net.parameters()), "it was not wrapped"
+        return
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    features, tokens, targets = next(iter(make_data(fabric)))
+    fabric.backward(F.cross_entropy(model(features, tokens), targets))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_contradicts_the_check_for_nan(ranks: Ranks, enabled: bool) -> None:
+    """It meets infinite gradients on purpose."""
+    ranks.run(check_and_scale, enabled)
 
 
 class LoudScaler(torch.amp.GradScaler):

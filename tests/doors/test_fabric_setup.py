@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import io
 import itertools
 import os
 import pickle
@@ -249,17 +250,7 @@ def change_dtype_and_set_up_again(name: str, strategy_options: dict[str, Any]) -
     return weights_of(net), state_of(fabric, optimizer)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(
-            MODES["reduce-scatter"],
-            marks=pytest.mark.xfail(strict=True, reason="close() refuses parameters that have another dtype now"),
-        ),
-        MODES["all-reduce"],
-    ],
-    ids=MODES,
-)
+@both_modes
 def test_a_module_set_up_again_in_another_dtype(ranks: Ranks, options: dict[str, Any]) -> None:
     """The optimizer of the former setup, whose state is in shards of buffers that are gone, is refused."""
     assert_like_ddp(ranks, change_dtype_and_set_up_again, options)
@@ -358,22 +349,56 @@ def test_copies_are_made_in_mid_training(ranks: Ranks, options: dict[str, Any], 
         assert mine[-1] == pytest.approx(other[-1], abs=64), "the file's name stands in the file"
 
 
-def average_of_the_wrapper(name: str, strategy_options: dict[str, Any]) -> Any:
-    """A moving average made from what fabric.setup returned, and evaluated."""
+def average_of_the_wrapper(name: str, strategy_options: dict[str, Any], use_buffers: bool) -> Any:
+    """A moving average made from what fabric.setup returned, and evaluated, while training goes on."""
     fabric = make_fabric(name, strategy_options)
     net = AwkwardNet()
     model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    average = torch.optim.swa_utils.AveragedModel(model)
-    losses = step_with(fabric, model, optimizer)
-    average.update_parameters(model)
-    with torch.no_grad():
-        return losses, average.eval()(torch.ones(2, 5), torch.tensor([0, 1]))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7), use_buffers=use_buffers
+    )
+    losses, outputs = [], []
+    for _ in range(3):
+        losses += step_with(fabric, model, optimizer, batches=1)
+        average.update_parameters(model)
+        with torch.no_grad():
+            outputs.append(average.eval()(torch.ones(2, 5), torch.tensor([0, 1])))
+    # torch DDP's copy is one that communicates: its forward overwrites rank 1's BatchNorm statistics by rank 0's
+    of_rank_0 = (outputs, weights_of(average)) if fabric.is_global_zero else None
+    return losses, [param.detach() for param in average.parameters()], weights_of(net), of_rank_0
 
 
-@pytest.mark.xfail(strict=True, reason="DistributedDataParallel cannot be copied: it holds a process group")
+@both_modes
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_an_average_of_what_setup_returns(ranks: Ranks, options: dict[str, Any], use_buffers: bool) -> None:
+    assert_like_ddp(ranks, average_of_the_wrapper, options, use_buffers=use_buffers)
+
+
+def copies_of_the_wrapper(name: str, strategy_options: dict[str, Any]) -> Any:
+    """What fabric.setup returned is copied, pickled and saved whole; the copies are evaluated, and trained on."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    step_with(fabric, model, optimizer)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
+    step_with(fabric, model, optimizer)
+    results = [weights_of(net), *map(weights_of, twins)]
+    for twin in twins:
+        assert is_wrapped(twin)
+        with torch.no_grad():
+            outputs = twin.eval()(torch.ones(2, 5), torch.tensor([0, 1]))
+        results.append(outputs if fabric.is_global_zero else None)  # see average_of_the_wrapper
+        again, own = fabric.setup(twin.module.train(), sgd(twin.module.parameters()))
+        results += [step_with(fabric, again, own), weights_of(again)]
+    return results
+
+
 @both_modes
 def test_what_setup_returns_may_be_copied(ranks: Ranks, options: dict[str, Any]) -> None:
-    assert_like_ddp(ranks, average_of_the_wrapper, options)
+    assert_like_ddp(ranks, copies_of_the_wrapper, options)
 
 
 # --- options and launching ------------------------------------------------------------------------------------------

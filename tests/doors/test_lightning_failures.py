@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,7 @@ def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: b
     assert waiting.kind == "CollectiveError"
     assert "rank 0 of 2: " in waiting.message
     assert "another rank ended with an error" in waiting.message
+    assert "the first failure among the ranks: rank 1: OnPurposeError: rank 1" in waiting.traceback
     assert waiting.seconds < 30
 
 
@@ -151,6 +153,31 @@ def fit_again_after_exception(place: str, sharded: bool) -> str:
     return str(raised.value)
 
 
+class RaisesAhead(pl.Callback):
+    """On all ranks, of which one has begun a collective that the others have not."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == BATCH:
+            if trainer.global_rank == 1:
+                self.work = torch.distributed.all_reduce(torch.ones(3), async_op=True)
+            raise OnPurposeError(f"rank {trainer.global_rank}")
+
+
+def test_ranks_that_left_at_different_collectives_do_not_begin_another_fit(ranks: Ranks) -> None:
+    """Backends match collectives by their number: the next ones would be matched with the wrong ones, and hang."""
+    for rank, outcome in enumerate(ranks.outcomes(fit_after_raising_ahead)):
+        assert isinstance(outcome, Failure)
+        assert "the ranks cannot go on together" in outcome.message
+        assert f"rank {rank} left it after " in outcome.message
+        assert outcome.seconds < 30
+
+
+def fit_after_raising_ahead() -> None:
+    with pytest.raises(OnPurposeError):
+        make_trainer(make_strategy("megatron_ddp"), callbacks=[RaisesAhead()]).fit(AwkwardModule(), loader())
+    fit("megatron_ddp")
+
+
 # --- saving on the way out -------------------------------------------------------------------------------------------
 
 
@@ -178,38 +205,71 @@ def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directo
 # --- signals ---------------------------------------------------------------------------------------------------------
 
 
-class Interrupts(pl.Callback):
-    """Ctrl-C, which reaches all processes of a terminal's foreground group."""
+class Signals(pl.Callback):
+    """A signal reaches the process in batch 3, on one rank or on all (None)."""
+
+    def __init__(self, number: signal.Signals, rank: int | None = None) -> None:
+        self.number, self.rank = number, rank
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == BATCH:
-            os.kill(os.getpid(), signal.SIGINT)
+        if batch_idx == BATCH and self.rank in (None, trainer.global_rank):
+            os.kill(os.getpid(), self.number)
+
+
+def fit_with(callback: pl.Callback, directory: Path, patience_s: float = 20.0, **options: Any) -> None:
+    MegatronDDPStrategy.patience = timedelta(seconds=patience_s)  # this process ends with the exception
+    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
+    strategy = make_strategy("megatron_ddp")
+    trainer = make_trainer(strategy, callbacks=[callback, checkpoint], enable_checkpointing=True, **options)
+    trainer.fit(AwkwardModule(), loader())
 
 
 def test_ctrl_c_ends_all_ranks_and_saves(ranks: Ranks, tmp_path: Path) -> None:
-    outcomes = ranks.outcomes(fit_with, Interrupts(), tmp_path / "run")
+    """It reaches all processes of a terminal's foreground group."""
+    outcomes = ranks.outcomes(fit_with, Signals(signal.SIGINT), tmp_path / "run")
     assert [outcome.kind for outcome in outcomes] == ["SystemExit", "SystemExit"]
     [path] = (tmp_path / "run").glob("*.ckpt")
     assert torch.load(path, weights_only=True)["global_step"] == BATCH
 
 
-class Terminates(pl.Callback):
-    """As SLURM does when the time is up: SIGTERM to every task."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == BATCH:
-            os.kill(os.getpid(), signal.SIGTERM)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_of_one_rank_alone_ends_all(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str], tmp_path: Path, rank: int
+) -> None:
+    """``kill -INT`` of one process. The others wait for it in a collective, and learn of it when it ends."""
+    outcomes = ranks.outcomes(fit_with, Signals(signal.SIGINT, rank), tmp_path / "run", patience_s=2.0)
+    interrupted, waiting = outcomes[rank], outcomes[1 - rank]
+    assert interrupted.kind == "SystemExit"
+    assert waiting.kind == "CollectiveError"
+    if rank == 1:  # rank 0's process holds what ranks tell each other
+        assert "the first failure among the ranks: rank 1: KeyboardInterrupt" in waiting.traceback
+    assert max(interrupted.seconds, waiting.seconds) < 30
+    assert not list((tmp_path / "run").glob("*.ckpt"))
+    assert f"rank(s) [{1 - rank}] did not come within 2 s" in capfd.readouterr().err
 
 
 def test_sigterm_ends_all_ranks_after_the_batch_and_saves(ranks: Ranks, tmp_path: Path) -> None:
-    for outcome in ranks.outcomes(fit_with, Terminates(), tmp_path / "run"):
+    """As SLURM does when the time is up: SIGTERM to every task."""
+    for outcome in ranks.outcomes(fit_with, Signals(signal.SIGTERM), tmp_path / "run"):
         assert isinstance(outcome, Failure)
         assert outcome.kind == SIGTERMException.__name__
     [path] = (tmp_path / "run").glob("*.ckpt")
     assert torch.load(path, weights_only=True)["global_step"] == BATCH + 1
 
 
-def fit_with(callback: pl.Callback, directory: Path) -> None:
-    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
-    trainer = make_trainer(make_strategy("megatron_ddp"), callbacks=[callback, checkpoint], enable_checkpointing=True)
-    trainer.fit(AwkwardModule(), loader())
+class SignalsAtAnyPoint(pl.Callback):
+    """SIGTERM after a time of its own on each rank, wherever it is then."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == BATCH:
+            delay_s = 0.05 + 0.1 * trainer.global_rank
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+
+def test_sigterm_that_meets_ranks_at_different_points_ends_all_and_saves(ranks: Ranks, tmp_path: Path) -> None:
+    """Lightning's handler is a collective: a rank that has the signal waits in it for those that will have it."""
+    for outcome in ranks.outcomes(fit_with, SignalsAtAnyPoint(), tmp_path / "run", max_epochs=1000):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == SIGTERMException.__name__
+    [path] = (tmp_path / "run").glob("*.ckpt")
+    assert torch.load(path, weights_only=True)["global_step"] > BATCH

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import MicrobatchMismatchError, NonFiniteGradError
+from megastrategy.core.errors import CollectiveError, MicrobatchMismatchError, NonFiniteGradError
 from megastrategy.core.events import Event, EventKind
 
 from ..support.doubles import DelayingCollectives, RecordingCollectives
@@ -50,11 +50,19 @@ def poison(model: DistributedDataParallel, value: float, elements: int) -> None:
     hook = model.module[0].bias.register_hook(spoil)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "size", "value"),
+    [
+        ("reduce-scatter", 1, math.nan),
+        ("reduce-scatter", 3, -math.inf),
+        ("all-reduce", 1, math.inf),
+        ("all-reduce", 3, math.nan),
+        ("flattened", 1, -math.inf),
+        ("flattened", 3, math.inf),
+    ],
+)
 def test_a_gradient_that_is_not_finite_is_traced_to_rank_parameter_and_bucket(
-    mode: str, value: float, size: int
+    mode: str, size: int, value: float
 ) -> None:
     """All ranks end with the one message, and none of them accuses a rank that only received it."""
     culprit = size - 1
@@ -319,3 +327,25 @@ def test_waiting_lies_between_its_events() -> None:
         assert ends[0].time_ns - starts[0].time_ns > 0.045e9
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("waits_for", ["gradients", "weights"])
+def test_waiting_that_ends_in_an_error_has_its_end_event_too(waits_for: str) -> None:
+    """Or a listener that adds up what lies between would take all the rest of the run for communication."""
+    events: list[Event] = []
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        listener = events.append if rank == 0 else None
+        model = DistributedDataParallel(nn.Linear(3, 3), DistributedDataParallelConfig(), group, listener=listener)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        if rank == 1 and waits_for == "gradients":
+            raise ZeroDivisionError("on purpose, before backward")
+        model(torch.ones(2, 3)).sum().backward()
+        if rank == 1:
+            raise ZeroDivisionError("on purpose, before the step")
+        optimizer.step()
+
+    waiting, _ = try_ranks(2, run)
+    assert isinstance(waiting, CollectiveError)
+    waits = [(event.kind, event.index) for event in events if event.kind in (EventKind.WAIT_START, EventKind.WAIT_END)]
+    assert waits[-2:] == [(EventKind.WAIT_START, index := int(waits_for == "weights")), (EventKind.WAIT_END, index)]

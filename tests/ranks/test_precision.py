@@ -34,32 +34,36 @@ def wrap(
     return model, DistributedOptimizer(make(model.parameters()), model)
 
 
-@pytest.mark.parametrize(("dtype", "sharded"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
-def test_tiny_updates_add_up(dtype: torch.dtype, sharded: bool) -> None:
-    """1,000 updates of 1e-5 are 0.01; a weight of 1 in bf16 rounds each of them away."""
+@pytest.mark.parametrize(
+    ("dtype", "sharded", "updates"),
+    [(torch.bfloat16, True, 1000), (torch.bfloat16, False, 100), (torch.float16, True, 100)],
+)
+def test_tiny_updates_add_up(dtype: torch.dtype, sharded: bool, updates: int) -> None:
+    """Together they are 0.01; a weight of 1 in 16 bits rounds each of them away."""
+    update = 0.01 / updates
 
     def run(rank: int, group: ProcessGroup) -> Tensor:
         module = Scale(200, dtype)
         model, optimizer = wrap(
-            module, group, lambda params: torch.optim.SGD(params, lr=1e-5), use_distributed_optimizer=sharded
+            module, group, lambda params: torch.optim.SGD(params, lr=update), use_distributed_optimizer=sharded
         )
         ones = torch.ones(200, dtype=dtype)
-        for _ in range(1000):
+        for _ in range(updates):
             optimizer.zero_grad()
             model(ones).backward()
             optimizer.step()
         return module.weight.detach().clone()
 
     alone = Scale(200, dtype)
-    plain = torch.optim.SGD(alone.parameters(), lr=1e-5)
-    for _ in range(1000):
+    plain = torch.optim.SGD(alone.parameters(), lr=update)
+    for _ in range(updates):
         plain.zero_grad()
         alone(torch.ones(200, dtype=dtype)).backward()
         plain.step()
     assert bool((alone.weight == 1).all()), "16 bit alone stands still"
     in_fp32 = torch.ones(())
-    for _ in range(1000):
-        in_fp32 -= 1e-5
+    for _ in range(updates):
+        in_fp32 -= update
     assert abs(in_fp32.item() - 0.99) < 1e-4
     for weight in run_ranks(2, run):
         assert bool((weight == in_fp32.to(dtype)).all())

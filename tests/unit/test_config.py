@@ -63,6 +63,18 @@ def test_torch_ddp_arguments_have_a_meaning_here() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ours", "ddps", "size"), [(100, None, 100), (None, 1, 2**18), (None, None, None)], ids=["ours", "ddps", "neither"]
+)
+def test_of_two_names_for_the_size_of_a_bucket_none_leaves_it_to_the_other(
+    ours: int | None, ddps: float | None, size: int | None
+) -> None:
+    """Whoever goes by a signature passes defaults too, in any order."""
+    by_name = {"bucket_size": ours, "bucket_cap_mb": ddps}
+    for names in (["bucket_size", "bucket_cap_mb"], ["bucket_cap_mb", "bucket_size"]):
+        assert config_from_arguments({name: by_name[name] for name in names}).bucket_size == size
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"bucket_sise": 1}, "unknown argument 'bucket_sise': did you mean 'bucket_size'"),

@@ -1,0 +1,117 @@
+"""Ranks are killed at any moment, and nothing is lost but the step that was under way."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import kill_script
+from .kill_runs import SIZE, Kill, Outcome, draw_kills, finish, recorded, run_and_kill, with_loop, with_trainer
+from .python_processes import run_python
+
+Job = Callable[[Path, int], dict[str, Tensor]]
+
+LIMIT_S = 60.0
+"""For one start, whose steps take hundredths of a second."""
+
+MAX_LOST = {with_trainer: 0, with_loop: 2}
+"""How many steps before the last one that any rank has begun may have to be done again: the Trainer saves after each
+and waits for the file; the loop saves after every second one and does not wait."""
+
+REASONS = ("Most often another rank ended with an error, was killed", "Connection closed by peer", "reset by peer")
+
+
+def losses_of(folder: Path, num_steps: int) -> list[dict[int, float]]:
+    """By rank, of a run that nobody disturbed."""
+    losses = [dict(recorded(folder, rank)) for rank in range(SIZE)]
+    assert all(list(found) == list(range(num_steps)) for found in losses)
+    return losses
+
+
+def assert_all_files_are_whole(folder: Path) -> None:
+    """Every byte is read, and its checksum compared."""
+    for path in folder.glob("*.ckpt"):
+        torch.load(path, weights_only=True)
+
+
+def assert_survivor_said_why(kill: Kill, outcome: Outcome) -> None:
+    if len(kill.ranks) < SIZE:
+        assert outcome.survivor is not None, "it ended without an error"
+        assert any(reason in outcome.survivor for reason in REASONS), outcome.survivor
+        assert outcome.survivor_s < 30
+
+
+def train_under_fire(job: Job, folder: Path, seed: int, count: int) -> None:
+    """One training that is killed ``count`` times and resumes by itself, beside one that nobody disturbed."""
+    num_steps = 8 * count
+    calm, fire = folder / "calm", folder / "fire"
+    step_s = finish(job, calm, num_steps, LIMIT_S * (1 + count / 10)) / num_steps
+    expected = losses_of(calm, num_steps)
+    tally: Counter[str] = Counter()
+    last_begun = -1
+    for number, kill in enumerate(draw_kills(seed, count, step_s)):
+        before = [len(recorded(fire, rank)) for rank in range(SIZE)]
+        outcome = run_and_kill(job, fire, num_steps, kill, LIMIT_S)
+        print(f"seed {seed}, kill {number}: {kill} -> {outcome}")  # noqa: T201 - shown when it fails
+        tally["while it saved" if outcome.writing else "elsewhere"] += 1
+        assert_all_files_are_whole(fire / "checkpoints")
+        assert_survivor_said_why(kill, outcome)
+        for rank in range(SIZE):
+            steps = [step for step, _ in recorded(fire, rank)[before[rank] :]]
+            assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else True
+            assert not steps or last_begun - MAX_LOST[job] <= steps[0] <= last_begun + 1, "it resumed from elsewhere"
+        last_begun = max([last_begun, *(step for rank in range(SIZE) for step, _ in recorded(fire, rank))])
+    finish(job, fire, num_steps, LIMIT_S * (1 + count / 10))
+    print(f"seed {seed}: {count} kills, {dict(tally)}; {num_steps} steps, {step_s * 1000:.0f} ms each")  # noqa: T201
+    for rank in range(SIZE):
+        done = recorded(fire, rank)
+        assert {step for step, _ in done} == set(range(num_steps))
+        assert [(step, loss) for step, loss in done if loss != expected[rank][step]] == []
+    assert_same_weights(fire, calm)
+    assert not list((fire / "checkpoints").glob(".*")), "what was cut off is overwritten when it is saved again"
+
+
+def assert_same_weights(folder: Path, expected: Path) -> None:
+    ours, theirs = (torch.load(path / "weights.pt") for path in (folder, expected))
+    assert list(ours) == list(theirs)
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("job", [with_trainer, with_loop])
+def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job: Job, tmp_path: Path) -> None:
+    """Losses of all steps and the last weights to the bit; the rank that is left says why it ends."""
+    train_under_fire(job, tmp_path, seed=7, count=6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("job", [with_trainer, with_loop])
+def test_fifty_kills(job: Job, seed: int, tmp_path: Path) -> None:
+    train_under_fire(job, tmp_path, seed, count=50)
+
+
+def test_torchrun_restarts_and_resumes_by_itself(tmp_path: Path) -> None:
+    """A rank dies within a step, then one within a save; ``ckpt_path="last"`` finds the last whole file each time."""
+    calm, fire = tmp_path / "calm", tmp_path / "fire"
+    fire.mkdir()
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    # otherwise torchrun's restarts share one store, and may find addresses of processes that are dead: pytorch #167288
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    run_python(*command, str(Path(kill_script.__file__)), str(fire), cwd=tmp_path, environment=environment)
+    finish(with_trainer, calm, kill_script.NUM_STEPS, LIMIT_S)
+    for rank in range(SIZE):
+        # step 3 was never begun, and what was saved after step 6 never got its name
+        assert (fire / f"starts_{rank}").read_text() == "0 0\n1 3\n2 6\n"
+        expected = losses_of(calm, kill_script.NUM_STEPS)[rank]
+        assert [(step, loss) for step, loss in recorded(fire, rank) if loss != expected[step]] == []
+        assert {step for step, _ in recorded(fire, rank)} == set(expected)
+    assert_same_weights(fire, calm)
+    assert sorted(os.listdir(fire / "checkpoints")) == ["last.ckpt", f"step={kill_script.NUM_STEPS}.ckpt"]

@@ -1,0 +1,104 @@
+"""The example as a user runs it: a script that starts its own second process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "lightning_finetuning.py"
+EPOCHS, FROZEN = 6, 3  # of fine-tuning; the backbone is frozen for the first half
+
+
+class Run(NamedTuple):
+    printed: str
+    path: Path
+
+    def epochs(self) -> list[tuple[float, float, int]]:
+        """(percentage recognised, loss, number of parameters trained) of each epoch of fine-tuning."""
+        lines = re.findall(
+            r"^10 digits, epoch \d: ([\d.]+)% recognised, loss ([\d.]+), (\d) parameters trained$", self.printed, re.M
+        )
+        return [(float(accuracy), float(loss), int(num_trained)) for accuracy, loss, num_trained in lines]
+
+
+Runs = Callable[[str, int], Run]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """(strategy, devices) -> what a script printed, which succeeded without a warning; each runs once."""
+
+    @cache
+    def run(strategy: str, devices: int) -> Run:
+        path = tmp_path_factory.mktemp("finetuning")
+        environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+        options = ["--strategy", strategy, "--devices", str(devices), "--epochs", str(EPOCHS)]
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT), *options],
+            cwd=path,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Warning" not in done.stderr, done.stderr
+        return Run(done.stdout, path)
+
+    return run
+
+
+def test_it_learns_to_read_digits_with_equal_weights_on_all_ranks(runs: Runs) -> None:
+    run = runs("megatron_ddp", 2)
+    epochs = run.epochs()
+    assert [num_trained for _, _, num_trained in epochs] == [2] * FROZEN + [6] * (EPOCHS - FROZEN), "from one rank only"
+    best = max(accuracy for accuracy, _, _ in epochs)
+    assert best > 88, "guessing gives 10"
+    assert f"megatron_ddp, 2 rank(s): {best}% of 360 images" in run.printed
+    assert "weights of the ranks: equal\n" in run.printed
+
+
+def test_its_checkpoint_is_whole(runs: Runs) -> None:
+    """The optimizer's state of the backbone, which joined late and is sharded like the head's, among it."""
+    checkpoint = torch.load(runs("megatron_ddp", 2).path / "runs/finetuning/megatron_ddp/best.ckpt", weights_only=True)
+    assert checkpoint["epoch"] >= FROZEN, "the best epoch is one with the backbone"
+    (optimizer,) = checkpoint["optimizer_states"]
+    head, backbone = (group["params"] for group in optimizer["param_groups"])
+    weights = checkpoint["state_dict"]
+    names = [name for prefix in ("head", "backbone") for name in weights if name.startswith(prefix)]
+    assert [len(head), len(backbone)] == [2, 4]
+    for index, name in zip([*head, *backbone], names, strict=True):
+        assert optimizer["state"][index]["exp_avg_sq"].shape == weights[name].shape
+        assert optimizer["state"][index]["exp_avg_sq"].count_nonzero() > 0
+
+
+@pytest.mark.timeout(240)  # two scripts, the first's run included
+def test_two_ranks_learn_what_one_learns(runs: Runs) -> None:
+    """The frozen half and the other; what remains of a difference is another order of sums."""
+    two, one = runs("megatron_ddp", 2).epochs(), runs("ddp", 1).epochs()
+    assert len(two) == EPOCHS
+    assert [loss for _, loss, _ in two] == pytest.approx([loss for _, loss, _ in one], rel=1e-3)
+    assert [accuracy for accuracy, _, _ in two] == pytest.approx([accuracy for accuracy, _, _ in one], abs=0.6)
+
+
+@pytest.mark.timeout(240)
+def test_under_ddp_the_ranks_part_once_the_backbone_is_unfrozen(runs: Runs) -> None:
+    """Until then, pretraining included, it prints the same. What it learns after is not what one rank learns."""
+    ours, theirs = runs("megatron_ddp", 2), runs("ddp", 2)
+    same = ours.printed.index(f"10 digits, epoch {FROZEN + 1}")
+    assert ours.printed[:same] == theirs.printed[:same]
+    apart = re.search(r"weights of the ranks: up to (\S+) apart", theirs.printed)
+    assert apart is not None, theirs.printed
+    assert float(apart[1]) > 1e-3, "more than rounding"
+    for (_, our_loss, _), (_, their_loss, _) in zip(ours.epochs()[FROZEN:], theirs.epochs()[FROZEN:], strict=True):
+        assert their_loss != pytest.approx(our_loss, rel=5e-3)

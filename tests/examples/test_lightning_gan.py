@@ -1,0 +1,62 @@
+"""The example as a user runs it: a script that starts its own second process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "lightning_gan.py"
+EPOCHS = 5
+
+
+def run_example(strategy: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, str(SCRIPT), "--strategy", strategy, "--epochs", str(EPOCHS)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, encoding="utf-8", timeout=100)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What it prints by default, but after fewer epochs."""
+    done = run_example("megatron_ddp", tmp_path_factory.mktemp("gan"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_it_learns_to_draw_digits(printed: str) -> None:
+    losses = re.findall(r"^epoch \d: discriminator ([\d.]+), generator ([\d.]+)$", printed, re.MULTILINE)
+    assert len(losses) == EPOCHS, "from one rank only"
+    for discriminator, generator in losses:  # neither has won: it would be near zero, and the other's would soar
+        assert 0.3 < float(discriminator) < 2
+        assert 0.3 < float(generator) < 3
+    distances = re.search(r"([\d.]+) before, ([\d.]+) after training", printed)
+    assert distances is not None, printed
+    before, after = map(float, distances.groups())
+    assert after < before / 2
+    drawing = printed.partition("\nmegatron_ddp, 2 rank(s)")[0].splitlines()[-8:]
+    assert {len(line) for line in drawing} == {8 * 8 + 7 * 2}, "eight images of eight pixels, two columns between"
+    assert {" ", "@"} <= set("".join(drawing)) <= set(" .:-=+*#%@")
+
+
+@pytest.mark.timeout(240)  # two scripts of two processes each
+def test_it_trains_as_under_ddp_that_looks_for_unused_parameters(printed: str, tmp_path: Path) -> None:
+    """To the bit: the losses of every epoch, and the images."""
+    strategy = "ddp_find_unused_parameters_true"
+    theirs = run_example(strategy, tmp_path)
+    assert theirs.returncode == 0, theirs.stdout + theirs.stderr
+    assert printed.replace("megatron_ddp", strategy) == theirs.stdout
+
+
+def test_plain_ddp_fails_in_the_second_backward(tmp_path: Path) -> None:
+    done = run_example("ddp", tmp_path)
+    assert done.returncode != 0
+    assert "epoch 1:" not in done.stdout
+    assert "self.manual_backward(discriminator_loss)" in done.stderr, "the first was the generator's"
+    assert "parameters that were not used in producing the loss" in done.stderr

@@ -1,0 +1,288 @@
+"""Backwards inside others, gradients that come in two parts or not at all, and backwards that broke off."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
+from megastrategy.core.errors import BucketInFlightError, UnusedParameterError
+from tests.support.doubles import DelayingCollectives, RecordingCollectives
+from tests.support.gradients import (
+    ENGINES,
+    assert_equal,
+    batch,
+    grads_with_ddp,
+    grads_with_ours,
+    one_backward,
+)
+from tests.support.models import two_layers
+from tests.support.ranks import run_ranks
+
+
+def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool) -> Tensor:
+    """torch's checkpoint. Without its saving of the random state: two threads at the default generator deadlock there,
+    one waiting for the generator with the GIL, one the other way round.
+    """
+    result: Tensor = checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
+    return result
+
+
+class Checkpointed(nn.Module):
+    """A layer in two re-entrant checkpoints, so that its gradient comes in two parts, in two nested backwards."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.inner = nn.Linear(10, 10)
+        self.unused = nn.Linear(3, 3)
+        self.outer = nn.Linear(10, 10)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+        self._reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.outer(x))
+        for _ in range(2):
+            x = recomputed(lambda y: torch.tanh(self.inner(y)), x, self._reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("engine", ENGINES, ids=["sharded", "sharded_late", "all_reduce", "flattened"])
+def test_a_layer_in_two_checkpoints(reentrant: bool, engine: dict[str, Any]) -> None:
+    """torch DDP needs static_graph for the re-entrant kind; the plain model is the same function, and the reference."""
+
+    def steps(model: Any, rank: int) -> None:
+        for number in range(3):  # the second and third know the layer as one that comes twice
+            model.zero_grad()
+            model(batch(rank, number).requires_grad_()).square().sum().backward()
+
+    def plain() -> nn.Module:
+        module = Checkpointed(reentrant)
+        module.forward = lambda x: torch.tanh(module.inner(torch.tanh(module.inner(torch.tanh(module.outer(x))))))  # type: ignore[method-assign]
+        return module
+
+    ours = grads_with_ours(lambda: Checkpointed(reentrant), steps, **engine)
+    reference = grads_with_ddp(plain, steps, find_unused_parameters=True)
+    for mine, theirs in zip(ours, reference, strict=True):
+        for here, there in zip(mine, theirs, strict=True):
+            assert (here is None) == (there is None)
+            if there is not None:
+                torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+
+
+def second_backward(module: Any) -> None:
+    """Gives the last layer's weight a gradient of 5 more."""
+    with torch.enable_grad():
+        (module[2].weight.sum() * 5.0).backward()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_gradient_that_comes_while_its_bucket_is_in_flight_is_not_lost(sharded: bool) -> None:
+    """On one rank only, and with the reduction held up, so that the bucket is surely on the wire."""
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor | None]:
+        module = two_layers()
+        config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=sharded)
+        model = DistributedDataParallel(module, config, collectives=DelayingCollectives(group, 0.05))
+        hidden = torch.tanh(module[0](batch(rank)))
+        if rank == 1:
+            # a second backward, to the last layer's weight, inside the first, after that layer's bucket was launched
+            hidden.register_hook(lambda _: second_backward(module))
+        model.watch_backward(loss := module[2](hidden).square().sum())
+        loss.backward()
+        grads = [model.full_grad(param) for param in module.parameters()]
+        model.close()
+        return grads
+
+    plain = []
+    for rank in range(2):
+        module = two_layers()
+        module(batch(rank)).square().sum().backward()
+        plain.append([param.grad.clone() for param in module.parameters() if param.grad is not None])
+    expected = [(a + b) / 2 for a, b in zip(*plain, strict=True)]
+    expected[2] += 2.5
+    for grads in run_ranks(2, run):
+        torch.testing.assert_close(grads, expected)
+
+
+def test_a_bucket_that_was_late_once_waits_from_then_on() -> None:
+    """So that only the first step pays for reducing it twice."""
+
+    def run(rank: int, group: ProcessGroup) -> list[int]:
+        module = two_layers()
+        collectives = RecordingCollectives(group)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), collectives=collectives)
+        counts = []
+        for number in range(3):
+            collectives.calls.clear()
+            model.zero_grad()
+            hidden = torch.tanh(module[0](batch(rank, number)))
+            hidden.register_hook(lambda _: second_backward(module))
+            module[2](hidden).square().sum().backward()
+            counts.append(len(collectives.named("reduce_scatter")) - len(model.layout.buckets))
+        model.close()
+        return counts
+
+    for counts in run_ranks(2, run):
+        assert counts == [1, 0, 0], "reductions beyond one a bucket"
+
+
+def test_a_gradient_in_flight_is_an_error_where_the_ranks_do_not_agree() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        config = DistributedDataParallelConfig(bucket_size=1, static_graph=True)
+        model = DistributedDataParallel(module, config, group)
+        model(batch(rank)).square().sum().backward()
+        model.zero_grad()
+        hidden = torch.tanh(module[0](batch(rank)))
+        hidden.register_hook(lambda _: second_backward(module))
+        with pytest.raises(BucketInFlightError, match=r"'2\.weight'.*static_graph off"):
+            module[2](hidden).square().sum().backward()
+
+    run_ranks(2, run)
+
+
+def test_promised_parameters_without_a_gradient_are_named() -> None:
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(10, 1), nn.Linear(10, 1)
+
+        def forward(self, x: Tensor, both: bool) -> Tensor:
+            return (self.used(x) + (self.idle(x) if both else 0.0)).sum()
+
+    def never(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Skips(), DistributedDataParallelConfig(find_unused_parameters=False), group)
+        with pytest.raises(UnusedParameterError, match=r"2 parameter.*'idle.weight', 'idle.bias'"):
+            model(batch(rank), False).backward()
+
+    def later(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Skips(), DistributedDataParallelConfig(static_graph=True), group)
+        model(batch(rank), False).backward()
+        model.zero_grad()
+        with pytest.raises(UnusedParameterError, match=r"received a gradient.*static_graph=True"):
+            model(batch(rank), True).backward()
+
+    run_ranks(2, never)
+    run_ranks(2, later)
+
+
+class Opaque:
+    """An output that nobody can look into."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+@pytest.mark.parametrize("wrap_output", [lambda out: out, Opaque], ids=["tensor", "opaque"])
+def test_a_backward_that_raised_leaves_nothing_behind(wrap_output: Callable[[Tensor], Any]) -> None:
+    class Wrapped(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return wrap_output(super().forward(x))
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor | None]:
+        module = Wrapped(*two_layers())
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), group)
+        hook = module[0].weight.register_hook(_raise)
+        for number in (5, 0):
+            out = model(batch(rank, number))
+            loss = getattr(out, "hidden", out).square().sum()
+            if number == 5:
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                hook.remove()
+        loss.backward()
+        return [model.full_grad(param) for param in module.parameters()]
+
+    assert_equal(run_ranks(2, run), grads_with_ddp(two_layers, one_backward))
+
+
+def _raise(grad: Tensor) -> Tensor:
+    raise ZeroDivisionError("in the middle of backward")
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_backward_that_is_tried_again_after_an_error(sharded: bool) -> None:
+    def retried(model: Any, rank: int) -> None:
+        out = model(batch(rank))
+        handle = out.register_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            out.square().sum().backward(retain_graph=True)
+        handle.remove()
+        loss = model(batch(rank)).square().sum()
+        tries = []
+
+        def once(grad: Tensor) -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                raise ValueError("the first time")
+
+        # when the last layer's gradients are in the buffer, and its buckets on the wire
+        model.module[0].weight.register_hook(once)
+        with pytest.raises(ValueError, match="the first time"):
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    ours = grads_with_ours(two_layers, retried, use_distributed_optimizer=sharded, bucket_size=1)
+    assert_equal(ours, grads_with_ddp(two_layers, one_backward))
+
+
+@dataclasses.dataclass
+class Output:
+    """What some models return; torch's pytree does not look inside."""
+
+    hidden: Tensor
+    name: str = "output"
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_backward_of_one_output_inside_that_of_another(sharded: bool) -> None:
+    def nested(model: Any, rank: int) -> None:
+        first, second = model(batch(rank, 0)), model(batch(rank, 1))
+        tries: list[int] = []
+
+        def nest(grad: Tensor) -> None:
+            tries.append(1)
+            if len(tries) == 1:
+                with torch.enable_grad():
+                    second.square().sum().backward()
+
+        model.module[2].weight.register_hook(nest)
+        first.square().sum().backward()
+
+    def one_after_the_other(model: Any, rank: int) -> None:
+        (model(batch(rank, 0)).square().sum() + model(batch(rank, 1)).square().sum()).backward()
+
+    ours = grads_with_ours(two_layers, nested, use_distributed_optimizer=sharded, bucket_size=1)
+    assert_equal(ours, grads_with_ddp(two_layers, one_after_the_other), 1e-6)
+
+
+def test_outputs_in_a_dataclass_with_reentrant_checkpoints() -> None:
+    """The end of the outermost backward is known, so the promise of a gradient for every parameter is judged there."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Output:
+            for layer in self.layers:
+                x = recomputed(layer, x, True)
+            return Output(x)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        config = DistributedDataParallelConfig(find_unused_parameters=False, bucket_size=1)
+        model = DistributedDataParallel(Wrapped(), config, group)
+        model(batch(rank).requires_grad_()).hidden.sum().backward()
+
+    run_ranks(2, run)

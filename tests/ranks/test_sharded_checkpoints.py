@@ -1,0 +1,315 @@
+"""Directories that every rank writes its part of: any number of ranks reads them, and so does everybody else."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core import (
+    CheckpointError,
+    Collectives,
+    host_collectives,
+    make_collectives,
+    read_directory,
+    save_directory,
+    to_host,
+)
+from megastrategy.core.flat_shard import FlatShard, boxes
+from tests.support.models import AwkwardModel, awkward_model, images
+from tests.support.processes import run_processes
+
+# --- one tensor ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 5)])
+def test_a_range_is_cut_into_boxes_that_are_all_of_it_in_order(shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    whole = torch.arange(numel).view(shape)
+    for start in range(numel + 1):
+        for end in range(start, numel + 1):
+            parts = list(boxes(shape, start, end))
+            assert len(parts) <= max(1, 2 * len(shape) - 1)
+            elements: list[int] = []
+            for offsets, sizes in parts:
+                part = whole
+                for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                    part = part.narrow(dim, offset, size)
+                elements += part.reshape(-1).tolist()
+            assert elements == list(range(start, end))
+
+
+def test_a_shard_of_a_channels_last_tensor_is_found_by_its_place() -> None:
+    whole = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    in_memory = whole.as_strided((whole.numel(),), (1,))
+    seen = torch.full_like(whole, -1)
+    for start, end in [(0, 37), (37, 38), (38, 120)]:
+        shard = FlatShard(in_memory[start:end], start, tuple(whole.shape), whole.stride())
+        for item in shard.__create_write_items__("weight", shard):
+            part = shard.__get_tensor_shard__(item.index)
+            offsets, sizes = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "not a copy"
+            slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            assert seen[slices].eq(-1).all()
+            seen[slices] = part
+    assert torch.equal(seen, whole)
+
+
+def test_computing_with_a_shard_is_refused_by_name() -> None:
+    shard = FlatShard(torch.ones(3), 2, (2, 4), (4, 1))
+    with pytest.raises(NotImplementedError, match=r"aten.add.*FlatShard\(\[2, 5\) of \(2, 4\).*state_dict\(\)"):
+        shard + 1
+    copy = shard.clone()
+    copy.local += 1
+    assert shard.local.tolist() == [1, 1, 1]
+
+
+# --- training, saved and gone on with --------------------------------------------------------------------------------
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    first, second, *rest = params
+    groups = [{"params": [second, first], "lr": 3e-3}, {"params": rest}, {"params": []}]
+    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+
+
+class Training:
+    """The awkward model under the engine."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        collectives: Collectives | None = None,
+        *,
+        sharded: bool = True,
+        bucket_size: int = 400,
+    ) -> None:
+        self.dtype = dtype
+        self.module: AwkwardModel = awkward_model().to(dtype)
+        config = DistributedDataParallelConfig(bucket_size=bucket_size, use_distributed_optimizer=sharded)
+        self.model = DistributedDataParallel(self.module, config, collectives=collectives)
+        self.optimizer = DistributedOptimizer(adamw(self.module.parameters()), self.model)
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        rank = dist.get_rank()
+        for step in steps:
+            loss = self.model(images(rank, step, 0, self.dtype), step, rank)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.sharded_state_dict()}
+
+    def load(self, path: Path) -> None:
+        self.module.load_state_dict(read_directory(path, "model"))
+        self.optimizer.load_sharded(path)
+
+    def whole(self) -> dict[str, Any]:
+        """Everything there is, on rank 0."""
+        return to_host(
+            {
+                "weights": self.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "main_params": self.optimizer.main_params(),
+            }
+        )
+
+
+def assert_same(actual: Any, expected: Any, where: str = "", *, strides: bool = True) -> None:
+    """Equal in structure, and in every bit of every tensor."""
+    assert type(actual) is type(expected), where
+    if isinstance(expected, dict):
+        assert set(actual) == set(expected), where
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{where}[{key!r}]", strides=strides)
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected), where
+        for place, value in enumerate(expected):
+            assert_same(actual[place], value, f"{where}[{place}]", strides=strides)
+    elif isinstance(expected, Tensor):
+        assert not strides or actual.stride() == expected.stride(), where
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{where}: {text}")
+    else:
+        assert actual == expected, where
+
+
+def save_after_three(path: Path) -> dict[str, Any]:
+    """Saves after three steps; what was saved."""
+    training = Training()
+    training.train(range(3))
+    save_directory(training.state(), {"step": 3}, path, host_collectives())
+    return training.whole()
+
+
+def write_and_read(folder: Path, dtype: torch.dtype, writer_sharded: bool) -> None:
+    """On three ranks, of which two write after three of six steps, and one, two and all read and go on."""
+    groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)}
+    own = {size: make_collectives(groups[size], torch.device("cpu")) for size in groups if dist.get_rank() < size}
+    path, saved, expected = folder / "checkpoint", {}, []
+    if 2 in own:
+        writer = Training(dtype, own[2], sharded=writer_sharded)
+        writer.train(range(3))
+        save_directory(writer.state(), {"step": 3}, path, own[2])
+        saved = writer.whole()
+        expected = writer.train(range(3, 6))
+        assert saved["optimizer"]["state"] or dist.get_rank() == 1
+    dist.barrier()
+    for size, collectives in own.items():
+        for sharded in (True, False):
+            reader = Training(dtype, collectives, sharded=sharded, bucket_size=150)
+            reader.load(path)
+            loaded = reader.whole()
+            if dist.get_rank() == 0:
+                assert_same(loaded, saved, f"{size} ranks, sharded={sharded}")
+            losses = reader.train(range(3, 6))
+            assert size != 2 or losses == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("writer_sharded", [True, False])
+def test_resuming_is_exact_and_any_number_of_ranks_reads_it(
+    tmp_path: Path, writer_sharded: bool, dtype: torch.dtype
+) -> None:
+    run_processes(3, write_and_read, tmp_path, dtype, writer_sharded)
+
+
+# --- other people's readers ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A directory that two ranks wrote, and what is in it."""
+    path = tmp_path_factory.mktemp("written") / "checkpoint"
+    return path, run_processes(2, save_after_three, path)[0]
+
+
+def test_every_reader_of_the_format_finds_whole_tensors_by_name(
+    tmp_path: Path, written: tuple[Path, dict[str, Any]]
+) -> None:
+    path, saved = written
+    dcp_to_torch_save(path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert_same(dict(whole["model"]), dict(saved["weights"]), strides=False)  # which the format does not know
+    plain = awkward_model()
+    optimizer = adamw(plain.parameters())
+    optimizer.load_state_dict(whole["optimizer"])  # torch's own takes names for numbers
+    assert_same(optimizer.state_dict()["state"], saved["optimizer"]["state"], strides=False)
+    names = {name for name, _ in plain.named_parameters()}
+    assert {name for name, values in whole["optimizer"]["state"].items() if values} < names
+
+
+def test_the_directory_holds_each_element_once(written: tuple[Path, dict[str, Any]]) -> None:
+    path, _ = written
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    nbytes = sum(info.length for info in metadata.storage_data.values())
+    assert nbytes == sum(file.stat().st_size for file in path.glob("*.distcp")), "and nothing that is not listed"
+    tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
+    assert len(tensors) > 40
+    for name, entry in tensors.items():
+        assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size), name
+
+
+# --- asynchronous ----------------------------------------------------------------------------------------------------
+
+
+def save_both_ways(synchronous: Path, asynchronous: Path) -> None:
+    training = Training()
+    training.train(range(2))
+    save_directory(training.state(), {}, synchronous, host_collectives())
+    group = dist.new_group(backend="gloo")
+    pending = dcp.async_save(training.state(), checkpoint_id=asynchronous, process_group=group)
+    training.train(range(2, 5))  # changes everything that is being saved
+    pending.result()
+
+
+def test_an_asynchronous_save_is_equal_though_training_goes_on(tmp_path: Path) -> None:
+    run_processes(2, save_both_ways, tmp_path / "synchronous", tmp_path / "asynchronous")
+    for key in ("model", "optimizer"):
+        assert_same(*(read_directory(tmp_path / name, key) for name in ("asynchronous", "synchronous")))
+
+
+# --- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+def save_onto_a_file(path: Path) -> None:
+    training = Training()
+    training.train(range(1))
+    collectives = host_collectives()
+    with pytest.raises(CheckpointError, match=r"blocked/checkpoint was not written: rank 0: NotADirectoryError"):
+        save_directory(training.state(), {}, path / "blocked" / "checkpoint", collectives)
+    save_directory(training.state(), {}, path / "free", collectives)
+
+
+def test_a_save_that_fails_fails_on_all_ranks_and_the_next_works(tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file, where a directory is needed")
+    run_processes(2, save_onto_a_file, tmp_path)
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["blocked", "free"]
+
+
+def replace_twice(path: Path) -> None:
+    training = Training()
+    collectives = host_collectives()
+    for steps in (range(1), range(1, 2)):
+        training.train(steps)
+        save_directory(training.state(), {"step": steps.stop}, path, collectives)
+    assert torch.load(path / "meta.pt") == {"step": 2}
+    training.load(path)
+
+
+@pytest.mark.parametrize("before", ["nothing", "file"])
+def test_a_save_replaces_what_was_there(tmp_path: Path, before: str) -> None:
+    if before == "file":
+        (tmp_path / "last.ckpt").write_text("an older checkpoint")
+    run_processes(2, replace_twice, tmp_path / "last.ckpt")
+    assert [child.name for child in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def load_strange(path: Path) -> None:
+    training = Training()
+    before = training.whole()
+    rows = nn.Linear(3, 3)
+    strange = {
+        "missing": "no complete directory",
+        "truncated": "cannot be read",
+        "other_model": r"state '.*' of a parameter 'weight', which the model does not have",
+        "other_shape": r"state '.*' of parameter 'embedding.weight' in shape \(3, 3\), the parameter has \(17, 13\)",
+        "other_groups": r"parameter 'norm.weight' is in group 1 of the optimizer, but not of .*other_groups",
+    }
+    if dist.get_rank() == 0:
+        good = training.optimizer.sharded_state_dict()
+        no_dist = {"no_dist": True}
+        state = {"weight": {"exp_avg": rows.weight.detach()}}
+        dcp.save({"optimizer": good | {"state": state}}, checkpoint_id=path / "other_model", **no_dist)
+        state = {"embedding.weight": {"exp_avg": rows.weight.detach()}}
+        dcp.save({"optimizer": good | {"state": state}}, checkpoint_id=path / "other_shape", **no_dist)
+        groups = [dict(group) for group in good["param_groups"]]
+        groups[1]["params"] = [name for name in groups[1]["params"] if name != "norm.weight"]
+        dcp.save({"optimizer": {"param_groups": groups}}, checkpoint_id=path / "other_groups", **no_dist)
+        dcp.save(
+            {"optimizer": good, "model": training.module.state_dict()}, checkpoint_id=path / "truncated", **no_dist
+        )
+        [file] = (path / "truncated").glob("*.distcp")
+        file.write_bytes(file.read_bytes()[:1000])
+    dist.barrier()
+    for name, message in strange.items():
+        with pytest.raises(CheckpointError, match=message):
+            training.optimizer.load_sharded(path / name)
+    with pytest.raises(CheckpointError, match="no optimizer under the key 'other'"):
+        training.optimizer.load_sharded(path / "other_groups", "other")
+    assert_same(training.whole(), before)
+
+
+def test_what_does_not_fit_is_refused_by_name_and_nothing_is_loaded(tmp_path: Path) -> None:
+    run_processes(2, load_strange, tmp_path)

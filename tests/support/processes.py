@@ -1,0 +1,74 @@
+"""Ranks as processes of one gloo group, for what torch keeps by process (its checkpoints, its default group).
+
+They come from a fork server that has imported torch and the package, so that a group of them starts in well under a
+second.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megastrategy  # noqa: F401 - preloaded in the fork server
+
+
+def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+    """``job(*arguments)`` on ``size`` ranks of a default gloo group; the results by rank, or an AssertionError with
+    the tracebacks."""
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        connections, processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_serve, args=(rank, size, f"{folder}/store", timeout_s, theirs, job, arguments), daemon=True
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            connections.append(ours)
+        outcomes = [_receive(connection, timeout_s) for connection in connections]
+        for process in processes:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failures = {rank: error for rank, (ok, error) in enumerate(outcomes) if not ok}
+    assert not failures, "\n".join(f"rank {rank}:\n{error}" for rank, error in failures.items())
+    return [value for _, value in outcomes]
+
+
+def _receive(connection: Connection, timeout_s: float) -> tuple[bool, Any]:
+    try:
+        if connection.poll(timeout_s):
+            return pickle.loads(connection.recv_bytes())  # type: ignore[no-any-return]
+    except EOFError:
+        return False, "the process ended without a result"
+    return False, f"no result within {timeout_s} s"
+
+
+def _serve(
+    rank: int, size: int, store: str, timeout_s: float, connection: Connection, job: Callable[..., Any], arguments: Any
+) -> None:
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(timeout_s - 5.0, file=2)  # type: ignore[arg-type]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    try:
+        outcome = True, job(*arguments)
+    except BaseException:  # noqa: BLE001 - handed to the test, whatever it is
+        outcome = False, traceback.format_exc()
+    connection.send_bytes(pickle.dumps(outcome))
+    if outcome[0]:
+        dist.destroy_process_group()
