@@ -15,7 +15,7 @@ looks at it afterwards. Therefore strategies hand out copies (:func:`own_memory`
 from __future__ import annotations
 
 import contextlib
-import errno
+import copy
 import os
 import pickle
 import struct
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from .core import CheckpointError
+from .core import CheckpointError, replace_path, sync_directory
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -102,8 +102,7 @@ def save_file(state: Any, path: str | Path) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # before the name, or a crash of the machine could leave the name and no content
-        part.replace(target)
-        _sync_directory(target.parent)
+        replace_path(part, target)
     except BaseException as error:
         with contextlib.suppress(OSError):  # most often since its directory is not there
             part.unlink()
@@ -113,11 +112,10 @@ def save_file(state: Any, path: str | Path) -> None:
         where = f": {cause.filename}" if cause.filename not in (None, str(part)) else ""
         reason = f"the checkpoint was not saved ({cause.strerror}{where}), and what had its name before is as it was"
         raise OSError(cause.errno, reason, str(target)) from error
+    sync_directory(target.parent)
 
 
-def load_file(
-    path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
-) -> Any:  # whatever was saved
+def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
     """``torch.load`` from a local path. The file is mapped if its format allows it; see [Note: mapped files].
 
     Raises:
@@ -136,36 +134,28 @@ def load_file(
 
 
 def own_memory(value: Any) -> Any:
-    """Dictionaries, lists and tuples with their tensors copied out of a mapped file; anything else as it is."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) is dict:
-        return {key: own_memory(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(own_memory(item) for item in value)
-    return value
+    """What was loaded, with no tensor of it in a mapped file; those that share memory still do."""
+    return copy.deepcopy(value)
 
 
 def check_module_state(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, source: str) -> None:
     """Finds out whether ``module.load_state_dict(state, strict)`` would fail, which it does half-way through.
 
     Only where torch's own rules hold: a module that loads in ways of its own is left alone, with all in it, and
-    nothing is said if a hook may rename what is in the state.
+    nothing is said where hooks may rename what is in the state, or forgive what is not.
 
     Raises:
         CheckpointError: naming ``source``, and every name that is missing, not wanted or of another shape.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} is no state of a module: it is {describe_foreign(state)}")
-    if any(child._load_state_dict_pre_hooks for child in module.modules()) or _is_custom(module):
+    hooked = (child._load_state_dict_pre_hooks or child._load_state_dict_post_hooks for child in module.modules())
+    if any(hooked) or _is_custom(module):
         return
     custom = tuple(f"{name}." for name, child in module.named_modules() if name and _is_custom(child))
     own = {name: tensor for name, tensor in _persistent_tensors(module).items() if not name.startswith(custom)}
-    saved = {
-        name: value
-        for name, value in state.items()
-        if not name.startswith(custom) and not name.endswith("_extra_state")
-    }
+    skipped = ("_extra_state",)
+    saved = {name: value for name, value in state.items() if not (name.startswith(custom) or name.endswith(skipped))}
     problems = [
         f"{name!r} has shape {tuple(value.shape)} there, {tuple(own[name].shape)} in the model"
         for name, value in saved.items()
@@ -239,11 +229,11 @@ def _fits(saved: Tensor, own: Tensor) -> bool:
 
 
 def _is_custom(module: torch.nn.Module) -> bool:
-    kind = type(module)
+    """Whether it has a way of its own to load its parameters and buffers."""
     if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
         return True
-    own = (kind.load_state_dict, kind._load_from_state_dict)
-    return any(not function.__module__.startswith("torch.nn.") for function in own)
+    functions = (module.load_state_dict, module._load_from_state_dict)
+    return any(not function.__module__.startswith("torch.nn.") for function in functions)
 
 
 def _persistent_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -266,18 +256,6 @@ def _local_path(path: str | Path) -> Path | None:
 
     file_system, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(file_system, LocalFileSystem) else None
-
-
-def _sync_directory(directory: Path) -> None:
-    """Writes the new name to the disk, on file systems that can."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _os_error(error: BaseException | None, outer: BaseException | None) -> OSError | None:
@@ -308,6 +286,6 @@ def _problem(path: Path, error: Exception) -> str | None:
             if any(name.split("/")[1:] == ["data.pkl"] for name in archive.namelist()):
                 return None
     elif start.startswith(_LEGACY_START[: len(start)]):
-        cut = isinstance(error, EOFError | IndexError | struct.error) or any(word in str(error) for word in ("EOF", "truncated"))
-        return cut_off if cut or size < len(_LEGACY_START) else None
+        short = isinstance(error, EOFError | IndexError | struct.error) or size < len(_LEGACY_START)
+        return cut_off if short or "EOF" in str(error) or "truncated" in str(error) else None
     return "is no checkpoint: torch.save did not write it. Check the path"

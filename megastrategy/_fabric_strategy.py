@@ -32,7 +32,8 @@ from ._checkpoint_io import (
     describe_foreign,
     own_memory,
 )
-from ._world import engine_collectives
+from ._directories import OptimizerInDirectory, check_state_dict_type, load_extra
+from ._world import checkpoint_collectives, engine_collectives
 from .core import (
     CheckpointError,
     DistributedDataParallel,
@@ -41,7 +42,10 @@ from .core import (
     GradScaler,
     config_from_arguments,
     describe_setup,
+    directory_keys,
     probe_state_tensors,
+    read_directory,
+    save_directory,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +66,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout,
             start_method: as for ``DDPStrategy``.
+        state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
+            its part of. Either is loaded.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -80,8 +86,11 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: Literal["full", "sharded"] = "full",
         **options: Any,
     ) -> None:
+        check_state_dict_type(state_dict_type)
+        self.state_dict_type = state_dict_type
         self.config: DistributedDataParallelConfig = config_from_arguments(options)
         super().__init__(
             accelerator=accelerator,
@@ -265,6 +274,9 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder."""
+        if self.state_dict_type == "sharded":
+            self._save_directory(Path(self.broadcast(path)), state, filter or {})
+            return
         optimizers = {key: self._distributed(value) for key, value in state.items()}
         gathered = {
             key: value.main_params() for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)
@@ -273,6 +285,31 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         if main_params:
             state = {**state, MAIN_PARAMS_KEY: main_params}
         super().save_checkpoint(path, state, storage_options, filter)
+
+    def _save_directory(
+        self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
+    ) -> None:
+        written, extra = {}, {}
+        for key, given in state.items():
+            value: Any = self._distributed(given)
+            keeps = filter.get(key, lambda name, item: True)
+            if isinstance(given, Module) or isinstance(value, DistributedOptimizer):
+                sharded = isinstance(value, DistributedOptimizer)
+                saved = value.sharded_state_dict() if sharded else self.get_module_state_dict(value)
+                written[key] = {name: item for name, item in saved.items() if keeps(name, item)}
+                continue
+            saved = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
+            extra[key] = {k: v for k, v in saved.items() if keeps(k, v)} if isinstance(saved, dict) else saved
+        save_directory(written, extra, path, checkpoint_collectives())
+
+    def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:
+        """What is in the directory, whole; the states of optimizers in ``state`` are left there, to be read in part."""
+        optimizers = state.items() if isinstance(state, dict) else ()
+        left = {key for key, value in optimizers if isinstance(self._distributed(value), DistributedOptimizer)}
+        return load_extra(path, weights_only) | {
+            key: OptimizerInDirectory(path, key) if key in left else read_directory(path, key)
+            for key in directory_keys(path)
+        }
 
     def load_checkpoint(
         self,
@@ -289,7 +326,10 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             CheckpointError: if the file is none, or holds the weights or the optimizer of another model.
             KeyError: if ``strict``, and a key of ``state`` is not there.
         """
-        loaded = super().load_checkpoint(path, None, strict, weights_only)
+        if Path(path).is_dir():
+            loaded = self._read_directory(Path(path), state, weights_only)
+        else:
+            loaded = super().load_checkpoint(path, None, strict, weights_only)
         if not state:
             return cast(dict[str, Any], own_memory(loaded))
         if not isinstance(state, dict):
@@ -320,7 +360,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             source = f"{key!r} in {path}" if key else str(path)
             if isinstance(value, Module):
                 check_module_state(_unwrapped(value), saved[key], strict, source)
-            elif id(value) in models:
+            elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
                 names = {param: name for name, param in models[id(value)].module.named_parameters()}
                 check_optimizer_state(value, saved[key], names, source, id(value) in sharded)
         values = {}
@@ -328,6 +368,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             own = saved.pop(key)
             if isinstance(value, Module):
                 self.load_module_state_dict(value, own, strict)
+            elif isinstance(own, OptimizerInDirectory):
+                value.load_sharded(*own)
             elif id(value) in sharded:
                 value.load_state_dict(own)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -27,8 +27,10 @@ from ._checkpoint_io import (
     describe_foreign,
     own_memory,
 )
+from ._directories import DirectorySaver, OptimizerInDirectory, check_state_dict_type, load_trainer_directory
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import EnginePrecision, HookWatch, lend, take_back
+from ._sigterm import SigtermAgreement
 from ._world import begin_setup, count_exception, engine_collectives, exception_name, give_up_engine_collectives
 from .core import (
     CheckpointError,
@@ -40,6 +42,7 @@ from .core import (
     config_from_arguments,
     describe_setup,
     probe_state_tensors,
+    read_directory,
 )
 
 if TYPE_CHECKING:
@@ -64,6 +67,8 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: as for ``DDPStrategy``.
+        state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
+            its part of, in the background if the Trainer has the plugin ``AsyncCheckpointIO``. Either is loaded.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -81,6 +86,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
     _lightning_optimizer: ClassVar[type[LightningOptimizer]]
     _mock_optimizer: ClassVar[type[_MockOptimizer]]
     _engine_precision: ClassVar[type[EnginePrecision]]
+    _async_io: ClassVar[type]
     _hook_owners: ClassVar[tuple[type[pl.LightningModule], type[pl.Callback]]]
 
     def __init__(
@@ -93,8 +99,11 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: Literal["full", "sharded"] = "full",
         **options: Any,
     ) -> None:
+        check_state_dict_type(state_dict_type)
+        self.state_dict_type = state_dict_type
         self.config: DistributedDataParallelConfig = config_from_arguments(options)
         super().__init__(
             accelerator=accelerator,
@@ -109,7 +118,9 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         self._wrapped: DistributedDataParallel | None = None
         self._replaced_scaler: torch.amp.GradScaler | None = None
         self._meeting: Meeting | None = None
+        self._sigterm_agreement: SigtermAgreement | None = None
         self._loaded_from = ""
+        self._directory_saver = DirectorySaver()
         self.hook_watch: HookWatch | None = None
         self._listeners: list[Callable[[Event], None]] = []
 
@@ -142,6 +153,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         model = self.model
         if not isinstance(model, DistributedDataParallel):
             return
+        self._sigterm_agreement = SigtermAgreement(trainer, self.root_device)
         optimizers = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in self.optimizers]
         real = [opt for opt in optimizers if not isinstance(opt, self._mock_optimizer)]
         state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)
@@ -176,6 +188,9 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
     def teardown(self) -> None:
         plugin = self.precision_plugin
         take_back(plugin, self._engine_precision)
+        if self._sigterm_agreement is not None:
+            self._sigterm_agreement.remove()
+            self._sigterm_agreement = None
         self.hook_watch = self._meeting = None
         self._listeners = []
         scaler = getattr(plugin, "scaler", None)
@@ -187,6 +202,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             self.model.close()
             self.model = self.lightning_module
         super().teardown()
+        self._directory_saver.close()
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -311,10 +327,17 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
+        """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective.
+
+        For a sharded checkpoint this rank's part, by parameter name.
+        """
         if isinstance(optimizer, self._lightning_optimizer):
             optimizer = optimizer._optimizer
-        return optimizer.state_dict() if self._may_save() else {}
+        if not self._may_save():
+            return {}
+        if self.state_dict_type == "sharded" and isinstance(optimizer, DistributedOptimizer):
+            return optimizer.sharded_state_dict()
+        return optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" ignores.
@@ -332,6 +355,9 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
                 self._meeting.problem,
             )
             return
+        if self.state_dict_type == "sharded":
+            self._save_directory(checkpoint, filepath)
+            return
         if "optimizer_states" in checkpoint:
             main_params = [opt.main_params() for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
             if any(main_params):
@@ -340,12 +366,29 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             self._wrapped.collectives.close()  # the fit is over, and gathering has woken them
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
+    def _save_directory(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
+        in_background = isinstance(self._checkpoint_io, self._async_io)
+        if not (in_background or self._checkpoint_io is None or isinstance(self._checkpoint_io, self._default_io)):
+            raise ValueError(
+                f"state_dict_type='sharded' does not save through a CheckpointIO, but the Trainer has the plugin "
+                f"{type(self._checkpoint_io).__name__}: leave it out, or choose state_dict_type='full'"
+            )
+        state = {"model": checkpoint.pop("state_dict")}
+        states = checkpoint.pop("optimizer_states", [])
+        state.update({f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)})
+        path = Path(self.broadcast(filepath))
+        self._directory_saver.save(state, checkpoint, path, in_background=in_background)
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """What this class loads itself stays in the mapped file; callbacks and hooks get the rest to keep.
 
         Raises:
             CheckpointError: if the file is not a Trainer's.
         """
+        self._directory_saver.wait()
+        if Path(checkpoint_path).is_dir():
+            self._loaded_from = str(checkpoint_path)
+            return load_trainer_directory(Path(checkpoint_path), weights_only)
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
             raise CheckpointError(
@@ -371,6 +414,9 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         assert self.lightning_module is not None
         names = {param: name for name, param in self.lightning_module.named_parameters()}
         states = checkpoint["optimizer_states"]
+        if any(isinstance(state, OptimizerInDirectory) for state in states):
+            self._load_optimizers_from_directory(states)
+            return
         sharded = self._wrapped is not None and self._wrapped.layout.num_shards > 1
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             if isinstance(optimizer, DistributedOptimizer):
@@ -379,6 +425,13 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         optimizers = [opt for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
         for optimizer, main_params in zip(optimizers, checkpoint.get(MAIN_PARAMS_KEY, []), strict=False):
             optimizer.load_main_params(main_params)
+
+    def _load_optimizers_from_directory(self, states: Sequence[OptimizerInDirectory]) -> None:
+        for optimizer, (path, key) in zip(self.optimizers, states, strict=False):
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.load_sharded(path, key)
+            else:
+                optimizer.load_state_dict(read_directory(path, key))
 
     # --- names -------------------------------------------------------------------------------------------------------
 

@@ -8,12 +8,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import ProcessGroup
 
-from .core import Collectives, make_collectives, private_group
+from .core import Collectives, host_collectives, make_collectives, private_group
 
 
 @dataclasses.dataclass
 class _State:
     collectives: Collectives | None = None
+    checkpoint_collectives: Collectives | None = None
     num_setups: int = 0
     num_exceptions: int = 0  # since the last set-up, since ranks may differ in an exception after the last collective
 
@@ -50,7 +51,17 @@ def give_up_engine_collectives() -> None:
 
     The group is left alone, since gloo ends a process that destroys one while a peer is sending into it.
     """
-    _state().collectives = None
+    state = _state()
+    state.collectives = state.checkpoint_collectives = None
+
+
+def checkpoint_collectives() -> Collectives:
+    """Collectives between host memories, for saving alone, since that may go on while the engine trains. Collective
+    where there are none yet."""
+    state = _state()
+    if state.checkpoint_collectives is None:
+        state.checkpoint_collectives = host_collectives()
+    return state.checkpoint_collectives
 
 
 def begin_setup() -> tuple[str, str]:

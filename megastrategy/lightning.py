@@ -6,6 +6,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -34,6 +35,7 @@ class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):
     _mock_optimizer = _MockOptimizer
     _engine_precision = _Precision
     _default_io = _CheckpointIO
+    _async_io = AsyncCheckpointIO
     _hook_owners = (LightningModule, Callback)
 
 

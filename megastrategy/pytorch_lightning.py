@@ -6,6 +6,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
+from pytorch_lightning.plugins import AsyncCheckpointIO
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 
@@ -34,6 +35,7 @@ class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):  # type: ignore[misc]  
     _mock_optimizer = _MockOptimizer  # type: ignore[assignment]
     _engine_precision = _Precision
     _default_io = _CheckpointIO
+    _async_io = AsyncCheckpointIO
     _hook_owners = (LightningModule, Callback)  # type: ignore[assignment]
 
 

@@ -16,14 +16,18 @@ from .errors import CheckpointError
 from .events import Event, EventKind
 from .memory import describe_setup, memory_use, memory_use_of_ddp
 from .sharded_checkpoint import (
+    EXTRA_FILE,
+    directory_keys,
     is_directory_checkpoint,
     read_directory,
     replace_path,
     save_directory,
+    sync_directory,
     to_host,
 )
 
 __all__ = [
+    "EXTRA_FILE",
     "CheckpointError",
     "Collectives",
     "DistributedDataParallel",
@@ -34,6 +38,7 @@ __all__ = [
     "GradScaler",
     "config_from_arguments",
     "describe_setup",
+    "directory_keys",
     "field_names",
     "host_collectives",
     "is_directory_checkpoint",
@@ -45,5 +50,6 @@ __all__ = [
     "read_directory",
     "replace_path",
     "save_directory",
+    "sync_directory",
     "to_host",
 ]

@@ -8,6 +8,7 @@ rank.
 
 from __future__ import annotations
 
+import concurrent.futures
 import pickle
 import queue
 import secrets
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .errors import CollectiveError
+from .roll_call import RollCall
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
@@ -38,12 +40,36 @@ class Handle(ABC):
 
 
 class Collectives(ABC):
-    """What the engine asks of a process group."""
+    """What the engine asks of a process group.
 
-    def __init__(self, group: ProcessGroup) -> None:
+    Args:
+        group: its ranks, and how they send.
+        roll_call: finds out before a collective that users call whether all ranks do; None where there is no store to
+            meet in, as for a group that torch.distributed does not know.
+    """
+
+    def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
+        self._roll_call = roll_call
+        self._num_started = 0
+
+    def require_all_ranks(self, what: str) -> None:
+        """Returns when all ranks are about to do the same, which is collective and called ``what`` by the user.
+
+        Raises:
+            NotOnAllRanksError: if they are not, within bounded time.
+        """
+        if self._roll_call is not None and self.size > 1:
+            self._finish_started()
+            try:
+                self._roll_call.answer(what, self._num_started)
+            except dist.DistError as error:  # of the store, which ends with the process that holds it
+                raise _failed(what, self, error) from error
+
+    def _finish_started(self) -> None:  # noqa: B027 - nothing is counted where waiting does not keep the host
+        """Waits for what this rank has started."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
@@ -103,7 +129,9 @@ class Collectives(ABC):
 def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     """The implementation for the backend that ``group`` uses on ``device``."""
     backend = group._get_backend(device)
-    return GlooCollectives(group) if backend.name() == "gloo" else BackendCollectives(group)
+    known = dist.distributed_c10d._world.pg_map.get(group)
+    roll_call = RollCall(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
+    return (GlooCollectives if backend.name() == "gloo" else BackendCollectives)(group, roll_call)
 
 
 def host_collectives() -> Collectives:
@@ -114,7 +142,7 @@ def host_collectives() -> Collectives:
     """
     if not dist.is_initialized():
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
-    return GlooCollectives(dist.new_group(backend="gloo"))
+    return make_collectives(dist.new_group(backend="gloo"), torch.device("cpu"))
 
 
 def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
@@ -187,8 +215,8 @@ class GlooCollectives(Collectives):
     backward) goes on; it mostly waits outside the GIL.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
+    def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
+        super().__init__(group, roll_call)
         self._worker: _Worker | None = None
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._exchanges = 0  # counted alike on all ranks: the tag of the messages
@@ -226,7 +254,17 @@ class GlooCollectives(Collectives):
             self._worker = _Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
             weakref.finalize(self, self._worker.close)
-        return _FutureHandle(what, self._worker.submit(run), self)
+        self._num_started += 1
+        return _FutureHandle(what, self._worker.submit(run), self, self._num_started)
+
+    def _finish_started(self) -> None:
+        if self._worker is not None:
+            self._worker.submit(lambda: None).result()
+
+    def glance(self, what: str, number: int) -> None:
+        """Called while the ``number``-th collective that was started takes long."""
+        if self._roll_call is not None:
+            self._roll_call.say_where(f"waiting in {what}", number)
 
     def _ring_reduce_scatter(self, tensor: Tensor, scale: float) -> None:
         tensor.mul_(scale)
@@ -291,11 +329,15 @@ class _WorkHandle(Handle):
 
 
 class _FutureHandle(Handle):
-    def __init__(self, what: str, future: Future[None], collectives: Collectives) -> None:
-        self._what, self._future, self._collectives = what, future, collectives
+    _GLANCE_S = 1.0
+
+    def __init__(self, what: str, future: Future[None], collectives: GlooCollectives, number: int) -> None:
+        self._what, self._future, self._collectives, self._number = what, future, collectives, number
 
     def wait(self) -> None:
         try:
+            while not (self._future.done() or concurrent.futures.wait([self._future], self._GLANCE_S).done):
+                self._collectives.glance(self._what, self._number)
             self._future.result()
         except RuntimeError as error:
             raise _failed(self._what, self._collectives, error) from error

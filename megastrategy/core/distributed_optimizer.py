@@ -218,11 +218,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Collective.
 
         Rank 0 gets the state; on other ranks ``state`` is empty and the groups are there.
+
+        Raises:
+            NotOnAllRanksError: if it is sharded and another rank goes elsewhere instead, or does not come for a minute.
         """
         impl = self._impl
         if not impl.has_shards:
             return impl.inner.state_dict()
         impl.follow_model()
+        if impl.sharded:
+            impl.model.collectives.require_all_ranks("state_dict() of a sharded optimizer")
         return gather_state_dict(
             impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device
         )
@@ -240,6 +245,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Collective."""
         impl = self._impl
         impl.follow_model()
+        if impl.sharded and any(spec.has_main_param for spec in impl.layout.params):
+            impl.model.collectives.require_all_ranks("main_params() of a sharded optimizer")
         return gather_main_params(impl.shards, impl.layout, impl.owner_collectives, impl.model.device)
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:

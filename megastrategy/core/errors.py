@@ -38,6 +38,10 @@ class CollectiveError(MegastrategyError):
     """A collective did not complete, most often because another rank ended or hangs."""
 
 
+class NotOnAllRanksError(MegastrategyError):
+    """Some ranks called what has to be called on all of them."""
+
+
 class OptimizerNotShardableError(MegastrategyError, ValueError):
     """The optimizer's update of one element depends on other elements, so flat shards would change it."""
 
@@ -51,4 +55,4 @@ class ClosedError(MegastrategyError):
 
 
 class CheckpointError(MegastrategyError):
-    """An optimizer state does not fit the optimizer that it is loaded into."""
+    """A checkpoint could not be written, cannot be read, or does not fit what it is loaded into."""

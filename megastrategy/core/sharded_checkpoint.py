@@ -130,6 +130,7 @@ def save_directory(state: dict[str, Any], extra: dict[str, Any], path: Path, col
                     file.flush()
                     os.fsync(file.fileno())
                 replace_path(staged, path)
+                sync_directory(path.parent)
             except BaseException:
                 _remove(staged)
                 raise
@@ -155,11 +156,18 @@ def replace_path(new: Path, path: Path) -> None:
         _remove(old)
     else:
         new.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
+
+
+def sync_directory(directory: Path) -> None:
+    """Writes the names in it to the disk, on file systems that can."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -211,6 +219,15 @@ def read_metadata(path: Path) -> Metadata:
         return FileSystemReader(path).read_metadata()
     except Exception as error:
         raise CheckpointError(f"{path} is no complete directory of torch.distributed.checkpoint: {error!r}") from error
+
+
+def directory_keys(path: Path) -> set[str]:
+    """The keys of the outermost dictionary in the directory.
+
+    Raises:
+        CheckpointError: if it is no complete checkpoint.
+    """
+    return {str(place[0]) for place in (read_metadata(path).planner_data or {}).values()}
 
 
 def read_directory(

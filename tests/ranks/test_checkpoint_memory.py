@@ -202,7 +202,28 @@ def test_loading_costs_the_shard_and_nothing_else(size: int, dtype: torch.dtype)
         assert sum(tensor.untyped_storage().nbytes() for tensor in own) == expected, "no view of anything larger"
         _, watch = me.watched(lambda: me.optimizer.load_main_params(saved["main"]))
         assert watch.alive == 0
-        assert watch.peak <= 4 * me.shard_numel if dtype == torch.bfloat16 else watch.peak == 0
+        assert watch.peak <= (4 * me.shard_numel if dtype == torch.bfloat16 else 0)
+
+    run_ranks(size, run)
+
+
+@pytest.mark.xfail(strict=True, reason="a frozen parameter's state is the very tensors that were given, or mapped")
+@pytest.mark.parametrize("size", [2, 3])
+def test_nothing_that_was_loaded_from_is_held(size: int) -> None:
+    """So a mapped file may go, and a caller's state stays what it was; frozen parameters, too, have state."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = wide(torch.float32)
+        module[2].requires_grad_(False)
+        config = DistributedDataParallelConfig(**CONFIG)
+        model = DistributedDataParallel(module, config, group)
+        optimizer = DistributedOptimizer(torch.optim.Adagrad(module.parameters(), lr=0.1), model)
+        [saved, *_] = model.collectives.all_gather_objects(optimizer.state_dict(), model.device)
+        assert len(saved["state"]) == len(list(module.parameters())), "frozen or not"
+        optimizer.load_state_dict(saved)
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(saved["state"])}
+        held = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(list(optimizer.state.values()))}
+        assert not given & held
 
     run_ranks(size, run)
 

@@ -1,0 +1,115 @@
+"""Sharded checkpoints for the doors: directories laid out as Lightning's FSDP strategies lay theirs out.
+
+``model`` (or the user's key, in Fabric) and ``optimizer_0``, ... are written by all ranks with
+torch.distributed.checkpoint, everything else by rank 0 into ``meta.pt``. So Lightning's consolidation tool makes one
+file of it, and FSDP reads it.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ._world import checkpoint_collectives
+from .core import (
+    EXTRA_FILE,
+    CheckpointError,
+    directory_keys,
+    is_directory_checkpoint,
+    read_directory,
+    save_directory,
+    to_host,
+)
+
+STATE_DICT_TYPES = ("full", "sharded")
+
+
+def check_state_dict_type(value: str) -> None:
+    """Raises ValueError for what is no kind of checkpoint."""
+    if value not in STATE_DICT_TYPES:
+        raise ValueError(
+            f"state_dict_type={value!r}: expected 'full' (one file, as \"ddp\" writes it) or 'sharded' (a directory "
+            "that every rank writes its part of)"
+        )
+
+
+class OptimizerInDirectory(NamedTuple):
+    """Stands for an optimizer's state that stays on the disk until the optimizer is there to read its part."""
+
+    path: Path
+    key: str
+
+
+class DirectorySaver:
+    """Saves directories, one at a time; in the background if asked to."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def save(self, state: dict[str, Any], extra: dict[str, Any], path: Path, *, in_background: bool = False) -> None:
+        """Collective. In the background the state is copied to host memory first, and training may change it.
+
+        Raises:
+            CheckpointError: if this save failed, or the one before it in the background.
+        """
+        self.wait()  # so that at most one copy is in memory
+        collectives = checkpoint_collectives()
+        if not in_background:
+            save_directory(state, extra, path, collectives)
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megastrategy-checkpoint")
+        self._pending = self._executor.submit(save_directory, to_host(state), to_host(extra), path, collectives)
+
+    def wait(self) -> None:
+        """Returns when the save in the background is complete.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
+
+
+def load_extra(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """What rank 0 saved beside the tensors.
+
+    Raises:
+        CheckpointError: if the directory is no complete checkpoint of Lightning's layout.
+    """
+    if not is_directory_checkpoint(path) or not (path / EXTRA_FILE).is_file():
+        raise CheckpointError(
+            f"{path} is no complete sharded checkpoint: a directory with .metadata and {EXTRA_FILE} is one"
+        )
+    extra: dict[str, Any] = torch.load(path / EXTRA_FILE, map_location="cpu", weights_only=weights_only)
+    return extra
+
+
+def load_trainer_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """A Trainer's checkpoint: whole weights in host memory, optimizers still on the disk.
+
+    Raises:
+        CheckpointError: as :func:`load_extra`.
+    """
+    checkpoint = load_extra(path, weights_only)
+    checkpoint["state_dict"] = read_directory(path, "model")
+    optimizers = [key for key in directory_keys(path) if key.startswith("optimizer_")]
+    if optimizers:
+        checkpoint["optimizer_states"] = [
+            OptimizerInDirectory(path, f"optimizer_{number}") for number in range(len(optimizers))
+        ]
+    return checkpoint
