@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 PATIENCE = timedelta(seconds=20)
 """How long a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks meet) come
-at once; one that waits in a collective for a rank that failed comes only when that rank's process ends."""
+at once; one that waits in a collective of the engine for a rank that failed comes after WaitsInVain.GRACE_S; one that
+waits in a collective of the framework only when that rank's process ends."""
 
 _POLL_S = 0.02
 _MAX_CAUSE_CHARS = 500
@@ -46,6 +48,35 @@ def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -
     except RuntimeError:  # the store went with the process that held it, whose rank had no time to say anything
         return ""
     return "" if first.partition(": ")[2] == what else first
+
+
+class WaitsInVain:
+    """Says whether a rank that waits in a collective waits in vain, since another rank failed.
+
+    Not at once: what can still complete without that rank does so, and ranks that fail alike come by themselves.
+
+    Args:
+        name: gives the name of the next exception, see :func:`~megastrategy._world.exception_name`.
+    """
+
+    GRACE_S = 5.0
+
+    def __init__(self, name: Callable[[], str]) -> None:
+        self._name = name
+        self._known: tuple[str, float] | None = None  # which exception, and since when
+
+    def __call__(self) -> str:
+        name = self._name()
+        try:
+            store = _store(f"exception/{name}")
+            if not store.check(["first"]):
+                return ""
+            first = store.get("first").decode()
+        except RuntimeError:  # the process that held the store ended, and the collective will fail
+            return ""
+        if self._known is None or self._known[0] != name:
+            self._known = name, time.monotonic()
+        return first if time.monotonic() - self._known[1] > self.GRACE_S else ""
 
 
 def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:

@@ -30,7 +30,7 @@ from ._checkpoint_io import (
 from ._directories import DirectorySaver, OptimizerInDirectory, check_state_dict_type, load_trainer_directory
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import EnginePrecision, HookWatch, lend, take_back
-from ._sigterm import SigtermAgreement
+from ._signals import SignalAgreement
 from ._world import begin_setup, count_exception, engine_collectives, exception_name, give_up_engine_collectives
 from .core import (
     CheckpointError,
@@ -118,7 +118,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         self._wrapped: DistributedDataParallel | None = None
         self._replaced_scaler: torch.amp.GradScaler | None = None
         self._meeting: Meeting | None = None
-        self._sigterm_agreement: SigtermAgreement | None = None
+        self._signal_agreement: SignalAgreement | None = None
         self._loaded_from = ""
         self._directory_saver = DirectorySaver()
         self.hook_watch: HookWatch | None = None
@@ -153,7 +153,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         model = self.model
         if not isinstance(model, DistributedDataParallel):
             return
-        self._sigterm_agreement = SigtermAgreement(trainer, self.root_device)
+        self._signal_agreement = SignalAgreement(trainer, self.root_device)
         optimizers = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in self.optimizers]
         real = [opt for opt in optimizers if not isinstance(opt, self._mock_optimizer)]
         state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)
@@ -188,9 +188,9 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
     def teardown(self) -> None:
         plugin = self.precision_plugin
         take_back(plugin, self._engine_precision)
-        if self._sigterm_agreement is not None:
-            self._sigterm_agreement.remove()
-            self._sigterm_agreement = None
+        if self._signal_agreement is not None:
+            self._signal_agreement.remove()
+            self._signal_agreement = None
         self.hook_watch = self._meeting = None
         self._listeners = []
         scaler = getattr(plugin, "scaler", None)

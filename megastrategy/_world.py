@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import ProcessGroup
 
+from ._meeting import WaitsInVain
 from .core import Collectives, host_collectives, make_collectives, private_group
 
 
@@ -43,6 +44,7 @@ def engine_collectives(device: torch.device, *, fresh: bool = False) -> Collecti
             give_up_engine_collectives()
     if state.collectives is None:
         state.collectives = make_collectives(private_group(None, device), device)
+        state.collectives.why_give_up = WaitsInVain(exception_name)
     return state.collectives
 
 

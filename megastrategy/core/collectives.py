@@ -46,7 +46,13 @@ class Collectives(ABC):
         group: its ranks, and how they send.
         roll_call: finds out before a collective that users call whether all ranks do; None where there is no store to
             meet in, as for a group that torch.distributed does not know.
+
+    Attributes:
+        why_give_up: asked now and then by a caller that waits in host memory (gloo): why it waits in vain, or an empty
+            string. A backend knows when a peer's process ends, but not that it left what was begun together.
     """
+
+    why_give_up: Callable[[], str] | None = None
 
     def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
         self.group = group
@@ -262,9 +268,18 @@ class GlooCollectives(Collectives):
             self._worker.submit(lambda: None).result()
 
     def glance(self, what: str, number: int) -> None:
-        """Called while the ``number``-th collective that was started takes long."""
+        """Called while the ``number``-th collective that was started takes long.
+
+        Raises:
+            CollectiveError: if it will not complete.
+        """
         if self._roll_call is not None:
             self._roll_call.say_where(f"waiting in {what}", number)
+        if self.why_give_up is not None and (reason := self.why_give_up()):
+            if self._worker is not None:
+                self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
+                self._worker = None
+            raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
 
     def _ring_reduce_scatter(self, tensor: Tensor, scale: float) -> None:
         tensor.mul_(scale)
@@ -339,6 +354,8 @@ class _FutureHandle(Handle):
             while not (self._future.done() or concurrent.futures.wait([self._future], self._GLANCE_S).done):
                 self._collectives.glance(self._what, self._number)
             self._future.result()
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             raise _failed(self._what, self._collectives, error) from error
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from .checkpoint import gather_main_params, gather_state_dict, load_full_state_d
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import probe_state_tensors, why_not_elementwise
-from .errors import CheckpointError, OptimizerNotShardableError
+from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
 from .flat_shard import FlatShard
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
@@ -66,6 +66,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module "
                 "first"
             )
+        model.check_open()
         if model.layout.num_shards > 1:
             main_dtype = (
                 torch.float64 if any(spec.dtype == torch.float64 for spec in model.layout.params) else torch.float32
@@ -291,6 +292,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         index_by_id = impl.index_by_id if impl.has_shards else {}
         load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
         load_main_params(saved.get("main_params", {}), impl.shards, impl.layout)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise DirectUseError(
+            "a DistributedOptimizer is this rank's part of an optimizer and cannot be copied or pickled: copy its "
+            "state_dict(), asked for on all ranks, or build an optimizer on the copied model's parameters and wrap that"
+        )
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self._impl.inner.register_step_pre_hook(hook)

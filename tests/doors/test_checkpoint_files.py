@@ -512,11 +512,11 @@ class Keeps(pl.Callback):
 
     best = torch.zeros(0)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": torch.ones(3)}
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["best"] = torch.ones(3)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = state_dict["best"]
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.best = checkpoint["best"]
 
 
 def is_mapped(tensor: Tensor, path: Path) -> bool:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.collectives import GlooCollectives, Handle
+from megastrategy.core.flat_shard import FlatShard
 from tests.support.ranks import run_ranks
 
 SLACK = 0.02
@@ -43,18 +44,24 @@ class AllocationWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        before = {id_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        before = {id_of(tensor) for tensor in tensors_in((args, kwargs))}
         with self._lock:
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor) and id_of(leaf) not in before | self._seen.keys():
-                    storage = leaf.untyped_storage()
-                    self._seen[id_of(leaf)] = StorageWeakRef(storage), storage.nbytes()
+            for tensor in tensors_in(result):
+                if id_of(tensor) not in before | self._seen.keys():
+                    storage = tensor.untyped_storage()
+                    self._seen[id_of(tensor)] = StorageWeakRef(storage), storage.nbytes()
             self.peak = max(self.peak, self._count())
         return result
 
     def _count(self) -> int:
         self._seen = {key: entry for key, entry in self._seen.items() if not entry[0].expired()}
         return sum(nbytes for _, nbytes in self._seen.values())
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """A shard has the shape of the whole tensor, and the memory of its part."""
+    leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf.local if isinstance(leaf, FlatShard) else leaf for leaf in leaves]
 
 
 def id_of(tensor: Tensor) -> int:
@@ -127,10 +134,6 @@ class Rank:
         rank = self.collectives.rank
         owned = [self.model.layout.owned_range(index, rank) for index in range(len(self.model.params))]
         return sum(end - start for start, end in filter(None, owned))
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def bytes_in(value: Any) -> int:

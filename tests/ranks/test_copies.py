@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import ClosedError
+from megastrategy.core.errors import ClosedError, DirectUseError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
@@ -145,6 +145,20 @@ def test_an_average_of_the_wrapper_is_that_of_the_module(sharded: bool) -> None:
 
     for of_wrapper, of_module in run_ranks(2, run):
         assert all(map(torch.equal, of_wrapper, of_module))
+
+
+@both_modes
+def test_a_sharded_optimizer_is_not_copied_and_takes_no_copy_of_a_model(sharded: bool) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = Ours(two_layers(), group, sharded)
+        optimizer = make_optimizer(model)
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(DirectUseError, match=r"cannot be copied or pickled: copy its state_dict\(\)"):
+                copied(optimizer)
+        with pytest.raises(ClosedError, match="wrap the module again"):
+            make_optimizer(copy.deepcopy(model))
+
+    run_ranks(2, run)
 
 
 # --- closing ---------------------------------------------------------------------------------------------------------

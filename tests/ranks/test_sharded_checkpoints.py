@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import (
@@ -24,7 +26,8 @@ from megastrategy.core import (
     to_host,
 )
 from megastrategy.core.flat_shard import FlatShard, boxes
-from tests.support.models import AwkwardModel, awkward_model, images
+from tests.ranks.test_checkpoint_memory import AllocationWatch
+from tests.support.models import AwkwardModel, awkward_model, images, two_layers
 from tests.support.processes import run_processes
 
 # --- one tensor ------------------------------------------------------------------------------------------------------
@@ -219,6 +222,95 @@ def test_the_directory_holds_each_element_once(written: tuple[Path, dict[str, An
     assert len(tensors) > 40
     for name, entry in tensors.items():
         assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size), name
+
+
+def plain_model() -> nn.Sequential:
+    return two_layers().append(nn.Linear(7, 3, bias=False))
+
+
+def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        data = torch.randn(4, 10, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def exchange_with_fsdp(folder: Path) -> None:
+    """Three steps under one, saved as it saves, read by the other: the same weights and state, and so on from there."""
+    ours = plain_model()
+    engine = DistributedDataParallel(ours, DistributedDataParallelConfig(bucket_size=150))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(ours.parameters(), lr=1e-2), engine)
+    train_plain(engine, optimizer, range(3))
+    save_directory(
+        {"model": ours.state_dict(), "optimizer": optimizer.sharded_state_dict()},
+        {},
+        folder / "ours",
+        host_collectives(),
+    )
+    before = optimizer.state_dict()
+
+    theirs = fully_shard(plain_model())
+    other = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    weights, state = get_state_dict(theirs, other)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / "ours")
+    set_state_dict(theirs, other, model_state_dict=weights, optim_state_dict=state)
+    for param, expected in zip(theirs.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected)
+        assert other.state[param]["exp_avg"].full_tensor().any()
+        assert other.state[param]["step"].item() == 3
+    assert other.param_groups[0]["lr"] == 1e-2
+
+    weights, state = get_state_dict(theirs, other)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "theirs")
+    train_plain(engine, optimizer, range(3, 5))  # away from it
+    ours.load_state_dict(read_directory(folder / "theirs", "model"))
+    optimizer.load_sharded(folder / "theirs")
+    after = optimizer.state_dict()
+    assert_same(after["state"], before["state"])
+    assert after["param_groups"][0]["lr"] == 1e-2
+
+
+def test_fsdp2_reads_ours_and_we_read_fsdp2s(tmp_path: Path) -> None:
+    run_processes(2, exchange_with_fsdp, tmp_path)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def save_watched(folder: Path) -> dict[str, int]:
+    """The most bytes that saving and loading made, and what they are compared with."""
+    model = DistributedDataParallel(nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)]))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+    model(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    state = {"model": model.module.state_dict(), "optimizer": optimizer.sharded_state_dict()}
+    collectives = host_collectives()
+    shards = [value for values in state["optimizer"]["state"].values() for value in values.values()]
+    found = {"shards": sum(value.local.nbytes for value in shards if isinstance(value, FlatShard))}
+    with AllocationWatch() as watch:
+        save_directory(state, {}, folder / "checkpoint", collectives)
+        found["saving"] = watch.peak
+    with AllocationWatch() as watch:
+        copied = to_host(state)
+        found["copied"] = watch.peak
+    del copied
+    with AllocationWatch() as watch:
+        optimizer.load_sharded(folder / "checkpoint")
+        found["loading"], found["kept"] = watch.peak, watch.alive
+    return found
+
+
+def test_saving_needs_one_tensor_more_and_loading_no_more_than_the_shards(tmp_path: Path) -> None:
+    """The bytes of every storage that comes into being meanwhile, on each rank."""
+    largest, weights = 4 * 300 * 300, 4 * 8 * (300 * 300 + 300)
+    slack = 0.02 * largest
+    for found in run_processes(2, save_watched, tmp_path):
+        assert abs(found["shards"] - weights) <= 8 * 2 * 4 * 64 + 1024, "two moments of half the elements"
+        assert found["saving"] <= largest + slack
+        assert found["copied"] <= found["shards"] + weights + slack
+        assert found["kept"] <= found["shards"] + slack
+        assert found["loading"] <= found["shards"] + 2 * largest + slack, "what is read, and a part of the file"
 
 
 # --- asynchronous ----------------------------------------------------------------------------------------------------
