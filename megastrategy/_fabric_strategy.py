@@ -261,6 +261,11 @@ class FabricStrategy(WholeFilesByDefault, _Base):
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
         super().load_module_state_dict(_unwrapped(module), state_dict, strict)
+        # fp32 values that the module has just rounded; main params in the file come later, and replace these
+        weights = {name: value for name, value in state_dict.items() if _is_floating_point(value)}
+        for optimizer, model in self._pairs():
+            if model is module:
+                optimizer.load_main_params(weights)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
@@ -415,3 +420,7 @@ def _is_as_wrapped(model: DistributedDataParallel) -> bool:
 def _steps_params_themselves(model: DistributedDataParallel) -> bool:
     """Whether any torch optimizer may step the model's parameters: whole on every rank, and no main params."""
     return model.layout.num_shards == 1 and not any(spec.has_main_param for spec in model.layout.params)
+
+
+def _is_floating_point(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -60,6 +60,9 @@ _log = logging.getLogger("megastrategy")
 MAIN_PARAMS_KEY = "megatron_ddp_main_params"
 """In a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
 
+LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on from the 16-bit weights"
+"""Beside the callbacks' states, since Lightning warns of those that nobody takes: so "ddp" says what it loses."""
+
 
 class TrainerStrategy(WholeFilesByDefault, _Base):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
@@ -362,6 +365,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             main_params = [opt.main_params() for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
             if any(main_params):
                 checkpoint[MAIN_PARAMS_KEY] = main_params
+                checkpoint.setdefault("callbacks", {})[LEFT_BEHIND] = {}
         if self._wrapped is not None and self.model is not self._wrapped:
             self._wrapped.collectives.close()  # the fit is over, and gathering has woken them
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -397,6 +401,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             )
         self._loaded_from = str(checkpoint_path)
         mapped = {"state_dict", "optimizer_states", MAIN_PARAMS_KEY}
+        checkpoint.get("callbacks", {}).pop(LEFT_BEHIND, None)
         return {key: value if key in mapped else own_memory(value) for key, value in checkpoint.items()}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -414,8 +419,14 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         assert self.lightning_module is not None
         names = {param: name for name, param in self.lightning_module.named_parameters()}
         states = checkpoint["optimizer_states"]
+        # a file without main params has fp32 weights, perhaps, which the cast to 16 bits rounded
+        weights = {
+            name: value
+            for name, value in checkpoint["state_dict"].items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
         if any(isinstance(state, OptimizerInDirectory) for state in states):
-            self._load_optimizers_from_directory(states)
+            self._load_optimizers_from_directory(states, weights)
             return
         sharded = self._wrapped is not None and self._wrapped.layout.num_shards > 1
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
@@ -423,12 +434,16 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
                 check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}", sharded)
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if sharded else own_memory(states)})
         optimizers = [opt for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
-        for optimizer, main_params in zip(optimizers, checkpoint.get(MAIN_PARAMS_KEY, []), strict=False):
+        saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(optimizers))
+        for optimizer, main_params in zip(optimizers, saved, strict=False):
             optimizer.load_main_params(main_params)
 
-    def _load_optimizers_from_directory(self, states: Sequence[OptimizerInDirectory]) -> None:
+    def _load_optimizers_from_directory(
+        self, states: Sequence[OptimizerInDirectory], weights: dict[str, Tensor]
+    ) -> None:
         for optimizer, (path, key) in zip(self.optimizers, states, strict=False):
             if isinstance(optimizer, DistributedOptimizer):
+                optimizer.load_main_params(weights)  # replaced by main params, if there are any
                 optimizer.load_sharded(path, key)
             else:
                 optimizer.load_state_dict(read_directory(path, key))

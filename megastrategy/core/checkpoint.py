@@ -7,7 +7,7 @@ on the number of ranks, buckets or padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .collectives import Collectives
+from .elementwise import probe_state_names
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
@@ -59,30 +60,40 @@ def gather_state_dict(
         state = {number_of[index]: dict(values) for index, values in scalars.items() if index in number_of}
         frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
         state.update({numbers[id(p)]: _to_host(optimizer.state[p]) for p in frozen if optimizer.state.get(p)})
+    scratch: dict[torch.dtype, Tensor] = {}
     for bucket in layout.buckets:
         keys = dict.fromkeys((key, dtype) for index in bucket.params for key, dtype in sharded_keys.get(index, ()))
         for key, dtype in keys:
             members = [i for i in bucket.params if (key, dtype) in sharded_keys.get(i, ())]
             own = {i: optimizer.state[shards[i].main][key] for i in members if i in shards}
-            for index, full in _gather_bucket(bucket, members, own, dtype, shards, layout, collectives, device):
+            for index, full in _gather_bucket(
+                bucket, members, own, dtype, shards, layout, collectives, device, scratch
+            ):
                 if index in number_of:
                     state.setdefault(number_of[index], {})[key] = full
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def gather_main_params(
-    shards: Mapping[int, ParamShard], layout: BufferLayout, collectives: Collectives | None, device: torch.device
+    params: Collection[int],
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    collectives: Collectives | None,
+    device: torch.device,
 ) -> dict[str, Tensor]:
-    """The fp32 main params of all 16-bit parameters by name, whole, on rank 0's host memory; nothing on other ranks.
+    """The fp32 main params of the 16-bit ones among ``params``, by name, whole, on rank 0's host memory; nothing on
+    other ranks.
 
     Collective if ``collectives`` is given; one bucket is gathered at a time.
     """
     main_params: dict[str, Tensor] = {}
+    scratch: dict[torch.dtype, Tensor] = {}
     for bucket in layout.buckets:
-        members = [i for i in bucket.params if layout.params[i].has_main_param]
+        members = [i for i in bucket.params if i in params and layout.params[i].has_main_param]
         if members:
             own = {i: shards[i].main for i in members if i in shards}
-            for index, full in _gather_bucket(bucket, members, own, torch.float32, shards, layout, collectives, device):
+            gathered = _gather_bucket(bucket, members, own, torch.float32, shards, layout, collectives, device, scratch)
+            for index, full in gathered:
                 main_params[layout.params[index].name] = full
     return main_params
 
@@ -122,7 +133,7 @@ def load_full_state_dict(
             f"optimizer of {[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it "
             "was when the state was saved"
         )
-    per_element = per_element_keys(state_dict["state"])
+    per_element = per_element_keys(state_dict["state"], probe_state_names(optimizer))
     numbers = {
         id(param): number
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -132,7 +143,7 @@ def load_full_state_dict(
     def values_of(param: Parameter) -> dict[str, Any]:
         values, index = state_dict["state"].get(numbers[id(param)], {}), params_by_id.get(id(param))
         if index is None:
-            return dict(values)
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
         spec, shard = layout.params[index], shards[index]
         return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
 
@@ -181,16 +192,26 @@ def _gather_bucket(
     layout: BufferLayout,
     collectives: Collectives | None,
     device: torch.device,
+    scratch: dict[torch.dtype, Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Gathers one tensor for each of ``members`` from the ranks' parts ``own``; yields them whole, on rank 0 alone."""
-    flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
+    """Gathers one tensor for each of ``members`` from the ranks' parts ``own``; yields them whole, on rank 0 alone.
+
+    ``scratch`` is kept between calls: a bucket that came and went between the copies that stay would leave holes in the
+    heap, as much as the state itself.
+    """
+    if collectives is None:  # all of it is here, and referred to, as torch's own state dict does
+        yield from own.items()
+        return
+    if dtype not in scratch:
+        largest = max(other.numel for other in layout.buckets)
+        scratch[dtype] = torch.empty(largest, dtype=dtype, device=device)
+    flat = scratch[dtype][: bucket.numel].zero_()
     for index, value in own.items():
         start, shard = layout.slots[index].start - bucket.start, shards[index]
         flat[start + shard.start : start + shard.end] = _in_memory_order(value, layout.params[index])
-    if collectives is not None:
-        collectives.all_gather(flat).wait()
-        if collectives.rank != 0:
-            return
+    collectives.all_gather(flat).wait()
+    if collectives.rank != 0:
+        return
     for index in members:
         spec, start = layout.params[index], layout.slots[index].start - bucket.start
         full = flat[start : start + spec.numel].to("cpu", copy=True)
@@ -205,11 +226,13 @@ def _describe_state(
 ) -> tuple[dict[int, dict[str, Any]], dict[int, list[tuple[str, torch.dtype]]]]:
     """What state exists on any rank: values that belong to a whole parameter, and the names and dtypes of
     element-wise ones."""
+    known = probe_state_names(optimizer)
     scalars: dict[int, dict[str, Any]] = {}
     sharded: dict[int, list[tuple[str, torch.dtype]]] = {}
     for index, shard in shards.items():
         for key, value in optimizer.state.get(shard.main, {}).items():
-            if isinstance(value, Tensor) and value.shape == shard.main.shape and value.dim() > 0:
+            is_whole_shard = isinstance(value, Tensor) and value.shape == shard.main.shape and value.dim() > 0
+            if is_whole_shard and (value.numel() > 1 or known is None or key in known):
                 sharded.setdefault(index, []).append((key, value.dtype))
             elif isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
                 raise CheckpointError(
@@ -247,17 +270,20 @@ def _in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
     return restrided.as_strided((spec.numel,), (1,))
 
 
-def per_element_keys(state: Mapping[int, Mapping[str, Any]]) -> set[str]:
-    """The names whose values have one number an element. A parameter of shape () cannot tell them from counters;
-    others can."""
+def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | None) -> set[str]:
+    """The names whose values have one number an element. One-element parameters cannot tell them from counters; a
+    trial step of the optimizer can: ``known`` (:func:`probe_state_names`)."""
     tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
-    shaped = {key for key, value in tensors if value.numel() > 1}
-    return shaped or {key for key, _ in tensors} - {"step"}
+    if known is None:
+        known = {key for key, _ in tensors} - {"step"} if all(value.numel() <= 1 for _, value in tensors) else set()
+    return known | {key for key, value in tensors if value.numel() > 1}
 
 
-def shard_state(values: Mapping[str, Any], spec: ParamSpec, shard: ParamShard) -> dict[str, Any]:
+def shard_state(
+    optimizer: torch.optim.Optimizer, values: Mapping[str, Any], spec: ParamSpec, shard: ParamShard
+) -> dict[str, Any]:
     """The state of a whole parameter, cut to one shard of it."""
-    per_element = per_element_keys({0: values})
+    per_element = per_element_keys({0: values}, probe_state_names(optimizer))
     return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
 
 

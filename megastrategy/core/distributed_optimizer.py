@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from .checkpoint import gather_main_params, gather_state_dict, load_full_state_dict, load_main_params, load_own_state
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import probe_state_tensors, why_not_elementwise
+from .elementwise import probe_state_names, probe_state_tensors, why_not_elementwise
 from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
 from .flat_shard import FlatShard
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
@@ -248,7 +248,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.follow_model()
         if impl.sharded and any(spec.has_main_param for spec in impl.layout.params):
             impl.model.collectives.require_all_ranks("main_params() of a sharded optimizer")
-        return gather_main_params(impl.shards, impl.layout, impl.owner_collectives, impl.model.device)
+        return gather_main_params(
+            impl.param_indices(), impl.shards, impl.layout, impl.owner_collectives, impl.model.device
+        )
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
@@ -278,7 +280,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         impl.follow_model()
         names = impl.names_by_id()
-        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout)
+        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout, probe_state_names(impl.inner))
         if "param_groups" not in saved:
             raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
         own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]

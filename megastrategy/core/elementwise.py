@@ -61,7 +61,18 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, 
 
 def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:
     """How many numbers the optimizer keeps for each element (Adam: 2), from a trial step; None if that fails."""
-    counts = []
+    by_group = _probe_state(optimizer)
+    return None if by_group is None else max((len(names) for names in by_group), default=0)
+
+
+def probe_state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
+    """The names under which the optimizer keeps one number for each element, in any group; None if that fails."""
+    by_group = _probe_state(optimizer)
+    return None if by_group is None else set().union(*by_group)
+
+
+def _probe_state(optimizer: torch.optim.Optimizer) -> list[set[str]] | None:
+    names = []
     for group in optimizer.param_groups:
         param = torch.zeros(_SHAPE)
         double = _double(optimizer, group, [param])
@@ -69,9 +80,9 @@ def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:
             _step_on(double, param, [torch.ones(_SHAPE)])
         except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return None
-        values = double.state[param].values()
-        counts.append(sum(isinstance(value, Tensor) and value.shape == param.shape for value in values))
-    return max(counts, default=0)
+        values = double.state[param].items()
+        names.append({key for key, value in values if isinstance(value, Tensor) and value.shape == param.shape})
+    return names
 
 
 def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[Tensor]) -> torch.optim.Optimizer:

@@ -144,6 +144,8 @@ class BufferLayout:
         none of it."""
         slot = self.slots[param]
         shard_start, shard_end = self.shard_range(self.buckets[slot.bucket], dp_rank)
+        if slot.start == slot.end:  # nothing to own, but its counters are somebody's
+            return (slot.start, slot.end) if dp_rank == 0 or self.num_shards == 1 else None
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
 

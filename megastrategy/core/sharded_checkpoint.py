@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .checkpoint import per_element_keys
 from .collectives import Collectives
+from .elementwise import probe_state_names
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import BufferLayout
@@ -54,6 +55,7 @@ def sharded_state_dict(
         stepped: what is stepped in a parameter's place on this rank; None if all of it is elsewhere.
         params_by_id, shards, layout: where the parameters are.
     """
+    known = probe_state_names(optimizer)
     state: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -66,10 +68,14 @@ def sharded_state_dict(
         if shard is not None and index is not None:
             spec, sharded = layout.params[index], shard.weights is not None
             wrap = lambda value, shard=shard, spec=spec: FlatShard(value, shard.start, spec.shape, spec.stride)  # noqa: E731
-            values = {
-                key: wrap(value) if sharded and isinstance(value, Tensor) and value.shape == shard.main.shape else value
+            per_element = {
+                key
                 for key, value in values.items()
+                if isinstance(value, Tensor)
+                and value.shape == shard.main.shape
+                and (value.numel() > 1 or known is None or key in known)
             }
+            values = {key: wrap(value) if sharded and key in per_element else value for key, value in values.items()}
             if spec.has_main_param:
                 main_params[names[id(param)]] = wrap(shard.main) if sharded else shard.main
         if values:
@@ -293,6 +299,7 @@ def read_optimizer(
     names: Iterable[str],
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
+    known: set[str] | None,
 ) -> dict[str, Any]:
     """An optimizer's state by parameter name, of which only this rank's parts are read: :class:`FlatShard` or whole.
 
@@ -309,7 +316,7 @@ def read_optimizer(
         saved = metadata.state_dict_metadata[name]
         if isinstance(saved, TensorStorageMetadata) and tuple(map(str, place[:2])) == (key, "state"):
             sizes[number] = {str(place[-1]): torch.empty(saved.size, device="meta")}
-    per_element = per_element_keys(sizes)
+    per_element = per_element_keys(sizes, known)
 
     def make(place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
         dtype, size = saved.properties.dtype, tuple(saved.size)

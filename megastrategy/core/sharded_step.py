@@ -90,7 +90,7 @@ class ShardedStep:
             state = self.inner.state.pop(param, None) if self.inner.state.get(param) else None
             if state and index in self.shards:
                 shard = self.shards[index]
-                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard)
+                self.inner.state[shard.main] = shard_state(self.inner, state, self.layout.params[index], shard)
 
     def _add_shard(self, index: int, param: Parameter) -> None:
         spec, slot = self.layout.params[index], self.layout.slots[index]

@@ -254,7 +254,6 @@ def save_wide(path: Path) -> int:
     return measure.growth
 
 
-@pytest.mark.xfail(strict=True, reason="each gathered bucket leaves a hole in glibc's heap: twice the state")
 def test_saving_takes_the_gathered_state_on_rank_0_and_a_bucket_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
     """A bucket is gathered in one flat tensor, from which the whole state tensors are copied one by one."""
     path = tmp_path / "wide.ckpt"

@@ -269,7 +269,6 @@ def write_in_bf16(world: World, path: str) -> None:
 BF16_READERS = [World("megatron_ddp", 1), World("megatron_ddp", 2), World("megatron_ddp", 3)]
 
 
-@pytest.mark.xfail(strict=True, reason="main params are made from the bf16 weights, which have forgotten 16 bits")
 @pytest.mark.parametrize("reader", BF16_READERS, ids=str)
 def test_an_fp32_checkpoint_resumed_in_bf16_keeps_its_weights_as_main_params(
     worlds: dict[int, Ranks], files: dict[World, Path], tmp_path: Path, reader: World
@@ -316,7 +315,6 @@ def test_ddp_goes_on_from_the_16_bit_weights_of_ours(ranks: Ranks, tmp_path: Pat
                 assert_same_value(state["state"][number][key], rounded, f"{key} of parameter {number}")
 
 
-@pytest.mark.xfail(strict=True, reason="nothing of ours runs under ddp, so somebody else has to say it")
 def test_ddp_says_that_it_leaves_the_main_params_behind(ranks: Ranks, tmp_path: Path) -> None:
     first = tmp_path / "first.ckpt"
     ranks.run(write_in_bf16, World("megatron_ddp", 2), str(first))
@@ -352,7 +350,6 @@ def resume_with_fabric_in_bf16(source: str, target: str, sharded: bool) -> None:
     fabric.save(target, state)
 
 
-@pytest.mark.xfail(strict=True, reason="main params are made from the bf16 weights, which have forgotten 16 bits")
 @pytest.mark.parametrize("sharded", [True, False])
 def test_an_fp32_checkpoint_loaded_by_fabric_in_bf16_keeps_its_weights_as_main_params(
     ranks: Ranks, tmp_path: Path, sharded: bool

@@ -423,27 +423,14 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 }
 TORCHS, THIRD_PARTY = [amsgrad, momentum, nadam, asgd], [counting]
 
-COUNTER = "a counter and the state of one element are told apart by shape, which is the same; a trial step would know"
-EMPTY = "a parameter without elements has no owner, so nobody keeps the counters that torch DDP writes"
-
 
 def cases() -> list[Any]:
-    params = []
-    for (name, shapes), optimizers in itertools.product(SHAPES.items(), (TORCHS, THIRD_PARTY)):
-        marks: list[Any] = []
-        if name == "empty":
-            marks = [pytest.mark.xfail(strict=True, reason=EMPTY)]
-        elif name == "last-element-alone" and optimizers is THIRD_PARTY:  # hangs until the group's timeout
-            marks = [pytest.mark.xfail(run=False, reason=COUNTER)]
-        elif name in ("one-and-scalar", "two-dims-of-one") or (name, optimizers) in (
-            ("one", TORCHS),
-            ("scalar", THIRD_PARTY),
-            ("mixed", THIRD_PARTY),
-        ):
-            marks = [pytest.mark.xfail(strict=True, reason=COUNTER)]
-        kind = "torch" if optimizers is TORCHS else "counting"
-        params.append(pytest.param(shapes, optimizers, marks=marks, id=f"{name}-{kind}"))
-    return params
+    return [
+        pytest.param(shapes, optimizers, id=f"{name}-{kind}")
+        for (name, shapes), (kind, optimizers) in itertools.product(
+            SHAPES.items(), (("torch", TORCHS), ("counting", THIRD_PARTY))
+        )
+    ]
 
 
 @pytest.mark.parametrize(("shapes", "optimizers"), cases())
@@ -478,9 +465,6 @@ def test_parameters_of_one_element_and_of_none(shapes: list[tuple[int, ...]], op
                 assert_same_checkpoint(read(again), read(saved))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="each optimizer returns all parameters of the model, zeros for those not its own"
-)
 @pytest.mark.parametrize("world", [World("rs", 2), World("ar", 2)], ids=str)
 def test_each_of_two_optimizers_has_its_own_main_params_and_no_other(world: World) -> None:
     def run(rank: int, group: ProcessGroup) -> None:

@@ -149,7 +149,8 @@ def test_no_parameters_and_no_elements() -> None:
     config = DistributedDataParallelConfig()
     assert build_layout([], config, 2).buckets == ()
     layout = build_layout([spec("empty", 0, 3), spec("a", 5)], config, 2)
-    assert layout.owned_range(0, 0) is None
+    assert layout.owned_range(0, 0) == (layout.slots[0].start,) * 2, "its counters are rank 0's"
+    assert layout.owned_range(0, 1) is None
     assert layout.owned_range(1, 0) == (0, 5)
 
 

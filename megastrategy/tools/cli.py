@@ -1,0 +1,16 @@
+"""The ``megastrategy`` command's way in, which says what to install where its dependencies are not."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        from .commands import root
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich"):
+            raise
+        sys.exit(f"megastrategy: the command needs {error.name}: pip install 'megastrategy[cli]'")
+    root()

@@ -1,0 +1,147 @@
+"""The ``megastrategy`` command."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ParamSpec
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from .. import __version__
+from ..core import CheckpointError
+from .contents import inspect_checkpoint
+from .conversion import check_target, consolidate, convert, default_file
+from .param_names import names_from, names_from_module, names_in_file
+from .parts import Advance, read_file
+from .parts import Progress as Tell
+from .rendering import render
+
+P = ParamSpec("P")
+
+_PATH = click.Path(path_type=Path)
+_existing_file = click.Path(exists=True, dir_okay=False, path_type=Path)
+_existing_directory = click.Path(exists=True, file_okay=False, path_type=Path)
+_trust = click.option(
+    "--trust", is_flag=True, help="Load objects of any class, which runs code that the file may hold."
+)
+_force = click.option("--force", is_flag=True, help="Replace a file or checkpoint that is already there.")
+
+
+def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
+    """In one line, and exit code 1."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **options: P.kwargs) -> None:
+        try:
+            command(*args, **options)
+        except CheckpointError as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            raise click.ClickException(f"{where}{error.strerror or error}") from error
+
+    return run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="megastrategy")
+def root() -> None:
+    """Tools for trainings with megastrategy."""
+
+
+@root.group()
+def checkpoint() -> None:
+    """Look into checkpoints, and make one kind of the other."""
+
+
+@checkpoint.command("inspect")
+@click.argument("path", type=_PATH)
+@click.option(
+    "--depth", type=click.IntRange(min=1), default=1, show_default=True, help="Names are cut after so many dots."
+)
+@click.option("--all", "everything", is_flag=True, help="A line for every tensor.")
+@_trust
+@_expected_failures
+def inspect_command(path: Path, depth: int, everything: bool, trust: bool) -> None:
+    """What is in the file or directory PATH, and which strategies load it. Reads no tensor's data."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=1000)  # what is piped is not cut
+    for renderable in render(inspect_checkpoint(path, trust), None if everything else depth):
+        console.print(renderable)
+
+
+@checkpoint.command("consolidate")
+@click.argument("directory", type=_existing_directory)
+@click.argument("out", type=_PATH, required=False)
+@_force
+@_trust
+@_expected_failures
+def consolidate_command(directory: Path, out: Path | None, force: bool, trust: bool) -> None:
+    """Make one file of a sharded DIRECTORY, as strategy="ddp" would have written it.
+
+    OUT is NAME.consolidated.ckpt for NAME.ckpt if it is not given. While it works, the disk holds the checkpoint once
+    more.
+    """
+    file = default_file(directory) if out is None else out
+    with _progress() as progress:
+        consolidate(directory, file, force=force, trust=trust, progress=progress)
+    click.echo(file)
+
+
+@checkpoint.command("convert")
+@click.argument("file", type=_existing_file)
+@click.argument("directory", type=_PATH)
+@click.option("--module", "spec", metavar="PACKAGE.MODULE:NAME", help="Called for the module and its optimizers.")
+@click.option("--names", type=click.Path(exists=True, path_type=Path), help="JSON, or a sharded directory of the run.")
+@_force
+@_trust
+@_expected_failures
+def convert_command(
+    file: Path, directory: Path, spec: str | None, names: Path | None, force: bool, trust: bool
+) -> None:
+    """Make a sharded DIRECTORY of one FILE, of which every rank reads its part.
+
+    \b
+    A file has optimizer state by number, a directory by parameter name. The names are taken from
+      --module  a LightningModule, or what returns (module, optimizer) or (module, optimizers)
+      --names   {"optimizer_0": [["first.weight", ...], ...]}, by optimizer and group
+    or from the file, if the optimizer was made from named_parameters(). They are never guessed.
+    """
+    if spec and names:
+        raise click.UsageError("--module and --names both give the names: choose one")
+    check_target(directory, force)  # before any work
+    parts = read_file(file, trust)
+    known = names_in_file(parts)
+    if spec:
+        known = names_from_module(spec, parts)
+    elif names:
+        known = names_from(names, trust)
+    with _progress() as progress:
+        convert(parts, known, directory, force=force, progress=progress)
+    click.echo(directory)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Tell]:
+    """Bars on stderr, if somebody looks at it."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+
+        def tell(what: str, total_bytes: int) -> Advance:
+            task = bars.add_task(what, total=total_bytes)
+            return lambda nbytes: bars.advance(task, nbytes)
+
+        yield tell

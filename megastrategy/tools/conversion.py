@@ -1,0 +1,213 @@
+"""A sharded directory made into one file, and one file into a sharded directory; complete, or not there.
+
+Neither holds the checkpoint in memory: a file is mapped, and a directory is read into a temporary file that is mapped,
+beside the one that is written from it. So for a while the disk holds the checkpoint once more than before and after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._checkpoint_io import save_file
+from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint, replace_path, sync_directory
+from .param_names import Names
+from .parts import (
+    Advance,
+    Parts,
+    Progress,
+    by_name,
+    content_of_file,
+    nbytes_of,
+    read_directory_parts,
+    read_metadata,
+    silent,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+_ALIGNMENT = 64
+
+
+def default_file(directory: Path) -> Path:
+    """Where :func:`consolidate` writes if nobody says: ``last.ckpt`` becomes ``last.consolidated.ckpt`` beside it."""
+    path = Path(os.path.abspath(directory))
+    return path.with_name(f"{path.stem}.consolidated{path.suffix}")
+
+
+def consolidate(
+    directory: Path, file: Path, *, force: bool = False, trust: bool = False, progress: Progress = silent
+) -> None:
+    """Writes the file that ``strategy="ddp"`` would have written.
+
+    Raises:
+        CheckpointError: if the directory is no complete checkpoint, or ``file`` is there and not to be replaced.
+        OSError: if it cannot be written; what was there is as it was.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    check_target(file, force)
+    entries = read_metadata(directory).state_dict_metadata.values()
+    sizes = [nbytes_of(entry) for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    file.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with _Scratch(sizes, file.absolute().parent) as scratch:
+        parts = read_directory_parts(directory, trust, scratch.tensor, progress)
+        content = content_of_file(parts)
+        part = file.with_name(f".{file.name}.incomplete")  # save_file's
+        with _watched(part, progress(f"writing {file.name}", scratch.nbytes)):
+            save_file(content, file)
+
+
+def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False, progress: Progress = silent) -> None:
+    """Writes the parts of a file as a directory that every rank reads its part of.
+
+    Args:
+        parts: of a file.
+        names: of the parameters of every optimizer that has any state.
+        directory: to be made.
+        force: replace a checkpoint that is there.
+        progress: is told of the bytes of tensors.
+
+    Raises:
+        CheckpointError: if names are missing or wrong, or ``directory`` is there and not to be replaced.
+        OSError: if it cannot be written; what was there is as it was.
+    """
+    check_target(directory, force)
+    state: dict[str, Any] = dict(parts.models)
+    if "" in state or "" in parts.optimizers:
+        what = "weights" if "" in state else "the state of an optimizer"
+        raise CheckpointError(
+            f"{parts.path} is nothing but {what}, and in a directory it would need a key: save a dictionary, as "
+            "fabric.load() expects it, or load it by load_state_dict"
+        )
+    for key, optimizer in parts.optimizers.items():
+        if key not in names:
+            raise CheckpointError(
+                f"{parts.path} has the state of {key!r} by number, and the directory needs parameter names, which only "
+                "your code knows: say --module package.module:LitModel, or --names FILE"
+            )
+        state[key] = by_name(optimizer, names[key], parts.models, f"{key!r} in {parts.path}")
+        if key in parts.main_params:
+            state[key]["main_params"] = dict(parts.main_params[key])
+    staged = directory.with_name(f".{directory.name}.incomplete")
+    if staged.is_dir():
+        shutil.rmtree(staged)
+    try:
+        staged.mkdir(parents=True)
+        _write(state, parts.extra, staged, progress(f"writing {directory.name}", _nbytes(state)))
+        replace_path(staged, directory)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)  # the disk may be full, which is the error to be told
+        raise
+    sync_directory(directory.absolute().parent)
+
+
+def check_target(path: Path, force: bool) -> None:
+    """Raises CheckpointError if something is at ``path`` that must stay there. A directory goes only if it is a
+    checkpoint, whoever insists."""
+    if path.is_dir() and not is_directory_checkpoint(path):
+        raise CheckpointError(f"{path} is a directory, and no checkpoint: say where in it the checkpoint shall be")
+    if path.exists() and not force:
+        raise CheckpointError(f"{path} is already there: --force replaces it")
+
+
+def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path, advance: Advance) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Telling(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            data = super().resolve_data(write_item)
+            advance(data.nbytes if isinstance(data, Tensor) else 0)
+            return data
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*to save in a single process")
+            save(state, storage_writer=FileSystemWriter(staged), planner=Telling(), no_dist=True)
+    except CheckpointException as error:  # a BaseException
+        cause = next((failure[0] for failure in error.failures.values()), error)
+        raise CheckpointError(f"{staged} was not written: {cause!r}") from error
+    with (staged / EXTRA_FILE).open("wb") as file:
+        torch.save(extra, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _nbytes(state: Any) -> int:
+    if isinstance(state, Tensor):
+        return state.nbytes
+    values = state.values() if hasattr(state, "values") else state if isinstance(state, list) else ()
+    return sum(_nbytes(value) for value in values)
+
+
+class _Scratch:
+    """Room for all tensors of a directory, in a file that has no name: memory that the system writes out when it needs
+    some, and that is gone when the process is, however it ends."""
+
+    def __init__(self, sizes: Iterable[int], where: Path) -> None:
+        self.nbytes = sum(_aligned(nbytes) for nbytes in sizes) or 1  # nothing cannot be mapped
+        self._where = where
+        self._used = 0
+
+    def __enter__(self) -> _Scratch:
+        with tempfile.TemporaryFile(dir=self._where) as file:
+            if hasattr(os, "posix_fallocate"):  # or a full disk would end the process when it writes to the memory
+                os.posix_fallocate(file.fileno(), 0, self.nbytes)
+            else:
+                file.truncate(self.nbytes)
+            self._map: mmap.mmap | None = mmap.mmap(file.fileno(), self.nbytes)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._map = None  # unmapped when the last tensor in it is gone
+
+    def tensor(self, entry: TensorStorageMetadata) -> Tensor:
+        """With a storage of its own: torch.save writes whole storages."""
+        nbytes = nbytes_of(entry)
+        if nbytes == 0:
+            return torch.empty(entry.size, dtype=entry.properties.dtype)
+        assert self._map is not None
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=self._used)
+        self._used += _aligned(nbytes)
+        return flat.view(entry.properties.dtype).view(entry.size)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@contextlib.contextmanager
+def _watched(path: Path, advance: Advance) -> Iterator[None]:
+    """Tells how a file grows that torch.save writes, which tells nobody."""
+    ended = threading.Event()
+
+    def watch() -> None:
+        seen = 0
+        while not ended.wait(0.1):
+            with contextlib.suppress(FileNotFoundError):
+                size = path.stat().st_size
+                advance(size - seen)
+                seen = size
+
+    thread = threading.Thread(target=watch, name="megastrategy-progress")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

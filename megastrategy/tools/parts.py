@@ -1,0 +1,329 @@
+"""A checkpoint taken apart: the same parts come out of a file and out of a directory, and either is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from .._checkpoint_io import load_file
+from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
+
+if TYPE_CHECKING:  # importing it takes half a second
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+MAIN_PARAMS_KEY = "megatron_ddp_main_params"
+"""In a file: the fp32 main params by parameter name, for each optimizer."""
+
+_TRAINER_MARK = "pytorch-lightning_version"
+
+Advance = Callable[[int], None]
+"""Tells that so many more bytes are done."""
+
+Progress = Callable[[str, int], Advance]
+"""Is told what begins, and of how many bytes it is."""
+
+
+def silent(what: str, total_bytes: int) -> Advance:
+    """A :data:`Progress` that shows nothing."""
+    return lambda nbytes: None
+
+
+@dataclasses.dataclass
+class Parts:
+    """What is in a checkpoint, under the keys that it has in a directory.
+
+    Attributes:
+        path: it is from.
+        kind: "file" or "directory".
+        writer: "Trainer", or "other": Fabric's files and plain torch's are the same.
+        models: the weights, by key: "model" of a Trainer; "" if the file is nothing but weights.
+        optimizers: torch's state_dict by key ("optimizer_0", ... of a Trainer), of which ``params`` and ``state`` have
+            numbers in a file, and parameter names in a directory.
+        main_params: for some optimizers, the fp32 values of 16-bit weights by parameter name.
+        extra: everything else.
+    """
+
+    path: Path
+    kind: Literal["file", "directory"]
+    writer: Literal["Trainer", "other"]
+    models: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    optimizers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    main_params: dict[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: Path, trust: bool = False) -> Parts:
+    """The parts of a file, with tensors that are mapped: their data is read when it is looked at.
+
+    Raises:
+        CheckpointError: if it is none, or if ``trust`` is needed to load it.
+    """
+    content = _load(path, trust)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary: it is no checkpoint")
+    if _is_module_state(content):
+        return Parts(path, "file", "other", models={"": content})
+    if _is_optimizer_state(content):
+        return Parts(path, "file", "other", optimizers={"": dict(content)})
+    extra = {str(key): value for key, value in content.items()}
+    if _TRAINER_MARK in extra:
+        states = extra.pop("optimizer_states", [])
+        parts = Parts(path, "file", "Trainer", models={"model": extra.pop("state_dict", {})}, extra=extra)
+        parts.optimizers = {f"optimizer_{number}": state for number, state in enumerate(states)}
+        main_params = enumerate(extra.pop(MAIN_PARAMS_KEY, []))
+        parts.main_params = {f"optimizer_{number}": params for number, params in main_params if params}
+        return parts
+    parts = Parts(path, "file", "other", main_params=extra.pop(MAIN_PARAMS_KEY, {}))
+    _sort_out(parts, extra)
+    return parts
+
+
+def content_of_file(parts: Parts) -> dict[str, Any]:
+    """What ``strategy="ddp"`` would have given to ``torch.save``: optimizer state by number, in torch's order."""
+    numbered = {key: _by_number(state, f"{key!r} in {parts.path}") for key, state in parts.optimizers.items()}
+    if parts.writer == "other":
+        if set(parts.models) == {""}:
+            return OrderedDict(parts.models[""])
+        models = {key: OrderedDict(model) for key, model in parts.models.items()}
+        main_params = {MAIN_PARAMS_KEY: parts.main_params} if parts.main_params else {}
+        return {**models, **numbered, **parts.extra, **main_params}
+    keys = [f"optimizer_{number}" for number in range(len(numbered))]
+    if missing := set(keys) - set(numbered):
+        raise CheckpointError(f"{parts.path} has {len(keys)} optimizers, but no {sorted(missing)[0]!r}")
+    content = {**parts.extra, "state_dict": OrderedDict(parts.models.get("model", {}))}
+    if keys or "lr_schedulers" in parts.extra:  # which a Trainer saves with the optimizers' states, or not at all
+        content["optimizer_states"] = [numbered[key] for key in keys]
+    if parts.main_params:
+        content[MAIN_PARAMS_KEY] = [dict(parts.main_params.get(key, {})) for key in keys]
+    return content
+
+
+def _load(path: Path, trust: bool) -> Any:
+    try:
+        return load_file(path, weights_only=not trust)
+    except (CheckpointError, OSError):
+        raise
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"an object of {found[1]}" if found and not trust else "what torch cannot load"
+        remedy = "" if trust else ". If you trust whoever wrote it, --trust loads it, and runs code that it may hold"
+        raise CheckpointError(f"{path} holds {what}{remedy}") from error
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {reason}") from error
+
+
+# --- directories -----------------------------------------------------------------------------------------------------
+
+
+def read_directory_parts(
+    path: Path,
+    trust: bool = False,
+    make: Callable[[TensorStorageMetadata], Tensor] | None = None,
+    progress: Progress = silent,
+) -> Parts:
+    """The parts of a directory.
+
+    Args:
+        path: of the directory.
+        trust: for what is beside the tensors.
+        make: the tensor to read into, from what the directory says of it. By default nothing is read, and the tensors
+            are on torch's "meta" device.
+        progress: is told of the bytes of tensors.
+
+    Raises:
+        CheckpointError: if it is no complete directory of torch.distributed.checkpoint.
+    """
+    metadata = read_metadata(path)
+    extra_file = path / EXTRA_FILE
+    extra = _load(extra_file, trust) if extra_file.is_file() else {}
+    found = _read_nested(path, metadata, make, progress)
+    parts = Parts(path, "directory", "Trainer" if _TRAINER_MARK in extra else "other", extra=dict(extra))
+    if _is_module_state(found):
+        parts.models[""] = found
+    else:
+        _sort_out(parts, found)
+    for key, optimizer in parts.optimizers.items():
+        optimizer.setdefault("state", {})  # an empty dictionary leaves no trace in the format
+        if main_params := optimizer.pop("main_params", None):
+            parts.main_params[key] = main_params
+    return parts
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What is in a directory, all of whose files are there.
+
+    Raises:
+        CheckpointError: if it is no complete directory of torch.distributed.checkpoint.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if not is_directory_checkpoint(path):
+        raise CheckpointError(f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last")
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        needed: dict[str, int] = {}
+        for place in metadata.storage_data.values():
+            needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+    except Exception as error:
+        raise CheckpointError(f"{path}/.metadata cannot be read: {error!r}. Resume from another checkpoint") from error
+    for name, nbytes in needed.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size < nbytes:
+            state = f"has {file.stat().st_size:,} bytes of {nbytes:,}" if file.is_file() else "is missing"
+            raise CheckpointError(f"{path} is not complete: {name} {state}. Copy it again, or use another checkpoint")
+    return metadata
+
+
+def _read_nested(
+    path: Path, metadata: Metadata, make: Callable[[TensorStorageMetadata], Tensor] | None, progress: Progress
+) -> dict[str, Any]:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    saved = metadata.state_dict_metadata
+    tensors = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+    values: dict[str, Any] = dict.fromkeys(name for name in saved if name not in tensors)
+    if make is not None:
+        values |= {name: make(entry) for name, entry in tensors.items()}
+    advance = progress(f"reading {path.name}", sum(nbytes_of(entry) for entry in tensors.values()) if make else 0)
+
+    class Telling(DefaultLoadPlanner):
+        def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+            advance(tensor.nbytes)
+
+    try:
+        if values:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*to load in a single process")
+                load(values, storage_reader=FileSystemReader(path), planner=Telling(), no_dist=True)
+    except (Exception, CheckpointException) as error:  # the second is a BaseException
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+    if make is None:
+        values |= {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in tensors.items()}
+    places = {name: (name,) for name in saved} | (metadata.planner_data or {})
+    nested: dict[Any, Any] = {}
+    for name, place in places.items():
+        here = nested
+        for step in place[:-1]:
+            here = here.setdefault(step, {})
+        here[place[-1]] = values[name]
+    return {key: _with_lists(value) for key, value in nested.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    """In the format the keys of dictionaries are strings, so numbers are places in lists."""
+    if not isinstance(value, dict):
+        return value
+    if value and all(isinstance(key, int) for key in value):
+        return [_with_lists(value[key]) for key in sorted(value)]
+    return {key: _with_lists(item) for key, item in value.items()}
+
+
+def nbytes_of(entry: TensorStorageMetadata) -> int:
+    """Of the whole tensor."""
+    return entry.size.numel() * entry.properties.dtype.itemsize
+
+
+# --- what is what ----------------------------------------------------------------------------------------------------
+
+
+def _sort_out(parts: Parts, found: Mapping[str, Any]) -> None:
+    for key, value in found.items():
+        if _is_optimizer_state(value):
+            parts.optimizers[key] = dict(value)
+        elif _is_module_state(value):
+            parts.models[key] = value
+        else:
+            parts.extra[key] = value
+
+
+def _is_optimizer_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("param_groups"), list)
+
+
+def _is_module_state(value: Any) -> bool:
+    """Tensors by name; a module may add what it likes as ``_extra_state``."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return False
+    tensors = [isinstance(item, Tensor) for key, item in value.items() if not key.endswith("_extra_state")]
+    return bool(tensors) and all(tensors)
+
+
+# --- numbers and names -----------------------------------------------------------------------------------------------
+
+
+def _by_number(optimizer: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """State by parameter name turned into torch's: by number, counted through the groups."""
+    numbers: dict[str, int] = {}
+    for group in optimizer["param_groups"]:
+        for name in group["params"]:
+            numbers.setdefault(str(name), len(numbers))
+    unknown = [name for name in optimizer["state"] if name not in numbers]
+    if unknown:
+        raise CheckpointError(f"{source} has state of {unknown[0]!r}, which is in none of its parameter groups")
+    state = {numbers[name]: values for name, values in optimizer["state"].items()}
+    groups = [
+        {**group, "params": [numbers[str(name)] for name in group["params"]]} for group in optimizer["param_groups"]
+    ]
+    return {**optimizer, "state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def by_name(
+    optimizer: Mapping[str, Any], names: Sequence[Sequence[str]], models: Mapping[str, Mapping[str, Any]], source: str
+) -> dict[str, Any]:
+    """State by number, as torch has it, turned into state by parameter name.
+
+    Args:
+        optimizer: torch's state_dict.
+        names: of the parameters, group by group.
+        models: the weights, in one of which every name must be.
+        source: where the state is from, for errors.
+
+    Raises:
+        CheckpointError: if the names are not those of this optimizer's parameters, as far as can be seen.
+    """
+    groups = optimizer["param_groups"]
+    lengths, own_lengths = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if lengths != own_lengths:
+        raise CheckpointError(f"{source} has groups of {own_lengths} parameters, the names are groups of {lengths}")
+    name_of = {
+        number: name
+        for group, own in zip(groups, names, strict=True)
+        for number, name in zip(group["params"], own, strict=True)
+    }
+    weights = {name: value for model in models.values() for name, value in model.items()}
+    if len(set(name_of.values())) < len(name_of):
+        raise CheckpointError(f"{source}: a name is given to two parameters")
+    for number, name in name_of.items():
+        if name not in weights:
+            raise CheckpointError(
+                f"{source}: its parameter {number} cannot be {name!r}, which is not among the weights"
+            )
+        for key, value in optimizer["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != weights[name].shape:
+                raise CheckpointError(
+                    f"{source}: its parameter {number} cannot be {name!r} of shape {tuple(weights[name].shape)}, "
+                    f"since {key!r} has shape {tuple(value.shape)}; and what is not element-wise has no place in a "
+                    "directory"
+                )
+    return {
+        **optimizer,
+        "state": {name_of[number]: values for number, values in optimizer["state"].items()},
+        "param_groups": [{**group, "params": list(own)} for group, own in zip(groups, names, strict=True)],
+    }

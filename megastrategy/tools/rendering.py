@@ -1,0 +1,158 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .contents import Contents, Entry, OptimizerContents, loads_with
+
+
+def render(contents: Contents, depth: int | None) -> Iterator[RenderableType]:
+    """The report, piece by piece; names are cut after ``depth`` components, None for a line a tensor."""
+    yield from _header(contents)
+    states = _state_by_parameter(contents.optimizers)
+    for key, entries in contents.models.items():
+        yield _table(f"weights {key}".rstrip(), entries, depth, states)
+    for optimizer in contents.optimizers:
+        yield Text(_describe_optimizer(optimizer), style="bold")
+        if optimizer.entries:
+            yield _optimizer_table(optimizer, depth)
+    if contents.others:
+        yield _table("tensors elsewhere", [_with_section(entry) for entry in contents.others], depth, {})
+    if contents.plain:
+        yield Text("also there: " + ", ".join(f"{key}={value}" for key, value in contents.plain.items()))
+    tensors = contents.entries
+    yield Text(
+        f"total: {len(tensors):,} tensors, {contents.tensor_bytes:,} bytes ({size(contents.tensor_bytes)}); "
+        f"on the disk {contents.disk_bytes:,} bytes"
+    )
+    table = _new_table("loads with", "", "how")
+    for who, how in loads_with(contents):
+        table.add_row(Text(who), Text(how))
+    yield table
+
+
+def size(nbytes: int) -> str:
+    """In the largest unit that leaves a number of one or more."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.2f} {unit}"
+
+
+def _header(contents: Contents) -> Iterator[RenderableType]:
+    parts = contents.parts
+    kind = "one file" if parts.kind == "file" else "a sharded directory"
+    version = parts.extra.get("pytorch-lightning_version")
+    writer = f"a Lightning Trainer ({version})" if parts.writer == "Trainer" else "Fabric or plain torch"
+    yield Text(f"{parts.path}: {kind}, by {writer}", style="bold")
+    counters = [f"{key} {parts.extra[key]}" for key in ("epoch", "global_step") if key in parts.extra]
+    names = ", ".join(key or "the optimizer" for key in parts.main_params)
+    counters.append(f"fp32 main params: {names}" if names else "fp32 main params: none")
+    yield Text("; ".join(counters))
+
+
+def _describe_optimizer(optimizer: OptimizerContents) -> str:
+    by = "name" if optimizer.has_names else "number"
+    sizes = " + ".join(str(count) for count in optimizer.sizes)
+    described = [
+        f"{optimizer.key or 'optimizer'}: {sizes or 'no'} parameter(s) in {len(optimizer.sizes)} group(s), by {by}"
+    ]
+    described += [
+        f"group {number}: "
+        + ", ".join(f"{key}={_plain(value)}" for key, value in group.items() if key in ("lr", "weight_decay"))
+        for number, group in enumerate(optimizer.groups)
+    ]
+    return "; ".join(described)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.device.type != "meta" else value
+
+
+def _state_by_parameter(optimizers: Iterable[OptimizerContents]) -> dict[str, str]:
+    """What optimizers hold of a parameter, where they know its name."""
+    states: dict[str, dict[str, list[str]]] = {}
+    for optimizer in optimizers:
+        for entry in optimizer.entries:
+            if not entry.owner.startswith("#"):
+                states.setdefault(entry.owner, {}).setdefault(optimizer.key, []).append(entry.what)
+    return {
+        owner: "; ".join(f"{key}: {', '.join(what)}" for key, what in by_optimizer.items())
+        for owner, by_optimizer in states.items()
+    }
+
+
+def _table(title: str, entries: list[Entry], depth: int | None, states: dict[str, str]) -> Table:
+    if depth is None:
+        table = _new_table(title, "name", "shape", "dtype", "bytes", "optimizer state")
+        for entry in entries:
+            shared = f" (shared with {entry.shared_with})" if entry.shared_with else ""
+            table.add_row(
+                Text(entry.owner + shared),
+                _shape(entry),
+                _dtype(entry.dtype),
+                f"{entry.nbytes:,}",
+                Text(states.get(entry.owner, "")),
+            )
+        return table
+    return _summary(title, "name", [(_cut(entry.owner, depth), entry) for entry in entries])
+
+
+def _optimizer_table(optimizer: OptimizerContents, depth: int | None) -> Table:
+    if depth is None:
+        table = _new_table("", "parameter", "state", "shape", "dtype", "bytes")
+        for entry in optimizer.entries:
+            table.add_row(Text(entry.owner), Text(entry.what), _shape(entry), _dtype(entry.dtype), f"{entry.nbytes:,}")
+        return table
+    return _summary("", "state", [(entry.what, entry) for entry in optimizer.entries])
+
+
+def _summary(title: str, first: str, rows: list[tuple[str, Entry]]) -> Table:
+    table = _new_table(title, first, "tensors", "elements", "dtype", "bytes")
+    groups: dict[tuple[str, torch.dtype], list[Entry]] = {}
+    for name, entry in rows:
+        groups.setdefault((name, entry.dtype), []).append(entry)
+    for (name, dtype), entries in groups.items():
+        own = [entry for entry in entries if not entry.shared_with]
+        numel = sum(entry.nbytes // entry.dtype.itemsize for entry in own)
+        table.add_row(
+            Text(name), f"{len(entries):,}", f"{numel:,}", _dtype(dtype), f"{sum(entry.nbytes for entry in own):,}"
+        )
+    return table
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=Text(title) if title else None, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0)
+    )
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in ("tensors", "elements", "bytes") else "left", overflow="fold"
+        )
+    return table
+
+
+def _with_section(entry: Entry) -> Entry:
+    return dataclasses.replace(entry, owner=f"{entry.section}.{entry.owner}" if entry.owner else entry.section)
+
+
+def _cut(name: str, depth: int) -> str:
+    return ".".join(name.split(".")[:depth])
+
+
+def _shape(entry: Entry) -> str:
+    return "x".join(str(extent) for extent in entry.shape) or "scalar"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
