@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import CollectiveError
+from .errors import CollectiveError, NotOnAllRanksError
 from .roll_call import RollCall
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
@@ -37,6 +37,10 @@ class Handle(ABC):
     def wait(self) -> None:
         """Returns when the result may be used (on CUDA: by work queued from now on). Raises CollectiveError if it
         failed."""
+
+
+_PROBE_TAG = 2**31 - 1
+"""No exchange counts so far."""
 
 
 class Collectives(ABC):
@@ -70,9 +74,14 @@ class Collectives(ABC):
         if self._roll_call is not None and self.size > 1:
             self._finish_started()
             try:
-                self._roll_call.answer(what, self._num_started)
-            except dist.DistError as error:  # of the store, which ends with the process that holds it
+                self._roll_call.answer(what, self._num_started, self._probe)
+            except RuntimeError as error:  # of a probe, or of the store, which ends with the process that holds it
+                if isinstance(error, NotOnAllRanksError):
+                    raise
                 raise _failed(what, self, error) from error
+
+    def _probe(self, rank: int) -> None:  # noqa: B027 - a backend that cannot tell leaves it to the patience
+        """Raises a RuntimeError if the rank's process has ended."""
 
     def _finish_started(self) -> None:  # noqa: B027 - nothing is counted where waiting does not keep the host
         """Waits for what this rank has started."""
@@ -228,6 +237,7 @@ class GlooCollectives(Collectives):
         self._exchanges = 0  # counted alike on all ranks: the tag of the messages
         self._ready_word = torch.zeros(1, dtype=torch.uint8)
         self._ready_received = torch.zeros(1, dtype=torch.uint8)
+        self._probes: list[Any] = []  # kept, as gloo would wait for them
         self._next_is_ready: Any = None  # the posted receive of the next rank's readiness
 
     def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
@@ -262,6 +272,10 @@ class GlooCollectives(Collectives):
             weakref.finalize(self, self._worker.close)
         self._num_started += 1
         return _FutureHandle(what, self._worker.submit(run), self, self._num_started)
+
+    def _probe(self, rank: int) -> None:
+        """Gloo refuses to begin a message on a connection that the other end has closed. Nobody receives this one."""
+        self._probes.append(self.group.send([self._ready_word], rank, _PROBE_TAG))
 
     def _finish_started(self) -> None:
         if self._worker is not None:

@@ -8,6 +8,7 @@ can be named, and one that waits elsewhere can say so.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
@@ -19,6 +20,7 @@ PATIENCE = timedelta(seconds=60)
 since it may be evaluating or saving something alone."""
 
 _POLL_S = 0.01
+_PROBE_S = 0.5
 
 
 class RollCall:
@@ -35,12 +37,13 @@ class RollCall:
         self._store, self._rank, self._size = store, rank, size
         self._number = 0
 
-    def answer(self, what: str, num_collectives: int) -> None:
+    def answer(self, what: str, num_collectives: int, probe: Callable[[int], object]) -> None:
         """Returns when all ranks have called this with the same ``what``.
 
         Args:
             what: the call that needs all ranks, for the message.
             num_collectives: how many collectives of the group this rank has started; all of them are done.
+            probe: called now and then with a rank that is missed; what it raises, where that rank has ended, goes out.
 
         Raises:
             NotOnAllRanksError: if another rank waits in a collective that this one has not started, calls something
@@ -49,7 +52,7 @@ class RollCall:
         deadline = time.monotonic() + self.patience.total_seconds()
         while True:
             number, self._number = self._number, self._number + 1
-            if self._is_complete(number, what, num_collectives, deadline):
+            if self._is_complete(number, what, num_collectives, deadline, probe):
                 return
 
     def say_where(self, where: str, collective: int) -> None:
@@ -59,14 +62,16 @@ class RollCall:
         if self._store.check([f"{key}/first"]) and int(self._store.get(f"{key}/first")) < collective:
             self._store.set(f"{key}/problem", f"rank {self._rank} is elsewhere, {where}")
 
-    def _is_complete(self, number: int, what: str, num_collectives: int, deadline: float) -> bool:
+    def _is_complete(
+        self, number: int, what: str, num_collectives: int, deadline: float, probe: Callable[[int], object]
+    ) -> bool:
         """Whether all came; False if the ranks that called this number have given it up before this one came."""
         store, key = self._store, f"megastrategy/roll/{number}"
         if store.check([f"{key}/outcome"]) and store.get(f"{key}/outcome") != b"complete":
             return False
         store.compare_set(f"{key}/first", "", str(num_collectives))
         store.set(f"{key}/{self._rank}", what)
-        problem = ""
+        problem, next_probe = "", time.monotonic() + _PROBE_S
         while missing := [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]:
             if store.check([f"{key}/problem"]):
                 problem = store.get(f"{key}/problem").decode()
@@ -74,6 +79,10 @@ class RollCall:
                 problem = f"rank(s) {missing} did not call it within {self.patience.total_seconds():g} s"
             if problem or store.check([f"{key}/outcome"]):
                 break
+            if time.monotonic() > next_probe:
+                next_probe += _PROBE_S
+                for rank in missing:
+                    probe(rank)
             time.sleep(_POLL_S)
         problem = store.compare_set(f"{key}/outcome", "", problem or "complete").decode()  # the first decides for all
         if problem == "complete":

@@ -136,7 +136,7 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
     return [
         ('"megatron_ddp"', ours),
         ('"ddp", "auto"', "not a directory: megastrategy checkpoint consolidate PATH"),
-        ("FSDP", "the layout is Lightning's own for it; not tried by this project" + rounded),
+        ("FSDP", "the layout is Lightning's own for it; not tried by this project"),
         ("plain torch", "torch.distributed.checkpoint, or consolidate it first"),
     ]
 

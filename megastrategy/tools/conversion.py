@@ -93,6 +93,8 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
             "fabric.load() expects it, or load it by load_state_dict"
         )
     for key, optimizer in parts.optimizers.items():
+        if not optimizer.get("param_groups"):
+            continue  # Lightning's stand-in where a module has none
         if key not in names:
             raise CheckpointError(
                 f"{parts.path} has the state of {key!r} by number, and the directory needs parameter names, which only "

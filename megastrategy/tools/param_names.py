@@ -27,12 +27,18 @@ Names = dict[str, list[list[str]]]
 
 
 def names_in_file(parts: Parts) -> Names:
-    """Those that torch keeps in the groups of an optimizer that was made from ``named_parameters()``."""
-    return {
-        key: [list(group["param_names"]) for group in state["param_groups"]]
-        for key, state in parts.optimizers.items()
-        if all(len(group.get("param_names", ())) == len(group["params"]) for group in state["param_groups"])
-    }
+    """Those of optimizers that were made from ``named_parameters()``, in whose groups torch keeps them; and of those
+    whose state FSDP wrote, which is by name in files, too."""
+    names: Names = {}
+    for key, state in parts.optimizers.items():
+        groups = state.get("param_groups", ())
+        own = [
+            list(group.get("param_names") or (param for param in group["params"] if isinstance(param, str)))
+            for group in groups
+        ]
+        if [len(group) for group in own] == [len(group["params"]) for group in groups]:
+            names[key] = own
+    return names
 
 
 def names_from(path: Path, trust: bool = False) -> Names:

@@ -216,7 +216,7 @@ def _read_nested(
         raise CheckpointError(f"{path} cannot be read: {error!r}") from error
     if make is None:
         values |= {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in tensors.items()}
-    places = {name: (name,) for name in saved} | (metadata.planner_data or {})
+    places = metadata.planner_data or {name: (name,) for name in saved}  # in the order in which it was saved
     nested: dict[Any, Any] = {}
     for name, place in places.items():
         here = nested

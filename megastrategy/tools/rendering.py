@@ -19,13 +19,17 @@ def render(contents: Contents, depth: int | None) -> Iterator[RenderableType]:
     yield from _header(contents)
     states = _state_by_parameter(contents.optimizers)
     for key, entries in contents.models.items():
+        yield ""
         yield _table(f"weights {key}".rstrip(), entries, depth, states)
     for optimizer in contents.optimizers:
-        yield Text(_describe_optimizer(optimizer), style="bold")
+        yield ""
+        yield from (Text(line) for line in _describe_optimizer(optimizer))
         if optimizer.entries:
             yield _optimizer_table(optimizer, depth)
     if contents.others:
+        yield ""
         yield _table("tensors elsewhere", [_with_section(entry) for entry in contents.others], depth, {})
+    yield ""
     if contents.plain:
         yield Text("also there: " + ", ".join(f"{key}={value}" for key, value in contents.plain.items()))
     tensors = contents.entries
@@ -33,7 +37,8 @@ def render(contents: Contents, depth: int | None) -> Iterator[RenderableType]:
         f"total: {len(tensors):,} tensors, {contents.tensor_bytes:,} bytes ({size(contents.tensor_bytes)}); "
         f"on the disk {contents.disk_bytes:,} bytes"
     )
-    table = _new_table("loads with", "", "how")
+    yield ""
+    table = _new_table("", "loads with", "how")
     for who, how in loads_with(contents):
         table.add_row(Text(who), Text(how))
     yield table
@@ -61,18 +66,12 @@ def _header(contents: Contents) -> Iterator[RenderableType]:
     yield Text("; ".join(counters))
 
 
-def _describe_optimizer(optimizer: OptimizerContents) -> str:
+def _describe_optimizer(optimizer: OptimizerContents) -> Iterator[str]:
     by = "name" if optimizer.has_names else "number"
-    sizes = " + ".join(str(count) for count in optimizer.sizes)
-    described = [
-        f"{optimizer.key or 'optimizer'}: {sizes or 'no'} parameter(s) in {len(optimizer.sizes)} group(s), by {by}"
-    ]
-    described += [
-        f"group {number}: "
-        + ", ".join(f"{key}={_plain(value)}" for key, value in group.items() if key in ("lr", "weight_decay"))
-        for number, group in enumerate(optimizer.groups)
-    ]
-    return "; ".join(described)
+    yield f"optimizer {optimizer.key}: {sum(optimizer.sizes)} parameter(s) in {len(optimizer.sizes)} group(s), by {by}"
+    for number, (group, count) in enumerate(zip(optimizer.groups, optimizer.sizes, strict=True)):
+        shown = [f"{key}={_plain(group[key])}" for key in ("lr", "weight_decay") if key in group]
+        yield f"  group {number}: {count} parameter(s), {', '.join(shown)}"
 
 
 def _plain(value: Any) -> Any:
@@ -124,7 +123,7 @@ def _summary(title: str, first: str, rows: list[tuple[str, Entry]]) -> Table:
         groups.setdefault((name, entry.dtype), []).append(entry)
     for (name, dtype), entries in groups.items():
         own = [entry for entry in entries if not entry.shared_with]
-        numel = sum(entry.nbytes // entry.dtype.itemsize for entry in own)
+        numel = sum(entry.nbytes // entry.dtype.itemsize for entry in entries)
         table.add_row(
             Text(name), f"{len(entries):,}", f"{numel:,}", _dtype(dtype), f"{sum(entry.nbytes for entry in own):,}"
         )

@@ -1,0 +1,400 @@
+"""One kind of checkpoint made of the other is what the strategy would have written, and training goes on from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from megastrategy._trainer_strategy import MAIN_PARAMS_KEY
+from megastrategy.core import CheckpointError, directory_keys, read_directory
+from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
+from megastrategy.tools import parts
+from megastrategy.tools.conversion import consolidate, convert, default_file
+from megastrategy.tools.param_names import names_from, names_from_module, names_in_file
+from megastrategy.tools.parts import read_file
+from tests.doors.fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors
+from tests.doors.rank_processes import Ranks
+from tests.doors.test_lightning_checkpoints import amsgrad_in_groups, assert_same_value, decay, resume, small_steps
+
+from .conftest import SHARDED, Saved
+
+CODE = "tests.tools.conftest:in_groups"
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Also a test: plain types only. Without ModelCheckpoint's state, which has the paths of a run."""
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    content.pop("callbacks", None)
+    return content
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in values for tensor in tensors_in(item)]
+
+
+def assert_same_directories(actual: Path, expected: Path) -> None:
+    assert directory_keys(actual) == directory_keys(expected)
+    for key in directory_keys(expected):
+        assert_same_value(read_directory(actual, key), read_directory(expected, key), key)
+    extra = [load(path / "meta.pt") for path in (actual, expected)]
+    assert_same_value(*extra, "meta.pt")
+
+
+def test_the_tool_knows_the_key_that_strategies_write() -> None:
+    assert parts.MAIN_PARAMS_KEY == MAIN_PARAMS_KEY
+
+
+# --- a Trainer's -----------------------------------------------------------------------------------------------------
+
+
+def test_a_consolidated_directory_is_the_file_that_ddp_writes(directory: Saved, file: Saved, tmp_path: Path) -> None:
+    """Of the same run, whose weights are equal to the bit; with parameter numbers in the optimizer's order."""
+    consolidate(directory.path, tmp_path / "whole.ckpt")
+    mine, theirs = load(tmp_path / "whole.ckpt"), load(file.path)
+    assert_same_value(mine, theirs, "checkpoint")
+    assert list(mine["state_dict"]) == list(theirs["state_dict"])
+    assert theirs["optimizer_states"][0]["param_groups"][0]["params"] == [0, 1]
+    for tensor in tensors_in(mine):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "torch.save writes whole storages"
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.ckpt"]
+
+
+def test_a_converted_file_is_the_directory_that_ranks_write(directory: Saved, file: Saved, tmp_path: Path) -> None:
+    """Loaded as any number of ranks would; the names are from the code."""
+    whole = read_file(file.path)
+    convert(whole, names_from_module(CODE, whole), tmp_path / "sharded.ckpt")
+    assert_same_directories(tmp_path / "sharded.ckpt", directory.path)
+    assert [path.name for path in tmp_path.iterdir()] == ["sharded.ckpt"]
+
+
+def test_main_params_come_along_both_ways(bf16: dict[str, Saved], tmp_path: Path) -> None:
+    consolidate(bf16["sharded"].path, tmp_path / "whole.ckpt")
+    saved = load(bf16["full"].path)
+    assert_same_value(load(tmp_path / "whole.ckpt"), saved, "checkpoint")
+    assert len(saved[MAIN_PARAMS_KEY][0]) >= 9
+    convert(read_file(bf16["full"].path), names_from(bf16["sharded"].path), tmp_path / "sharded.ckpt")
+    assert_same_directories(tmp_path / "sharded.ckpt", bf16["sharded"].path)
+
+
+def test_there_and_back_is_the_same(directory: Saved, file: Saved, tmp_path: Path) -> None:
+    consolidate(directory.path, tmp_path / "whole.ckpt")
+    convert(read_file(tmp_path / "whole.ckpt"), names_from(directory.path), tmp_path / "again.ckpt")
+    assert_same_directories(tmp_path / "again.ckpt", directory.path)
+    consolidate(tmp_path / "again.ckpt", tmp_path / "whole_again.ckpt")
+    assert_same_value(load(tmp_path / "whole_again.ckpt"), load(file.path), "checkpoint")
+
+
+def test_runs_resume_from_either_as_if_nothing_had_been(
+    ranks: Ranks, directory: Saved, file: Saved, bf16: dict[str, Saved], tmp_path: Path
+) -> None:
+    """Losses and weights to the bit: sharded -> file -> "ddp", and "ddp" -> directory -> sharded."""
+    consolidate(directory.path, tmp_path / "whole.ckpt")
+    whole = read_file(file.path)
+    convert(whole, names_from_module(CODE, whole), tmp_path / "sharded.ckpt")
+    consolidate(bf16["sharded"].path, tmp_path / "bf16.ckpt")
+    runs = [
+        (directory, ranks.run(resume, "ddp", str(tmp_path / "whole.ckpt"), amsgrad_in_groups)),
+        (file, ranks.run(resume, "megatron_ddp", str(tmp_path / "sharded.ckpt"), amsgrad_in_groups, **SHARDED)),
+        (
+            bf16["full"],
+            ranks.run(resume, "megatron_ddp", str(tmp_path / "bf16.ckpt"), small_steps, precision="bf16-true"),
+        ),
+    ]
+    for saved, resumed in runs:
+        for mine, expected in zip(resumed, saved.whole, strict=True):
+            assert mine.losses == expected.losses[BATCHES_PER_EPOCH:]
+            assert_same_tensors(mine.weights, expected.weights)
+
+
+# --- Fabric's, and others' -------------------------------------------------------------------------------------------
+
+
+def save_both_ways(folder: Path, dtype: torch.dtype) -> None:
+    for kind in ("sharded", "full"):
+        strategy = FabricStrategy(bucket_size=100, state_dict_type=kind)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 3)).to(dtype)
+        body, head = net[0].parameters(), net[2].parameters()
+        model, optimizer = fabric.setup(net, torch.optim.AdamW([{"params": head}, {"params": body}], lr=1e-2))
+        for _ in range(2):
+            fabric.backward(model(torch.ones(4, 5, dtype=dtype)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.save(folder / kind, {"net": model, "adam": optimizer, "step": 2, "history": {"loss": [1.0, 2.0]}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fabrics_are_converted_as_fabric_writes_them(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    ranks.run(save_both_ways, tmp_path, dtype)
+    consolidate(tmp_path / "sharded", tmp_path / "file")
+    saved = load(tmp_path / "full")
+    assert_same_value(load(tmp_path / "file"), saved, "checkpoint")
+    assert (MAIN_PARAMS_KEY in saved) == (dtype == torch.bfloat16)
+    convert(read_file(tmp_path / "full"), names_from(tmp_path / "sharded"), tmp_path / "directory")
+    assert_same_directories(tmp_path / "directory", tmp_path / "sharded")
+
+
+def test_tensors_of_every_kind_survive(tmp_path: Path) -> None:
+    """Empty ones, single numbers, and dtypes of every width; and nothing but torch has to be there."""
+    kinds: dict[str, Tensor] = {
+        "empty": torch.empty(0, 3),
+        "number": torch.tensor(7, dtype=torch.int64),
+        "truth": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).half(),
+        "bfloat": torch.randn(3, 5).bfloat16(),
+        "double": torch.randn(2, 2).double(),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "eight_bits": torch.randn(5).to(torch.float8_e4m3fn),
+        "transposed": torch.randn(4, 6).t(),
+    }
+    state = {"model": kinds, "note": "plain", "epochs": [1, 2]}
+    dcp.save(state, checkpoint_id=tmp_path / "directory", no_dist=True)
+    consolidate(tmp_path / "directory", tmp_path / "file")
+    loaded = load(tmp_path / "file")
+    assert (loaded["note"], loaded["epochs"]) == ("plain", [1, 2])
+    assert list(loaded["model"]) == list(kinds)
+    for name, tensor in loaded["model"].items():
+        expected = kinds[name]
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+        assert torch.equal(
+            tensor.float() if "eight" in name else tensor, expected.float() if "eight" in name else expected
+        )
+
+
+def test_states_that_optimizers_themselves_numbered_keep_their_numbers(tmp_path: Path) -> None:
+    """As a plain torch script saves them with torch.distributed.checkpoint, whose keys are strings."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW([{"params": [net.bias]}, {"params": [net.weight]}])
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "directory", no_dist=True)
+    consolidate(tmp_path / "directory", tmp_path / "file")
+    assert_same_value(load(tmp_path / "file")["optimizer"], optimizer.state_dict(), "optimizer")
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def swapped() -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = AwkwardModule()
+    first, second, third, *rest = module.parameters()
+    return module, torch.optim.AdamW([{"params": [first, second]}, {"params": []}, {"params": [*rest, third]}])
+
+
+def two_optimizers() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    module = AwkwardModule()
+    return module, [torch.optim.SGD(module.parameters()), torch.optim.SGD(module.parameters())]
+
+
+def of_strangers() -> tuple[nn.Module, torch.optim.Optimizer]:
+    return AwkwardModule(), torch.optim.SGD(nn.Linear(2, 2).parameters())
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no data here")
+
+
+class NeedsSize(AwkwardModule):
+    """A class that is called with the hyper-parameters in the file."""
+
+    def __init__(self, size: int) -> None:
+        assert size == 13
+        super().__init__(amsgrad_in_groups, decay, "step")
+
+
+def test_a_class_is_made_with_the_hyper_parameters_of_the_file(file: Saved) -> None:
+    whole = read_file(file.path)
+    whole.extra["hyper_parameters"] = {"size": 13}
+    assert names_from_module(f"{__name__}:NeedsSize", whole) == names_from_module(CODE, whole)
+    [groups] = names_from_module(CODE, whole).values()
+    assert groups[0] == ["inputs.weight", "scale"], "as amsgrad_in_groups has it"
+    assert groups[1] == []
+    del whole.extra["hyper_parameters"]
+    with pytest.raises(CheckpointError, match=r"NeedsSize failed with TypeError: .*'size'; give a function that"):
+        names_from_module(f"{__name__}:NeedsSize", whole)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("swapped", r"its parameter \d+ cannot be '[\w.]+' of shape \(.*\), since '\w+' has shape \("),
+        ("two_optimizers", r"makes 2 optimizer\(s\), .* has 1"),
+        ("of_strangers", "an optimizer has a parameter that the module has not"),
+        ("broken", "failed with RuntimeError: no data here"),
+        ("absent", "has no attribute 'absent'"),
+    ],
+)
+def test_code_that_is_not_the_runs_is_refused(file: Saved, tmp_path: Path, code: str, message: str) -> None:
+    whole = read_file(file.path)
+    with pytest.raises(CheckpointError, match=message):
+        convert(whole, names_from_module(f"{__name__}:{code}", whole), tmp_path / "sharded.ckpt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def rename(groups: list[list[str]], old: str, new: str) -> list[list[str]]:
+    return [[new if name == old else name for name in group] for group in groups]
+
+
+def test_wrong_names_are_refused_and_right_ones_taken(file: Saved, directory: Saved, tmp_path: Path) -> None:
+    whole = read_file(file.path)
+    right = names_from(directory.path)["optimizer_0"]
+    wrong = {
+        "no JSON": "names.json is neither JSON nor a sharded directory",
+        json.dumps(right): "expected a list of groups, each a list of parameter names, by optimizer",
+        json.dumps({"optimizer_0": sum(right, [])}): "expected a list of groups",
+        json.dumps({"optimizer_1": right}): "'optimizer_0' by number, and the directory needs parameter names",
+        json.dumps(
+            {"optimizer_0": right[:2]}
+        ): r"has groups of \[2, 0, 9\] parameters, the names are groups of \[2, 0\]",
+        json.dumps({"optimizer_0": rename(right, "norm.bias", "norm.weight")}): "a name is given to two parameters",
+        json.dumps(
+            {"optimizer_0": rename(right, "norm.bias", "norm.beta")}
+        ): "cannot be 'norm.beta', which is not among",
+        json.dumps(
+            {"optimizer_0": rename(right, "norm.bias", "frozen.weight")}
+        ): r"of shape \(13, 13\), since '\w+' has",
+    }
+    for text, message in wrong.items():
+        (tmp_path / "names.json").write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            convert(whole, names_from(tmp_path / "names.json"), tmp_path / "sharded.ckpt")
+        assert [path.name for path in tmp_path.iterdir()] == ["names.json"]
+    (tmp_path / "names.json").write_text(json.dumps({"optimizer_0": right}))
+    convert(whole, names_from(tmp_path / "names.json"), tmp_path / "sharded.ckpt")
+    assert_same_directories(tmp_path / "sharded.ckpt", directory.path)
+
+
+def test_names_that_torch_kept_in_the_file_are_used(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD([*net.named_parameters()][::-1], momentum=0.9)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
+    whole = read_file(tmp_path / "file")
+    convert(whole, names_in_file(whole), tmp_path / "directory")
+    state = read_directory(tmp_path / "directory", "optimizer")["state"]
+    for name, param in net.named_parameters():
+        assert torch.equal(state[name]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+
+
+# --- what can go wrong -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_there_stays_unless_forced_and_a_directory_that_is_no_checkpoint_always(
+    file: Saved, directory: Saved, tmp_path: Path
+) -> None:
+    (tmp_path / "home" / "thesis").mkdir(parents=True)
+    (tmp_path / "old").write_text("mine")
+    whole, names = read_file(file.path), names_from(directory.path)
+    for force in (False, True):
+        with pytest.raises(CheckpointError, match=r"home is a directory, and no checkpoint"):
+            consolidate(directory.path, tmp_path / "home", force=force)
+        with pytest.raises(CheckpointError, match=r"home is a directory, and no checkpoint"):
+            convert(whole, names, tmp_path / "home", force=force)
+    with pytest.raises(CheckpointError, match=r"old is already there: --force replaces it"):
+        consolidate(directory.path, tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"old is already there: --force replaces it"):
+        convert(whole, names, tmp_path / "old")
+    assert (tmp_path / "old").read_text() == "mine"
+    convert(whole, names, tmp_path / "old", force=True)
+    assert_same_directories(tmp_path / "old", directory.path)
+    consolidate(tmp_path / "old", tmp_path / "old", force=True)  # in place, too
+    assert_same_value(load(tmp_path / "old"), load(file.path), "checkpoint")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "old"]
+    assert (tmp_path / "home" / "thesis").is_dir()
+
+
+@pytest.mark.parametrize("harm", ["cut off", "missing", "overwritten"])
+def test_a_damaged_directory_is_refused_and_nothing_is_written(directory: Saved, tmp_path: Path, harm: str) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(directory.path, damaged)
+    part = damaged / "__1_0.distcp"
+    content = part.read_bytes()
+    if harm == "cut off":
+        part.write_bytes(content[:-1])
+    elif harm == "missing":
+        part.unlink()
+    else:
+        part.write_bytes(bytes(len(content)))
+    messages = {
+        "cut off": rf"damaged is not complete: __1_0.distcp has {len(content) - 1:,} bytes of {len(content):,}",
+        "missing": r"damaged is not complete: __1_0.distcp is missing",
+        "overwritten": "damaged cannot be read",
+    }
+    with pytest.raises(CheckpointError, match=messages[harm]):
+        consolidate(damaged, tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_a_write_that_fails_leaves_nothing(file: Saved, directory: Saved, tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file, where a directory is needed")
+    whole, names = read_file(file.path), names_from(directory.path)
+    with pytest.raises(NotADirectoryError):
+        convert(whole, names, tmp_path / "blocked" / "sharded")
+    with pytest.raises((NotADirectoryError, FileExistsError)):
+        consolidate(directory.path, tmp_path / "blocked" / "file")
+    whole.extra["cannot be saved"] = (number for number in range(3))
+    with pytest.raises(TypeError, match="generator"):
+        convert(whole, names, tmp_path / "sharded")
+    assert [path.name for path in tmp_path.iterdir()] == ["blocked"]
+
+
+def test_the_default_name_is_beside_the_directory(tmp_path: Path) -> None:
+    assert default_file(tmp_path / "runs" / "last.ckpt") == tmp_path / "runs" / "last.consolidated.ckpt"
+    assert default_file(tmp_path / "runs" / "checkpoint") == tmp_path / "runs" / "checkpoint.consolidated"
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint.state_dict_loader, torch.distributed.checkpoint.state_dict_saver
+from megastrategy.tools.contents import inspect_checkpoint
+from megastrategy.tools.conversion import consolidate, convert
+from megastrategy.tools.parts import read_file
+folder, allowed = Path(sys.argv[1]), int(sys.argv[2])
+data_kib = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (1024 * data_kib + allowed,) * 2)  # private memory, mapped files aside
+try:
+    torch.ones(allowed, dtype=torch.uint8)
+except RuntimeError:
+    pass
+else:
+    raise AssertionError("the limit does not hold")
+convert(read_file(folder / "file"), {}, folder / "directory")
+consolidate(folder / "directory", folder / "again")
+print([contents.tensor_bytes for contents in map(inspect_checkpoint, [folder / "file", folder / "directory"])])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is allocated on Linux only")
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """256 MiB in tensors of 16 are inspected, converted and consolidated where 96 can be allocated."""
+    tensor_bytes, count = 16 * 2**20, 16
+    weights = {f"weight{number}": torch.full((tensor_bytes // 4,), float(number)) for number in range(count)}
+    torch.save({"model": weights}, tmp_path / "file")
+    command = [sys.executable, "-c", LITTLE_MEMORY, str(tmp_path), str(6 * tensor_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [count * tensor_bytes] * 2
+    again = torch.load(tmp_path / "again", mmap=True, weights_only=True)["model"]
+    assert_same_value(dict(again), weights, "model")
+    assert math.isclose((tmp_path / "again").stat().st_size, count * tensor_bytes, rel_tol=1e-3)
