@@ -43,6 +43,7 @@ from .core import (
     describe_setup,
     probe_state_tensors,
     read_directory,
+    to_host,
 )
 
 if TYPE_CHECKING:
@@ -368,6 +369,8 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
                 checkpoint.setdefault("callbacks", {})[LEFT_BEHIND] = {}
         if self._wrapped is not None and self.model is not self._wrapped:
             self._wrapped.collectives.close()  # the fit is over, and gathering has woken them
+        if isinstance(self._checkpoint_io, self._async_io) and self.root_device.type != "cpu":
+            checkpoint = {**checkpoint, "state_dict": to_host(checkpoint["state_dict"])}  # it would clone on the device
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _save_directory(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:

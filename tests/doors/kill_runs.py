@@ -77,16 +77,23 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def with_trainer(folder: Path, num_steps: int, kind: type[Module] = Module) -> dict[str, Tensor]:
+def with_trainer(
+    folder: Path, num_steps: int, kind: type[Module] = Module, state_dict_type: str = "full"
+) -> dict[str, Tensor]:
     """As a user has it: the newest file, a last one beside it, and resuming by itself."""
     saver = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=1, save_last=True)
-    strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE)
+    strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE, state_dict_type=state_dict_type)
     trainer = make_trainer(
         strategy, callbacks=[saver], enable_checkpointing=True, max_steps=num_steps, max_epochs=-1, log_every_n_steps=50
     )
     module = kind(folder)
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(SIZE * 10_000)), batch_size=1), ckpt_path="last")
     return module.net.state_dict()
+
+
+def with_directories(folder: Path, num_steps: int) -> dict[str, Tensor]:
+    """The same with sharded checkpoints, of which every rank writes a part."""
+    return with_trainer(folder, num_steps, state_dict_type="sharded")
 
 
 def with_loop(folder: Path, num_steps: int) -> dict[str, Tensor]:

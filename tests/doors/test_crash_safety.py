@@ -13,9 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from megastrategy.core import EXTRA_FILE, read_directory
+
 from . import kill_script
 from .fits import AwkwardModule, loader, make_strategy, make_trainer
-from .kill_runs import SIZE, Kill, Outcome, draw_kills, finish, recorded, run_and_kill, with_loop, with_trainer
+from .kill_runs import (
+    SIZE,
+    Kill,
+    Outcome,
+    draw_kills,
+    finish,
+    recorded,
+    run_and_kill,
+    with_directories,
+    with_loop,
+    with_trainer,
+)
 from .python_processes import run_python
 from .rank_processes import Failure, Ranks
 
@@ -24,7 +37,7 @@ Job = Callable[[Path, int], dict[str, Tensor]]
 LIMIT_S = 60.0
 """For one start, whose steps take hundredths of a second."""
 
-MAX_LOST = {with_trainer: 0, with_loop: 2}
+MAX_LOST = {with_trainer: 0, with_directories: 0, with_loop: 2}
 """How many steps before the last one that any rank has begun may have to be done again: the Trainer saves after each
 and waits for the file; the loop saves after every second one and does not wait."""
 
@@ -41,7 +54,12 @@ def losses_of(folder: Path, num_steps: int) -> list[dict[int, float]]:
 def assert_all_files_are_whole(folder: Path) -> None:
     """Every byte is read, and its checksum compared."""
     for path in folder.glob("*.ckpt"):
-        torch.load(path, weights_only=True)
+        if path.is_dir():
+            assert read_directory(path, "model")
+            assert read_directory(path, "optimizer_0")
+            assert torch.load(path / EXTRA_FILE, weights_only=True)
+        else:
+            torch.load(path, weights_only=True)
 
 
 def assert_survivor_said_why(kill: Kill, outcome: Outcome) -> None:
@@ -88,7 +106,7 @@ def assert_same_weights(folder: Path, expected: Path) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.mark.parametrize("job", [with_trainer, with_loop])
+@pytest.mark.parametrize("job", [with_trainer, with_directories, with_loop])
 def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job: Job, tmp_path: Path) -> None:
     """Losses of all steps and the last weights to the bit; the rank that is left says why it ends.
 
@@ -100,7 +118,7 @@ def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("job", [with_trainer, with_loop])
+@pytest.mark.parametrize("job", [with_trainer, with_directories, with_loop])
 def test_fifty_kills(job: Job, seed: int, tmp_path: Path) -> None:
     """All four on 2026-11-21: 200 kills, 18 of which cut off a file; nothing lost; four minutes on two busy cores."""
     train_under_fire(job, tmp_path, seed, count=50)
