@@ -37,7 +37,7 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fast: $(STAMP)  ## the engine's own tests, without any framework (ARGS go to pytest)
+fast: $(STAMP)  ## the engine's own tests but those of checkpoints, without any framework (ARGS go to pytest)
 	$(PYTEST) tests/unit tests/ranks $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays

@@ -61,8 +61,11 @@ def consolidate(
     check_target(file, force)
     entries = read_metadata(directory).state_dict_metadata.values()
     sizes = [nbytes_of(entry) for entry in entries if isinstance(entry, TensorStorageMetadata)]
-    file.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with _Scratch(sizes, file.absolute().parent) as scratch:
+    scratch = _Scratch(sizes)
+    with _naming(file, f"there is no room for {scratch.nbytes:,} bytes in a temporary file beside it"):
+        file.absolute().parent.mkdir(parents=True, exist_ok=True)
+        scratch.open(file.absolute().parent)
+    with contextlib.closing(scratch):
         parts = read_directory_parts(directory, trust, scratch.tensor, progress)
         content = content_of_file(parts)
         part = file.with_name(f".{file.name}.incomplete")  # save_file's
@@ -104,16 +107,17 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
         if key in parts.main_params:
             state[key]["main_params"] = dict(parts.main_params[key])
     staged = directory.with_name(f".{directory.name}.incomplete")
-    if staged.is_dir():
-        shutil.rmtree(staged)
-    try:
-        staged.mkdir(parents=True)
-        _write(state, parts.extra, staged, progress(f"writing {directory.name}", _nbytes(state)))
-        replace_path(staged, directory)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)  # the disk may be full, which is the error to be told
-        raise
-    sync_directory(directory.absolute().parent)
+    with _naming(directory, "it was not written"):
+        if staged.is_dir():
+            shutil.rmtree(staged)
+        try:
+            staged.mkdir(parents=True)
+            _write(state, parts.extra, staged, progress(f"writing {directory.name}", _nbytes(state)))
+            replace_path(staged, directory)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)  # there is an error to be told already
+            raise
+        sync_directory(directory.absolute().parent)
 
 
 def check_target(path: Path, force: bool) -> None:
@@ -142,8 +146,10 @@ def _write(state: dict[str, Any], extra: dict[str, Any], staged: Path, advance: 
             warnings.filterwarnings("ignore", ".*to save in a single process")
             save(state, storage_writer=FileSystemWriter(staged), planner=Telling(), no_dist=True)
     except CheckpointException as error:  # a BaseException
-        cause = next((failure[0] for failure in error.failures.values()), error)
-        raise CheckpointError(f"{staged} was not written: {cause!r}") from error
+        cause: BaseException = next((failure[0] for failure in error.failures.values()), error)
+        while not isinstance(cause, OSError) and (reason := cause.__cause__ or cause.__context__):
+            cause = reason  # torch.save tells of a failed write in words of its own
+        raise cause from error
     with (staged / EXTRA_FILE).open("wb") as file:
         torch.save(extra, file)
         file.flush()
@@ -161,21 +167,20 @@ class _Scratch:
     """Room for all tensors of a directory, in a file that has no name: memory that the system writes out when it needs
     some, and that is gone when the process is, however it ends."""
 
-    def __init__(self, sizes: Iterable[int], where: Path) -> None:
+    def __init__(self, sizes: Iterable[int]) -> None:
         self.nbytes = sum(_aligned(nbytes) for nbytes in sizes) or 1  # nothing cannot be mapped
-        self._where = where
+        self._map: mmap.mmap | None = None
         self._used = 0
 
-    def __enter__(self) -> _Scratch:
-        with tempfile.TemporaryFile(dir=self._where) as file:
+    def open(self, where: Path) -> None:
+        with tempfile.TemporaryFile(dir=where) as file:
             if hasattr(os, "posix_fallocate"):  # or a full disk would end the process when it writes to the memory
                 os.posix_fallocate(file.fileno(), 0, self.nbytes)
             else:
                 file.truncate(self.nbytes)
-            self._map: mmap.mmap | None = mmap.mmap(file.fileno(), self.nbytes)
-        return self
+            self._map = mmap.mmap(file.fileno(), self.nbytes)
 
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
         self._map = None  # unmapped when the last tensor in it is gone
 
     def tensor(self, entry: TensorStorageMetadata) -> Tensor:
@@ -191,6 +196,15 @@ class _Scratch:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@contextlib.contextmanager
+def _naming(path: Path, what: str) -> Iterator[None]:
+    """Errors of the system tell of the path that was asked for, not of one beside it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{what} ({error.strerror})", str(path)) from error
 
 
 @contextlib.contextmanager

@@ -262,6 +262,7 @@ def rename(groups: list[list[str]], old: str, new: str) -> list[list[str]]:
 def test_wrong_names_are_refused_and_right_ones_taken(file: Saved, directory: Saved, tmp_path: Path) -> None:
     whole = read_file(file.path)
     right = names_from(directory.path)["optimizer_0"]
+    exchanged = rename(rename(rename(right, "norm.bias", "third"), "out.bias", "norm.bias"), "third", "out.bias")
     wrong = {
         "no JSON": "names.json is neither JSON nor a sharded directory",
         json.dumps(right): "expected a list of groups, each a list of parameter names, by optimizer",
@@ -275,8 +276,8 @@ def test_wrong_names_are_refused_and_right_ones_taken(file: Saved, directory: Sa
             {"optimizer_0": rename(right, "norm.bias", "norm.beta")}
         ): "cannot be 'norm.beta', which is not among",
         json.dumps(
-            {"optimizer_0": rename(right, "norm.bias", "frozen.weight")}
-        ): r"of shape \(13, 13\), since '\w+' has",
+            {"optimizer_0": exchanged}
+        ): r"4 cannot be 'out.bias' of shape \(7,\), since '\w+' has shape \(13,\)",
     }
     for text, message in wrong.items():
         (tmp_path / "names.json").write_text(text)
@@ -375,34 +376,39 @@ import resource, sys
 from pathlib import Path
 import torch
 import torch.distributed.checkpoint.state_dict_loader, torch.distributed.checkpoint.state_dict_saver
-from megastrategy.tools.contents import inspect_checkpoint
 from megastrategy.tools.conversion import consolidate, convert
 from megastrategy.tools.parts import read_file
+
 folder, allowed = Path(sys.argv[1]), int(sys.argv[2])
-data_kib = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (1024 * data_kib + allowed,) * 2)  # private memory, mapped files aside
-try:
-    torch.ones(2 * allowed, dtype=torch.uint8)
-except RuntimeError:
-    pass
-else:
+
+def allow_no_more():
+    data_kib = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1024 * data_kib + allowed, hard))
+    try:
+        torch.ones(2 * allowed, dtype=torch.uint8)
+    except RuntimeError:
+        return
     raise AssertionError("the limit does not hold")
-convert(read_file(folder / "file"), {}, folder / "directory")
+
+parts = read_file(folder / "file")
+allow_no_more()  # than the mapped file, which counts, since it is private to the process
+convert(parts, {}, folder / "directory")
+del parts
+allow_no_more()
 consolidate(folder / "directory", folder / "again")
-print([contents.tensor_bytes for contents in map(inspect_checkpoint, [folder / "file", folder / "directory"])])
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is allocated on Linux only")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
-    """96 MiB in tensors of 8 are inspected, converted and consolidated where 32 can be allocated."""
-    tensor_bytes, count = 8 * 2**20, 12
+    """64 MiB in tensors of 4 are converted and consolidated where 16 can be allocated."""
+    tensor_bytes, count = 4 * 2**20, 16
     weights = {f"weight{number}": torch.full((tensor_bytes // 4,), float(number)) for number in range(count)}
     torch.save({"model": weights}, tmp_path / "file")
     command = [sys.executable, "-c", LITTLE_MEMORY, str(tmp_path), str(4 * tensor_bytes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [count * tensor_bytes] * 2
     again = torch.load(tmp_path / "again", mmap=True, weights_only=True)["model"]
     assert_same_value(dict(again), weights, "model")
     assert math.isclose((tmp_path / "again").stat().st_size, count * tensor_bytes, rel_tol=1e-3)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core.collectives import GlooCollectives
 from megastrategy.core.errors import NotOnAllRanksError
 from tests.support.models import two_layers
 from tests.support.processes import run_processes
@@ -104,12 +105,18 @@ def test_ranks_that_call_different_things_are_told_so() -> None:
 
 
 def call_late() -> bool:
-    """A straggler, while the others wait in the last collective: nobody is told anything."""
+    """Rank 0 calls while rank 1 waits in a collective that is over for rank 0, and takes longer for rank 1."""
     training = Training()
-    handle = training.model.collectives.all_reduce(torch.ones(3), 1.0)
-    if dist.get_rank() == 1:
+    collectives = training.model.collectives
+    assert isinstance(collectives, GlooCollectives)
+
+    def run() -> None:
+        collectives.group.allreduce([torch.ones(3)]).wait()
+        time.sleep(2.5 * collectives.rank)
+
+    handle = collectives._start("all-reduce", run)
+    if collectives.rank == 1:
         handle.wait()
-        time.sleep(2.5)
     return training.optimizer.state_dict() is not None and training.finish()
 
 

@@ -26,7 +26,7 @@ from megastrategy.core import (
     to_host,
 )
 from megastrategy.core.flat_shard import FlatShard, boxes
-from tests.ranks.test_checkpoint_memory import AllocationWatch
+from tests.checkpoints.test_checkpoint_memory import AllocationWatch
 from tests.support.models import AwkwardModel, awkward_model, images, two_layers
 from tests.support.processes import run_processes
 

@@ -1,0 +1,170 @@
+"""The ``megastrategy`` command: what it says, where, and with which exit code."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import resource
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import megastrategy
+from megastrategy.core import is_directory_checkpoint
+from megastrategy.tools import cli
+from megastrategy.tools.commands import root
+from megastrategy.tools.param_names import names_from
+
+from .conftest import Saved
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(root, ["checkpoint", *map(str, arguments)])
+
+
+def succeeds(*arguments: object) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fails(*arguments: object, code: int = 1) -> str:
+    """What it says: one line without a traceback, on stderr."""
+    result = run(*arguments)
+    assert result.exit_code == code, (result.output, result.exception)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.stdout == ""
+    if code == 1:
+        assert len(result.stderr.splitlines()) == 1
+    return result.stderr
+
+
+def test_the_console_script_is_there_and_its_dependencies_are_an_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["megastrategy"].partition(":")
+    assert getattr(importlib.import_module(module), name) is cli.main
+    extras = project["optional-dependencies"]
+    assert {requirement.split(">")[0] for requirement in extras["cli"]} == {"click", "rich"}
+    tested = {requirement.split(">")[0] for requirement in extras["test"]}
+    assert {"click", "rich"} <= tested
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_the_extra_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = [name for name in sys.modules if name == missing or name.startswith(f"{missing}.")]
+    for name in [*hidden, "megastrategy.tools.commands", "megastrategy.tools.rendering"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Hides(missing), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == f"megastrategy: the command needs {missing}: pip install 'megastrategy[cli]'"
+
+
+class Hides:
+    """An importer that finds a package to be not there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname.partition(".")[0] == self.name:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=self.name)
+
+
+def test_help_and_version() -> None:
+    assert CliRunner().invoke(root, ["--version"]).stdout == f"megastrategy, version {megastrategy.__version__}\n"
+    assert "checkpoint" in CliRunner().invoke(root, ["-h"]).stdout
+    assert isinstance(root, click.Group)
+    for command in ("inspect", "convert", "consolidate"):
+        assert "--trust" in succeeds(command, "--help")
+
+
+def test_the_three_commands_do_what_they_say(directory: Saved, file: Saved, tmp_path: Path) -> None:
+    """stdout is what was written, for scripts; progress would be on stderr, if somebody looked."""
+    whole, again = tmp_path / "whole.ckpt", tmp_path / "again.ckpt"
+    assert succeeds("consolidate", directory.path, whole) == f"{whole}\n"
+    assert torch.load(whole)["global_step"] == 7
+    assert succeeds("convert", whole, again, "--module", "tests.tools.conftest:in_groups") == f"{again}\n"
+    assert is_directory_checkpoint(again)
+    (tmp_path / "names.json").write_text(json.dumps(names_from(again)))
+    assert "already there: --force" in fails("convert", whole, again, "--names", tmp_path / "names.json")
+    succeeds("convert", whole, again, "--names", tmp_path / "names.json", "--force")
+    reports = [succeeds("inspect", path, "--all") for path in (whole, file.path, again, directory.path)]
+    assert all("max_exp_avg_sq" in report for report in reports)
+    assert len(succeeds("inspect", whole)) < len(succeeds("inspect", whole, "--depth", "2")) < len(reports[0])
+    assert {path.name for path in tmp_path.iterdir()} == {"whole.ckpt", "again.ckpt", "names.json"}
+
+
+def test_the_default_output_is_beside_the_directory(directory: Saved, tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").symlink_to(directory.path, target_is_directory=True)
+    expected = tmp_path / "last.consolidated.ckpt"
+    assert succeeds("consolidate", tmp_path / "last.ckpt") == f"{expected}\n"
+    assert expected.is_file()
+    assert "is already there: --force replaces it" in fails("consolidate", tmp_path / "last.ckpt")
+
+
+def test_expected_failures_are_one_line_with_the_path_and_the_remedy(
+    directory: Saved, file: Saved, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("no checkpoint")
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out"
+    assert f"{tmp_path}/nothing is not there" in fails("inspect", tmp_path / "nothing")
+    assert f"{tmp_path}/text is no checkpoint" in fails("inspect", tmp_path / "text")
+    assert f"{tmp_path}/empty is no complete sharded" in fails("consolidate", tmp_path / "empty", out)
+    assert "--module package.module:LitModel" in fails("convert", file.path, out)
+    assert "importable from here" in fails("convert", file.path, out, "--module", "no_such_package:model")
+    assert f"{tmp_path}/text/out" in fails("convert", file.path, tmp_path / "text" / "out", "--names", directory.path)
+    assert f"{tmp_path}/text/out" in fails("consolidate", directory.path, tmp_path / "text" / "out")
+    both = ("--names", tmp_path / "text", "--module", "a:b")
+    assert "choose one" in fails("convert", file.path, out, *both, code=2)
+    assert "is a file" in fails("consolidate", file.path, out, code=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text"]
+
+
+@pytest.fixture
+def little_disk() -> Iterator[None]:
+    """No file may grow beyond 4 MiB, as if the disk were full then."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 * 2**20, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A file of 16 MiB, and the directory of it, in ``tmp_path / "directory"``."""
+    weights = {f"weight{number}": torch.ones(2**20) for number in range(4)}
+    torch.save({"model": weights}, tmp_path / "file")
+    succeeds("convert", tmp_path / "file", tmp_path / "directory")
+    return tmp_path
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(large: Path, little_disk: None) -> None:
+    message = fails("consolidate", large / "directory", large / "out")
+    assert message.startswith(
+        f"Error: {large}/out: there is no room for 16,777,216 bytes in a temporary file beside it"
+    )
+    message = fails("convert", large / "file", large / "out")
+    assert message == f"Error: {large}/out: it was not written (File too large)\n"
+    assert sorted(path.name for path in large.iterdir()) == ["directory", "file"]
+
+
+def test_the_users_code_is_found_in_the_working_directory(
+    file: Saved, directory: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_project.py").write_text("from tests.tools.conftest import in_groups as LitModel\n")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    succeeds("convert", file.path, "sharded.ckpt", "--module", "my_project:LitModel")
+    assert names_from(tmp_path / "sharded.ckpt") == names_from(directory.path)
+    assert sys.path == before

@@ -1,0 +1,193 @@
+"""``inspect`` tells what is there, to the byte, and reads no tensor's data."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from torch import nn
+
+from megastrategy.core import CheckpointError
+from megastrategy.tools.contents import Contents, inspect_checkpoint, loads_with
+from megastrategy.tools.rendering import render, size
+from tests.doors.fits import BATCHES_PER_EPOCH
+
+from .conftest import Saved, in_groups
+
+
+def text_of(contents: Contents, depth: int | None = None) -> str:
+    console = Console(width=1000)
+    with console.capture() as capture:
+        for renderable in render(contents, depth):
+            console.print(renderable)
+    return capture.get()
+
+
+def verdicts(contents: Contents) -> dict[str, str]:
+    return dict(loads_with(contents))
+
+
+def test_both_kinds_of_a_run_hold_the_same_and_all_of_it(directory: Saved, file: Saved) -> None:
+    """Names, shapes and dtypes are those of the module; every parameter that was stepped has AMSGrad's four."""
+    module = in_groups()
+    weights = {name: (tuple(value.shape), value.dtype, value.nbytes) for name, value in module.state_dict().items()}
+    optimizer = module.configure_optimizers()["optimizer"]
+    trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
+    for saved in (directory, file):
+        contents = inspect_checkpoint(saved.path)
+        [entries] = contents.models.values()
+        assert {entry.owner: (entry.shape, entry.dtype, entry.nbytes) for entry in entries} == weights
+        [states] = contents.optimizers
+        assert states.sizes == [len(group["params"]) for group in optimizer.param_groups]
+        assert [group["lr"] for group in states.groups] == [3e-3 / 2, 1e-2 / 2, 1e-2 / 2], "halved after five steps"
+        moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+        assert sorted((entry.what, entry.shape) for entry in states.entries if entry.what != "step") == sorted(
+            (what, tuple(param.shape)) for what in moments for param in trained.values()
+        )
+        assert len([entry for entry in states.entries if entry.what == "step"]) == len(trained)
+        assert (contents.parts.extra["epoch"], contents.parts.extra["global_step"]) == (0, BATCHES_PER_EPOCH)
+    by_name = {entry.owner for entry in inspect_checkpoint(directory.path).optimizers[0].entries}
+    assert by_name == set(trained)
+    names = {param: name for name, param in module.named_parameters()}
+    in_order = [names[param] for group in optimizer.param_groups for param in group["params"]]
+    by_number = {entry.owner for entry in inspect_checkpoint(file.path).optimizers[0].entries}
+    assert by_number == {f"#{number}" for number, name in enumerate(in_order) if name in trained}
+
+
+def test_the_total_is_what_the_tensors_are(file: Saved, directory: Saved, bf16: dict[str, Saved]) -> None:
+    """In a file the tied weight is there once, in a directory twice."""
+    tied = in_groups().head.weight.nbytes
+    contents = {name: inspect_checkpoint(saved.path) for name, saved in [("file", file), ("directory", directory)]}
+    assert contents["directory"].tensor_bytes == contents["file"].tensor_bytes + tied
+    [shared] = [entry for entry in contents["file"].entries if entry.shared_with]
+    assert (shared.owner, shared.shared_with) == ("head.weight", "embed.weight")
+    with zipfile.ZipFile(file.path) as archive:
+        stored = sum(info.file_size for info in archive.infolist() if "/data/" in info.filename)
+    assert contents["file"].tensor_bytes == stored
+    assert contents["file"].disk_bytes == file.path.stat().st_size
+    for saved in bf16.values():
+        main_params = [entry for entry in inspect_checkpoint(saved.path).entries if entry.what == "main_param"]
+        expected = sum(4 * param.numel() for param in in_groups().parameters() if param.requires_grad)
+        assert sum(entry.nbytes for entry in main_params) == expected
+
+
+def test_no_tensor_is_looked_at(file: Saved, directory: Saved, tmp_path: Path) -> None:
+    """The report is the same where their data is gone."""
+    gone = tmp_path / file.path.name
+    shutil.copy(file.path, gone)
+    content = bytearray(gone.read_bytes())
+    with zipfile.ZipFile(file.path) as archive:
+        for info in archive.infolist():
+            if "/data/" in info.filename:
+                name_bytes, extra_bytes = (
+                    int.from_bytes(content[info.header_offset + at : info.header_offset + at + 2], "little")
+                    for at in (26, 28)
+                )
+                start = info.header_offset + 30 + name_bytes + extra_bytes
+                content[start : start + info.file_size] = b"\xff" * info.file_size
+    gone.write_bytes(content)
+    assert inspect_checkpoint(gone).entries == inspect_checkpoint(file.path).entries
+    assert not torch.equal(torch.load(gone)["state_dict"]["scale"], torch.load(file.path)["state_dict"]["scale"])
+
+    gone = tmp_path / "directory"
+    shutil.copytree(directory.path, gone)
+    metadata = dcp.FileSystemReader(gone).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if hasattr(metadata.state_dict_metadata[index.fqn], "chunks"):
+            with (gone / place.relative_path).open("r+b") as part:
+                part.seek(place.offset)
+                part.write(bytes(place.length))
+    assert inspect_checkpoint(gone).entries == inspect_checkpoint(directory.path).entries
+
+
+def test_the_report_names_every_parameter_its_state_and_who_loads_it(directory: Saved, file: Saved) -> None:
+    report = text_of(inspect_checkpoint(directory.path)).splitlines()
+    assert report[0] == f"{directory.path}: a sharded directory, by a Lightning Trainer (2.6.6)"
+    [line] = [line for line in report if line.startswith("side.weight ") and "13x13" in line and "optimizer_0" in line]
+    assert line.split("  ")[0] == "side.weight"
+    for word in ("float32", "676", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+        assert word in line
+    for name in in_groups().state_dict():
+        assert any(line.startswith(f"{name} ") for line in report), name
+    short = text_of(inspect_checkpoint(file.path), depth=1)
+    inputs = next(line.split() for line in short.splitlines() if line.startswith("inputs"))
+    assert inputs == ["inputs", "2", "78", "float32", "312"]
+    assert "inputs.weight" not in short
+    assert "inputs.weight" in text_of(inspect_checkpoint(file.path), depth=2)
+
+
+def test_who_loads_it_is_told(directory: Saved, file: Saved, bf16: dict[str, Saved], tmp_path: Path) -> None:
+    sharded, whole = verdicts(inspect_checkpoint(directory.path)), verdicts(inspect_checkpoint(file.path))
+    assert sharded['"megatron_ddp"'] == whole['"megatron_ddp"'] == whole['"ddp", "auto"']
+    assert "consolidate" in sharded['"ddp", "auto"']
+    assert "FSDP" in sharded
+    assert "rounded weights" in verdicts(inspect_checkpoint(bf16["full"].path))['"ddp", "auto"']
+    torch.save(in_groups().state_dict(), tmp_path / "weights.pt")
+    assert list(verdicts(inspect_checkpoint(tmp_path / "weights.pt"))) == ["any strategy"]
+    torch.save({"state_dict": {"w": torch.ones(1)}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "weights.ckpt")
+    assert "weights only" in verdicts(inspect_checkpoint(tmp_path / "weights.ckpt"))['"ddp", "auto"']
+    shutil.copytree(directory.path, tmp_path / "bare")
+    (tmp_path / "bare" / "meta.pt").unlink()
+    assert "meta.pt" in verdicts(inspect_checkpoint(tmp_path / "bare"))['"megatron_ddp"']
+
+
+class Custom:
+    """A user's class in a checkpoint."""
+
+    def __init__(self) -> None:
+        self.weights = nn.Linear(2, 2).weight.detach()
+
+
+def test_an_object_of_a_users_class_needs_trust(tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.ones(3)}, "custom": Custom()}, tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"file holds an object of tests.tools.test_inspection.Custom.*--trust"):
+        inspect_checkpoint(tmp_path / "file")
+    assert inspect_checkpoint(tmp_path / "file", trust=True).plain["custom"] == "Custom"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"plain text", "torch.save did not write it"),
+        ([1, 2], "holds a list, not a dictionary"),
+        (None, "is not there: check the path"),
+        ("directory", "is no complete sharded checkpoint: it has no .metadata"),
+    ],
+)
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "last.ckpt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "directory":
+        path.mkdir()
+    elif content is not None:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=message):
+        inspect_checkpoint(path)
+
+
+def test_a_cut_off_file_and_broken_metadata_are_named(file: Saved, directory: Saved, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(file.path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="file is cut off"):
+        inspect_checkpoint(tmp_path / "file")
+    shutil.copytree(directory.path, tmp_path / "directory")
+    (tmp_path / "directory" / ".metadata").write_bytes(b"\x80\x04")
+    with pytest.raises(CheckpointError, match=r"directory/.metadata cannot be read: EOFError"):
+        inspect_checkpoint(tmp_path / "directory")
+
+
+def test_sizes_are_in_the_largest_unit_that_fits() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**39)] == [
+        "0 B",
+        "1,023 B",
+        "1.00 KiB",
+        "3.00 MiB",
+        "2.50 TiB",
+    ]
