@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -40,7 +39,7 @@ def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -
         return ""
     what = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
     what = what[:_MAX_CAUSE_CHARS]
-    store = _store(f"exception/{name}")
+    store = store_of(f"exception/{name}")
     try:
         first = store.compare_set("first", "", f"rank {torch.distributed.get_rank()}: {what}").decode()
         if leaves:
@@ -48,35 +47,6 @@ def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -
     except RuntimeError:  # the store went with the process that held it, whose rank had no time to say anything
         return ""
     return "" if first.partition(": ")[2] == what else first
-
-
-class WaitsInVain:
-    """Says whether a rank that waits in a collective waits in vain, since another rank failed.
-
-    Not at once: what can still complete without that rank does so, and ranks that fail alike come by themselves.
-
-    Args:
-        name: gives the name of the next exception, see :func:`~megastrategy._world.exception_name`.
-    """
-
-    GRACE_S = 5.0
-
-    def __init__(self, name: Callable[[], str]) -> None:
-        self._name = name
-        self._known: tuple[str, float] | None = None  # which exception, and since when
-
-    def __call__(self) -> str:
-        name = self._name()
-        try:
-            store = _store(f"exception/{name}")
-            if not store.check(["first"]):
-                return ""
-            first = store.get("first").decode()
-        except RuntimeError:  # the process that held the store ended, and the collective will fail
-            return ""
-        if self._known is None or self._known[0] != name:
-            self._known = name, time.monotonic()
-        return first if time.monotonic() - self._known[1] > self.GRACE_S else ""
 
 
 def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
@@ -109,11 +79,11 @@ def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
 
 
 def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
-    rank, came = torch.distributed.get_rank(), _store(f"setup/{setup}")
+    rank, came = torch.distributed.get_rank(), store_of(f"setup/{setup}")
     came.set(f"{rank}", _point())
     if not last_exception:
         return ""
-    left = _store(f"exception/{last_exception}/left")
+    left = store_of(f"exception/{last_exception}/left")
     others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
     deadline = time.monotonic() + patience.total_seconds()
     while missing := [other for other in others if not (left.check([f"{other}"]) or came.check([f"{other}"]))]:
@@ -132,7 +102,8 @@ def _has_other_ranks() -> bool:
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
 
 
-def _store(what: str) -> PrefixStore:
+def store_of(what: str) -> PrefixStore:
+    """A part of the key-value store that torch.distributed was started with."""
     return PrefixStore(f"megastrategy/{what}", torch.distributed.distributed_c10d._get_default_store())
 
 
@@ -157,7 +128,7 @@ class Meeting:
 
     def __init__(self, name: str, state: str, patience: timedelta) -> None:
         self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._store = _store(f"exception/{name}")
+        self._store = store_of(f"exception/{name}")
         self._num_exchanges = 0
         self.problem = ""
         states = self.exchange(state, patience)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from .core import Collectives
+
 _log = logging.getLogger("megastrategy")
 
 
@@ -21,11 +23,11 @@ class SignalAgreement:
 
     Args:
         trainer: the Trainer, before it registers its signal handlers.
-        device: of this rank.
+        collectives: between host memories, to agree over.
     """
 
-    def __init__(self, trainer: Any, device: torch.device) -> None:
-        self._trainer, self._device = trainer, device
+    def __init__(self, trainer: Any, collectives: Collectives) -> None:
+        self._trainer, self._collectives = trainer, collectives
         self._connector, self._loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
         self._terminated = False
         self._requeue_signal = 0
@@ -40,6 +42,7 @@ class SignalAgreement:
         for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
             vars(self._connector).pop(name, None)
         vars(self._loop).pop("_broadcast_sigterm_tensor", None)
+        self._collectives.close()
 
     def _remember_to_end(self, signum: int, frame: Any) -> None:
         _log.info("rank %d: received SIGTERM; all ranks stop before the next batch", self._trainer.global_rank)
@@ -55,11 +58,8 @@ class SignalAgreement:
         self._requeue_signal = signum
 
     def _agree(self) -> None:
-        received = torch.tensor([self._terminated, self._requeue_signal], dtype=torch.uint8, device=self._device)
-        try:
-            torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX)
-        except RuntimeError:
-            return  # a rank's process ended: as after Lightning's own, the next collective says so, and better
+        received = torch.tensor([self._terminated, self._requeue_signal], dtype=torch.uint8)
+        self._collectives.all_reduce_max(received).wait()
         terminated, requeue_signal = received.tolist()
         if requeue_signal:
             self._requeue_signal = 0

@@ -31,7 +31,14 @@ from ._directories import DirectorySaver, OptimizerInDirectory, check_state_dict
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import EnginePrecision, HookWatch, lend, take_back
 from ._signals import SignalAgreement
-from ._world import begin_setup, count_exception, engine_collectives, exception_name, give_up_engine_collectives
+from ._world import (
+    agreement_collectives,
+    begin_setup,
+    count_exception,
+    engine_collectives,
+    exception_name,
+    give_up_engine_collectives,
+)
 from .core import (
     CheckpointError,
     DistributedDataParallel,
@@ -157,7 +164,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         model = self.model
         if not isinstance(model, DistributedDataParallel):
             return
-        self._signal_agreement = SignalAgreement(trainer, self.root_device)
+        self._signal_agreement = SignalAgreement(trainer, agreement_collectives())
         optimizers = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in self.optimizers]
         real = [opt for opt in optimizers if not isinstance(opt, self._mock_optimizer)]
         state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)

@@ -8,14 +8,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import ProcessGroup
 
-from ._meeting import WaitsInVain
+from ._waiting import WaitsInVain
 from .core import Collectives, host_collectives, make_collectives, private_group
+
+
+def exception_name() -> str:
+    """A name for the exception that is being dealt with; equal on ranks that are in step."""
+    state = _state()
+    return _name(state.num_setups, state.num_exceptions)
 
 
 @dataclasses.dataclass
 class _State:
     collectives: Collectives | None = None
+    agreement_collectives: Collectives | None = None
     checkpoint_collectives: Collectives | None = None
+    waits_in_vain: WaitsInVain = dataclasses.field(default_factory=lambda: WaitsInVain(exception_name))
     num_setups: int = 0
     num_exceptions: int = 0  # since the last set-up, since ranks may differ in an exception after the last collective
 
@@ -43,8 +51,8 @@ def engine_collectives(device: torch.device, *, fresh: bool = False) -> Collecti
         if not has_one.item():
             give_up_engine_collectives()
     if state.collectives is None:
-        state.collectives = make_collectives(private_group(None, device), device)
-        state.collectives.why_give_up = WaitsInVain(exception_name)
+        collectives = make_collectives(private_group(None, device), device)
+        state.collectives = state.waits_in_vain.watch("for gradients or weights", collectives)
     return state.collectives
 
 
@@ -54,7 +62,17 @@ def give_up_engine_collectives() -> None:
     The group is left alone, since gloo ends a process that destroys one while a peer is sending into it.
     """
     state = _state()
-    state.collectives = state.checkpoint_collectives = None
+    state.collectives = state.agreement_collectives = state.checkpoint_collectives = None
+    state.waits_in_vain.forget()
+
+
+def agreement_collectives() -> Collectives:
+    """Collectives between host memories, for what ranks agree on before a batch: on the engine's they would wait for
+    gradients and weights. Collective where there are none yet."""
+    state = _state()
+    if state.agreement_collectives is None:
+        state.agreement_collectives = state.waits_in_vain.watch("before the next batch", host_collectives())
+    return state.agreement_collectives
 
 
 def checkpoint_collectives() -> Collectives:
@@ -74,12 +92,6 @@ def begin_setup() -> tuple[str, str]:
     state.num_setups += 1
     state.num_exceptions = 0
     return f"{state.num_setups}", last
-
-
-def exception_name() -> str:
-    """A name for the exception that is being dealt with; equal on ranks that are in step."""
-    state = _state()
-    return _name(state.num_setups, state.num_exceptions)
 
 
 def count_exception() -> None:

@@ -6,7 +6,7 @@ gives it an address, ``buffers`` makes the address memory, the ``reducer``'s hoo
 its bucket, ``clip_grads`` and ``sharded_step`` use the shard, and ``param_gather`` brings every rank the new weight.
 """
 
-from .clip_grads import GradScaler
+from .clip_grads import GradScaler, scale_to_norm_, total_grad_norm
 from .collectives import Collectives, host_collectives, make_collectives, private_group
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
@@ -50,6 +50,8 @@ __all__ = [
     "read_directory",
     "replace_path",
     "save_directory",
+    "scale_to_norm_",
     "sync_directory",
     "to_host",
+    "total_grad_norm",
 ]

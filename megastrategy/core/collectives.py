@@ -52,18 +52,20 @@ class Collectives(ABC):
             meet in, as for a group that torch.distributed does not know.
 
     Attributes:
-        why_give_up: asked now and then by a caller that waits in host memory (gloo): why it waits in vain, or an empty
-            string. A backend knows when a peer's process ends, but not that it left what was begun together.
+        num_started: how many collectives this rank has started, where waiting keeps the host (gloo); else 0.
+        why_give_up: asked now and then by a caller that waits, with the collective's name and its number among those
+            started, from 1: why it waits in vain, or an empty string. A backend knows when a peer's process ends, but
+            not that it left what was begun together.
     """
 
-    why_give_up: Callable[[], str] | None = None
+    why_give_up: Callable[[str, int], str] | None = None
 
     def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
         self._roll_call = roll_call
-        self._num_started = 0
+        self.num_started = 0
 
     def require_all_ranks(self, what: str) -> None:
         """Returns when all ranks are about to do the same, which is collective and called ``what`` by the user.
@@ -74,7 +76,7 @@ class Collectives(ABC):
         if self._roll_call is not None and self.size > 1:
             self._finish_started()
             try:
-                self._roll_call.answer(what, self._num_started, self._probe)
+                self._roll_call.answer(what, self.num_started, self._probe)
             except RuntimeError as error:  # of a probe, or of the store, which ends with the process that holds it
                 if isinstance(error, NotOnAllRanksError):
                     raise
@@ -270,8 +272,8 @@ class GlooCollectives(Collectives):
             self._worker = _Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
             weakref.finalize(self, self._worker.close)
-        self._num_started += 1
-        return _FutureHandle(what, self._worker.submit(run), self, self._num_started)
+        self.num_started += 1
+        return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
 
     def _probe(self, rank: int) -> None:
         """Gloo refuses to begin a message on a connection that the other end has closed. Nobody receives this one."""
@@ -289,7 +291,7 @@ class GlooCollectives(Collectives):
         """
         if self._roll_call is not None:
             self._roll_call.say_where(f"waiting in {what}", number)
-        if self.why_give_up is not None and (reason := self.why_give_up()):
+        if self.why_give_up is not None and (reason := self.why_give_up(what, number)):
             if self._worker is not None:
                 self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
                 self._worker = None

@@ -22,7 +22,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn import functional as F
 
-from megastrategy._meeting import WaitsInVain
+from megastrategy._waiting import WaitsInVain
+from megastrategy.core.errors import CollectiveError
 
 from .features.manual import Manual, manual
 from .fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
@@ -147,12 +148,9 @@ def short_grace() -> Iterator[None]:
         WaitsInVain.GRACE_S = before
 
 
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "callback"])
+@pytest.mark.parametrize("place", PLACES)
 def test_the_next_fit_works_after_an_exception_on_one_rank_alone(ranks: Ranks, place: str) -> None:
-    """Rank 1 looks at its exception and goes on; rank 0 gives up waiting for it, says why, and goes on too.
-
-    Not after the batch: rank 0 then waits in Lightning's own broadcast before the next one.
-    """
+    """Rank 1 looks at its exception and goes on; rank 0 gives up waiting for it, says why, and goes on too."""
     first, second = ranks.run(fit_again_after_exception_on_rank_1, place)
     assert second == "rank 1"
     assert first.startswith("rank 0 of 2: ")
@@ -212,6 +210,41 @@ def fit_after_raising_ahead() -> None:
 
 
 # --- a rank that leaves a batch out ----------------------------------------------------------------------------------
+
+
+class LeavesOut(Manual):
+    """``training_step`` returns None before the backward in batch 3, on one rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        if batch_idx == BATCH and self.trainer.global_rank == self.rank:
+            return
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def fit_leaving_out(rank: int, sharded: bool) -> str:
+    with pytest.raises(CollectiveError) as raised:
+        fit("megatron_ddp", module=LeavesOut(rank), strategy_options={"use_distributed_optimizer": sharded})
+    again = fit("megatron_ddp", strategy_options={"use_distributed_optimizer": sharded})
+    assert_same_tensors(again.weights, fit("ddp").weights)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_left_out_by_one_rank_is_noticed_by_all(ranks: Ranks, rank: int, sharded: bool) -> None:
+    """It waits before the next batch, the other one for its gradients; so they do under "ddp", for half an hour."""
+    for message in ranks.run(fit_leaving_out, rank, sharded):
+        assert "the ranks wait for each other: rank 0 waits " in message
+        assert f"rank {rank} waits before the next batch" in message
+        assert f"rank {1 - rank} waits for gradients or weights" in message
+        assert "loss * 0.0" in message
 
 
 class NothingToLearnOnRank1(Manual):
