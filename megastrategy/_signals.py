@@ -30,6 +30,7 @@ class SignalAgreement:
         self._trainer, self._collectives = trainer, collectives
         self._connector, self._loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
         self._terminated = False
+        self._num_requeues = self._num_requeues_done = 0
         self._requeue_signal = 0
         self._broadcast = self._loop._broadcast_sigterm_tensor
         self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
@@ -55,14 +56,15 @@ class SignalAgreement:
         _log.info(
             "rank %d: received signal %d; all ranks save before the next batch", self._trainer.global_rank, signum
         )
+        self._num_requeues += 1
         self._requeue_signal = signum
 
     def _agree(self) -> None:
-        received = torch.tensor([self._terminated, self._requeue_signal], dtype=torch.uint8)
+        received = torch.tensor([self._terminated, self._num_requeues, self._requeue_signal])
         self._collectives.all_reduce_max(received).wait()
-        terminated, requeue_signal = received.tolist()
-        if requeue_signal:
-            self._requeue_signal = 0
+        terminated, num_requeues, requeue_signal = received.tolist()
+        if num_requeues > self._num_requeues_done:  # the same signal may reach another rank a batch later
+            self._num_requeues_done = num_requeues
             self._save_and_requeue(requeue_signal, None)
         if terminated:
             self._connector.received_sigterm = True

@@ -138,7 +138,7 @@ def _progress() -> Iterator[Tell]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
 
         def tell(what: str, total_bytes: int) -> Advance:
             task = bars.add_task(what, total=total_bytes)

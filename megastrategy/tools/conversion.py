@@ -62,8 +62,9 @@ def consolidate(
     entries = read_metadata(directory).state_dict_metadata.values()
     sizes = [nbytes_of(entry) for entry in entries if isinstance(entry, TensorStorageMetadata)]
     scratch = _Scratch(sizes)
-    with _naming(file, f"there is no room for {scratch.nbytes:,} bytes in a temporary file beside it"):
+    with _naming(file, "it was not written"):
         file.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with _naming(file, f"there is no room for {scratch.nbytes:,} bytes in a temporary file beside it"):
         scratch.open(file.absolute().parent)
     with contextlib.closing(scratch):
         parts = read_directory_parts(directory, trust, scratch.tensor, progress)

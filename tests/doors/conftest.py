@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from .accelerate_loops import Worlds
 from .rank_processes import Ranks
 
 
@@ -15,3 +16,11 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Processes that run a function as ``accelerate launch`` would, by the number of ranks."""
+    pools = Worlds()
+    yield pools
+    pools.close()

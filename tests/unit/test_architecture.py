@@ -95,6 +95,21 @@ def test_doors_import_core_by_its_public_names_and_not_each_other() -> None:
                 assert name == ".core" or name.removeprefix(".") in SHARED_BY_DOORS, f"{door} imports {name}"
 
 
+def test_tools_import_core_by_its_public_names_and_nobody_imports_tools() -> None:
+    """And no door, but for the file in which checkpoints are written; so that no tool needs a framework."""
+    tools = {path.stem for path in (PACKAGE / "tools").glob("[a-z]*.py")}
+    assert tools
+    for path in (PACKAGE / "tools").glob("*.py"):
+        for name in imports(path):
+            assert name.split(".")[0] not in {"lightning", "pytorch_lightning", "lightning_fabric"}, path.stem
+            if name.startswith("."):
+                allowed = {"..core", ".._checkpoint_io", "..__version__"}
+                assert name in allowed or name.removeprefix(".") in tools, f"{path.stem} imports {name}"
+    for path in FILES:
+        if path.parent != PACKAGE / "tools":
+            assert not [name for name in imports(path) if "tools" in name.split(".")], path.stem
+
+
 def test_what_doors_share_imports_no_framework() -> None:
     """It serves the mirrored packages alike; lightning_utilities belongs to none of them."""
     for path in PACKAGE.glob("_*.py"):
