@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -24,12 +24,13 @@ from .core import (
     to_host,
 )
 
-STATE_DICT_TYPES = ("full", "sharded")
+StateDictType = Literal["full", "sharded"]
+"""One file, as "ddp" writes it, or a directory that every rank writes its part of."""
 
 
 def check_state_dict_type(value: str) -> None:
     """Raises ValueError for what is no kind of checkpoint."""
-    if value not in STATE_DICT_TYPES:
+    if value not in get_args(StateDictType):
         raise ValueError(
             f"state_dict_type={value!r}: expected 'full' (one file, as \"ddp\" writes it) or 'sharded' (a directory "
             "that every rank writes its part of)"
@@ -108,7 +109,7 @@ def load_trainer_directory(path: Path, weights_only: bool | None) -> dict[str, A
     checkpoint = load_extra(path, weights_only)
     checkpoint["state_dict"] = read_directory(path, "model")
     optimizers = [key for key in directory_keys(path) if key.startswith("optimizer_")]
-    if optimizers:
+    if optimizers or "lr_schedulers" in checkpoint:  # a module without optimizers has none; weights alone no schedulers
         checkpoint["optimizer_states"] = [
             OptimizerInDirectory(path, f"optimizer_{number}") for number in range(len(optimizers))
         ]

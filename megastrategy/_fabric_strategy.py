@@ -32,7 +32,7 @@ from ._checkpoint_io import (
     describe_foreign,
     own_memory,
 )
-from ._directories import OptimizerInDirectory, check_state_dict_type, load_extra
+from ._directories import OptimizerInDirectory, StateDictType, check_state_dict_type, load_extra
 from ._world import checkpoint_collectives, engine_collectives
 from .core import (
     CheckpointError,
@@ -86,7 +86,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        state_dict_type: Literal["full", "sharded"] = "full",
+        state_dict_type: StateDictType = "full",
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)

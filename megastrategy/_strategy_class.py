@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from megastrategy_autoload import DOORS
 
+from ._directories import StateDictType
 from .core import DistributedDataParallelConfig
 
 _Class = TypeVar("_Class", bound=type)
@@ -49,7 +50,7 @@ def strategy_class(cls: _Class) -> _Class:
 
 def _signature(cls: type, initialise: Any) -> Signature:
     base = next(base for base in cls.__mro__ if base.__name__ == "DDPStrategy")
-    types: dict[str, Any] = get_type_hints(base.__init__)  # type: ignore[misc]
+    types: dict[str, Any] = get_type_hints(base.__init__) | {"state_dict_type": StateDictType}  # type: ignore[misc]
     own = [
         item.replace(annotation=types.get(item.name, Parameter.empty))
         for item in inspect.signature(initialise).parameters.values()

@@ -27,7 +27,13 @@ from ._checkpoint_io import (
     describe_foreign,
     own_memory,
 )
-from ._directories import DirectorySaver, OptimizerInDirectory, check_state_dict_type, load_trainer_directory
+from ._directories import (
+    DirectorySaver,
+    OptimizerInDirectory,
+    StateDictType,
+    check_state_dict_type,
+    load_trainer_directory,
+)
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import EnginePrecision, HookWatch, lend, take_back
 from ._signals import SignalAgreement
@@ -110,7 +116,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        state_dict_type: Literal["full", "sharded"] = "full",
+        state_dict_type: StateDictType = "full",
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)

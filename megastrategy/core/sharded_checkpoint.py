@@ -331,13 +331,14 @@ def read_optimizer(
         shard = shards.get(index)
         if place[1] == "state" and what not in per_element:
             return torch.empty(size, dtype=dtype)
+        if layout.num_shards == 1:  # whatever the optimizer keeps, which need not be element-wise
+            same = size == spec.shape
+            return torch.empty_strided(size, spec.stride, dtype=dtype) if same else torch.empty(size, dtype=dtype)
         if size != spec.shape:
             raise CheckpointError(
                 f"{path} has state {what!r} of parameter {name!r} in shape {size}, the parameter has {spec.shape}: "
                 "it is of another model"
             )
-        if layout.num_shards == 1:
-            return torch.empty_strided(size, spec.stride, dtype=dtype)
         if shard is None:
             return None
         return FlatShard(torch.empty(shard.end - shard.start, dtype=dtype), shard.start, spec.shape, spec.stride)

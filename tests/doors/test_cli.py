@@ -8,7 +8,7 @@ import inspect
 import pickle
 import sys
 from pathlib import Path
-from typing import Any, ForwardRef, get_args, get_type_hints
+from typing import Any, ForwardRef, Literal, get_args, get_type_hints
 
 import lightning.pytorch as pl
 import pytest
@@ -216,19 +216,21 @@ def test_the_signature_is_that_of_the_package_and_the_config(door: str) -> None:
 
     ours = inspect.signature(strategy).parameters
     refused = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "kwargs"}
-    assert list(ours) == [name for name in theirs if name not in refused] + [*fields, *TORCH_DDP_ARGUMENTS]
-    expected = {name: item.default for name, item in theirs.items()} | fields | TORCH_DDP_ARGUMENTS
+    own = {"state_dict_type": "full"}  # under the name that FSDPStrategy has for it
+    assert list(ours) == [name for name in theirs if name not in refused] + [*own, *fields, *TORCH_DDP_ARGUMENTS]
+    expected = {name: item.default for name, item in theirs.items()} | own | fields | TORCH_DDP_ARGUMENTS
     assert {name: item.default for name, item in ours.items()} == {name: expected[name] for name in ours}
     hints = get_type_hints(strategy.__init__)
     assert {name: hints[name] for name in ours if name in types} == {
         name: types[name] for name in ours if name in types
     }
+    assert hints["state_dict_type"] == Literal["full", "sharded"]
     assert hints["bucket_cap_mb"] == float | None
     assert hints["gradient_as_bucket_view"] is bool
     for name, item in ours.items():
         assert item.annotation == hints[name]
         assert not any(isinstance(part, str | ForwardRef) for part in (item.annotation, *get_args(hints[name]))) or (
-            name == "start_method"
+            name in {"start_method", "state_dict_type"}  # of strings, both
         ), f"{name} cannot be resolved"
 
 

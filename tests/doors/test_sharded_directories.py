@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -254,3 +255,41 @@ def fabric_resume(folder: Path) -> None:
 
 def test_fabric_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(fabric_resume, tmp_path)
+
+
+# --- optimizers of other kinds ---------------------------------------------------------------------------------------
+
+
+class WithoutOptimizer(AwkwardModule):
+    """Only looks at its data."""
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
+def whole_adafactor(params: Any) -> torch.optim.Optimizer:
+    """Keeps a number for each row and each column."""
+    return torch.optim.Adafactor(params, lr=1e-2)
+
+
+def fit_and_resume(folder: Path, make: Any, options: dict[str, Any]) -> None:
+    strategy_options = {"state_dict_type": "sharded", **options}
+    trainer = make_trainer(make_strategy("megatron_ddp", **strategy_options), max_epochs=2)
+    whole = make()
+    trainer.fit(whole, loader())
+    for max_epochs in (1, 2):
+        module = make()
+        trainer = make_trainer(make_strategy("megatron_ddp", **strategy_options), max_epochs=max_epochs)
+        trainer.fit(module, loader(), ckpt_path=str(folder / "last.ckpt") if max_epochs == 2 else None)
+        trainer.save_checkpoint(folder / "last.ckpt")
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+
+
+def test_a_module_without_optimizers_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(fit_and_resume, tmp_path, WithoutOptimizer, {})
+
+
+def test_state_that_is_not_element_wise_resumes_with_all_reduce(ranks: Ranks, tmp_path: Path) -> None:
+    make = functools.partial(AwkwardModule, whole_adafactor)
+    ranks.run(fit_and_resume, tmp_path, make, {"use_distributed_optimizer": False})
