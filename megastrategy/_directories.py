@@ -7,16 +7,19 @@ file of it, and FSDP reads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from ._world import checkpoint_collectives
 from .core import (
     EXTRA_FILE,
     CheckpointError,
+    DistributedOptimizer,
     directory_keys,
     is_directory_checkpoint,
     read_directory,
@@ -114,3 +117,21 @@ def load_trainer_directory(path: Path, weights_only: bool | None) -> dict[str, A
             OptimizerInDirectory(path, f"optimizer_{number}") for number in range(len(optimizers))
         ]
     return checkpoint
+
+
+def load_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], states: Sequence[OptimizerInDirectory], weights: dict[str, Tensor]
+) -> None:
+    """Reads what :func:`load_trainer_directory` has left on the disk.
+
+    Args:
+        optimizers: sharded, or whole on every rank.
+        states: theirs, in order.
+        weights: become main params where the directory has none.
+    """
+    for optimizer, (path, key) in zip(optimizers, states, strict=False):
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.load_main_params(weights)
+            optimizer.load_sharded(path, key)
+        else:
+            optimizer.load_state_dict(read_directory(path, key))

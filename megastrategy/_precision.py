@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from .core import DistributedDataParallel
@@ -94,6 +95,8 @@ class HookWatch(TorchFunctionMode):
         self._indices: dict[int, int] = {}
         self._unhooked = {id(getattr(base, name)) for base in bases for name in GRAD_HOOKS if hasattr(base, name)}
         self._warned = False
+        self.found = False
+        """Whether anything was read or dropped that is there and looks as if it were not."""
 
     def is_needed(self, owners: Iterable[object], hooks: Iterable[str]) -> bool:
         """Whether any of the owners has one of the hooks for its own."""
@@ -105,15 +108,18 @@ class HookWatch(TorchFunctionMode):
         return False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller = sys._getframe(1)
         reads = func == _GET
         drops = func == _DELETE or (func == _SET and args[1] is None)
-        if not (reads or drops) or _is_engine(sys._getframe(1).f_globals):
+        if not (reads or drops) or _is_engine(caller.f_globals):
             return func(*args, **(kwargs or {}))
+        drops |= caller.f_code.co_name == "zero_grad"  # of the raw module, which looks before it drops
         index = self._index_of(args[0])
         grads = self._model.grad_buffers
         hidden = index is not None and args[0].grad is None and grads.has_grad[index]
         result = func(*args, **(kwargs or {}))
         if hidden and index is not None:
+            self.found = True
             if drops:
                 grads.clear([index])
             elif not self._warned:
@@ -128,10 +134,10 @@ class HookWatch(TorchFunctionMode):
 
     @staticmethod
     def _warn(name: str) -> None:
-        frame = sys._getframe(2)
-        while frame.f_code.co_name not in GRAD_HOOKS and frame.f_back is not None:
+        frame, places = sys._getframe(2), (*GRAD_HOOKS, "training_step")
+        while frame.f_code.co_name not in places and frame.f_back is not None:
             frame = frame.f_back
-        hook = frame.f_code.co_name if frame.f_code.co_name in GRAD_HOOKS else "a hook"
+        hook = frame.f_code.co_name if frame.f_code.co_name in places else "a hook"
         rank_zero_warn(
             f"{hook} read .grad of {name!r}, which is None although the parameter has a gradient: after a "
             "reduce-scatter every rank holds its own shard of it. A norm or a clipping computed from .grad misses it. "
@@ -139,6 +145,14 @@ class HookWatch(TorchFunctionMode):
             "self.trainer.strategy.full_grad(param) or .grad_norm(), or pass use_distributed_optimizer=False to "
             "the strategy, which leaves .grad as under 'ddp'"
         )
+
+
+def is_compiled(model: Module) -> bool:
+    """Whether torch.compile may trace any of it, which it would have to do again inside a mode."""
+    return any(
+        child._compiled_call_impl is not None or hasattr(child, "_orig_mod") or getattr(child, "_compiler_ctx", None)
+        for child in model.modules()
+    )
 
 
 _GRAD: Any = Tensor.grad  # the descriptor

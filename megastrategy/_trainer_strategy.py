@@ -7,9 +7,10 @@ front of their package's ``DDPStrategy``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -32,10 +33,11 @@ from ._directories import (
     OptimizerInDirectory,
     StateDictType,
     check_state_dict_type,
+    load_optimizers,
     load_trainer_directory,
 )
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
-from ._precision import EnginePrecision, HookWatch, lend, take_back
+from ._precision import EnginePrecision, HookWatch, is_compiled, lend, take_back
 from ._signals import SignalAgreement
 from ._world import (
     agreement_collectives,
@@ -54,8 +56,8 @@ from .core import (
     GradScaler,
     config_from_arguments,
     describe_setup,
+    one_listener,
     probe_state_tensors,
-    read_directory,
     to_host,
 )
 
@@ -139,6 +141,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         self._loaded_from = ""
         self._directory_saver = DirectorySaver()
         self.hook_watch: HookWatch | None = None
+        self._num_watched = 0
         self._listeners: list[Callable[[Event], None]] = []
 
     # --- setup -------------------------------------------------------------------------------------------------------
@@ -148,7 +151,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             model,
             self.config,
             collectives=engine_collectives(self.root_device),
-            listener=_one_listener(self._listeners),
+            listener=one_listener(self._listeners),
         )
         return self._wrapped
 
@@ -171,15 +174,26 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         if not isinstance(model, DistributedDataParallel):
             return
         self._signal_agreement = SignalAgreement(trainer, agreement_collectives())
-        optimizers = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in self.optimizers]
-        real = [opt for opt in optimizers if not isinstance(opt, self._mock_optimizer)]
+        real = [opt.optimizer for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
         state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)
-        self.optimizers = [
-            opt if isinstance(opt, self._mock_optimizer) else DistributedOptimizer(opt, model) for opt in optimizers
-        ]
         rank_zero_info(
             describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
         )
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        optimizers: list[torch.optim.Optimizer] = super().optimizers
+        return optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Users assign ``trainer.optimizers`` to start anew in mid-training."""
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and not model.is_closed:
+            raw = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in optimizers]
+            as_they_are = (DistributedOptimizer, self._mock_optimizer)
+            optimizers = [opt if isinstance(opt, as_they_are) else DistributedOptimizer(opt, model) for opt in raw]
+        super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -209,6 +223,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             self._signal_agreement.remove()
             self._signal_agreement = None
         self.hook_watch = self._meeting = None
+        self._num_watched = 0
         self._listeners = []
         scaler = getattr(plugin, "scaler", None)
         if self._replaced_scaler is not None and scaler is not None:
@@ -227,6 +242,20 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         """Shows the loss to the engine; in manual optimization it is not an output of the wrapped forward."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.watch_backward(closure_loss)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """In manual optimization the first two are watched for who reads ``.grad``, and the others if somebody did."""
+        module, watch = self.lightning_module, self.hook_watch
+        if (
+            watch is None
+            or module is None
+            or module.automatic_optimization
+            or not (watch.found or self._num_watched < 2)
+        ):
+            return super().training_step(*args, **kwargs)
+        self._num_watched += 1
+        with contextlib.nullcontext() if is_compiled(module) else watch:
+            return super().training_step(*args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Gradients are final when backward returns, before ``on_after_backward``: nothing is left to do here."""
@@ -442,7 +471,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             if isinstance(value, Tensor) and value.is_floating_point()
         }
         if any(isinstance(state, OptimizerInDirectory) for state in states):
-            self._load_optimizers_from_directory(states, weights)
+            load_optimizers(self.optimizers, states, weights)
             return
         sharded = self._wrapped is not None and self._wrapped.layout.num_shards > 1
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
@@ -454,30 +483,8 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         for optimizer, main_params in zip(optimizers, saved, strict=False):
             optimizer.load_main_params(main_params)
 
-    def _load_optimizers_from_directory(
-        self, states: Sequence[OptimizerInDirectory], weights: dict[str, Tensor]
-    ) -> None:
-        for optimizer, (path, key) in zip(self.optimizers, states, strict=False):
-            if isinstance(optimizer, DistributedOptimizer):
-                optimizer.load_main_params(weights)  # replaced by main params, if there are any
-                optimizer.load_sharded(path, key)
-            else:
-                optimizer.load_state_dict(read_directory(path, key))
-
     # --- names -------------------------------------------------------------------------------------------------------
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """``import megastrategy`` registers the names, lazily; DDPStrategy's own must not be registered again."""
-
-
-def _one_listener(listeners: list[Callable[[Event], None]]) -> Callable[[Event], None] | None:
-    """What tells all of them; None if there is none, so that the engine makes no events."""
-    if len(listeners) <= 1:
-        return listeners[0] if listeners else None
-
-    def tell(event: Event) -> None:
-        for listener in listeners:
-            listener(event)
-
-    return tell

@@ -5,10 +5,11 @@ waits itself, for this rank, in another collective. Whoever waits for long leave
 torch.distributed was started with, and reads the others'.
 
 [Note: when a deadlock is certain]
-A rank notes what it waits for, and how many collectives of each group it has started. I wait, so I start nothing.
-Whoever waits for a collective that I have not started is stuck with me, however old its note; whoever waits for one
-that such a rank has not started is stuck too. If I wait for a collective that one of those has not started, all of
-us wait for ever. No time is involved, so a slow network is not taken for a deadlock.
+A rank notes what it waits for, and which collectives of each group it has started. I wait, so I start nothing.
+Whoever waits for a collective that I have not started is stuck with me, however old its note, and so is one that has
+started another in its place, since they are carried out in order; whoever waits for one that such a rank has not
+started is stuck too. If I wait so for one of those, all of us wait for ever. No time is involved: a slow network is
+not taken for a deadlock.
 """
 
 from __future__ import annotations
@@ -25,15 +26,31 @@ from ._meeting import store_of
 from .core import Collectives
 
 
+class _Started(NamedTuple):
+    """How many collectives of a group a rank has started, and the kinds of the last of them."""
+
+    total: int
+    kinds: list[str]
+
+    def kind(self, number: int) -> str | None:
+        """Of the ``number``-th, if it is known."""
+        place = number - 1 - (self.total - len(self.kinds))
+        return self.kinds[place] if 0 <= place < len(self.kinds) else None
+
+
 class _Note(NamedTuple):
     group: str
     what: str
     number: int
-    num_started: dict[str, int]
+    started: dict[str, _Started]
 
     def needs(self, other: _Note) -> bool:
-        """Whether it waits for a collective that the other rank had not started."""
-        return other.num_started.get(self.group, 0) < self.number
+        """Whether it waits for a collective that the other rank had not started, or behind one that differs."""
+        mine, theirs = self.started[self.group], other.started.get(self.group, _Started(0, []))
+        pairs = (
+            (mine.kind(number), theirs.kind(number)) for number in range(max(1, self.number - 64), self.number + 1)
+        )
+        return theirs.total < self.number or any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 
 class WaitsInVain:
@@ -81,7 +98,10 @@ class WaitsInVain:
     def _deadlock(self, name: str, group: str, what: str, number: int) -> str:
         """See [Note: when a deadlock is certain]."""
         store, rank = store_of(f"exception/{name}/waiting"), torch.distributed.get_rank()
-        own = _Note(group, what, number, {label: member.num_started for label, member in self._groups.items()})
+        started = {
+            label: _Started(member.num_started, list(member.last_started)) for label, member in self._groups.items()
+        }
+        own = _Note(group, what, number, started)
         store.set(f"{rank}", pickle.dumps(own))  # type: ignore[arg-type]  # bytes are taken
         others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
         notes = {other: pickle.loads(store.get(f"{other}")) for other in others if store.check([f"{other}"])}

@@ -13,7 +13,7 @@ from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 from .elementwise import probe_state_tensors
 from .errors import CheckpointError
-from .events import Event, EventKind
+from .events import Event, EventKind, one_listener
 from .memory import describe_setup, memory_use, memory_use_of_ddp
 from .sharded_checkpoint import (
     EXTRA_FILE,
@@ -45,6 +45,7 @@ __all__ = [
     "make_collectives",
     "memory_use",
     "memory_use_of_ddp",
+    "one_listener",
     "private_group",
     "probe_state_tensors",
     "read_directory",

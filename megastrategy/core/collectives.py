@@ -8,6 +8,7 @@ rank.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import pickle
 import queue
@@ -53,6 +54,7 @@ class Collectives(ABC):
 
     Attributes:
         num_started: how many collectives this rank has started, where waiting keeps the host (gloo); else 0.
+        last_started: the kinds of the last of them, the newest last.
         why_give_up: asked now and then by a caller that waits, with the collective's name and its number among those
             started, from 1: why it waits in vain, or an empty string. A backend knows when a peer's process ends, but
             not that it left what was begun together.
@@ -66,6 +68,7 @@ class Collectives(ABC):
         self.size: int = group.size()
         self._roll_call = roll_call
         self.num_started = 0
+        self.last_started: collections.deque[str] = collections.deque(maxlen=64)
 
     def require_all_ranks(self, what: str) -> None:
         """Returns when all ranks are about to do the same, which is collective and called ``what`` by the user.
@@ -273,6 +276,7 @@ class GlooCollectives(Collectives):
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
             weakref.finalize(self, self._worker.close)
         self.num_started += 1
+        self.last_started.append(what)
         return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
 
     def _probe(self, rank: int) -> None:
@@ -322,16 +326,18 @@ class GlooCollectives(Collectives):
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         if self._next_is_ready is None:
             # Counted from a number of this object's own: one before it on the same group left a posted receive behind.
-            first = torch.tensor([secrets.randbelow(2**29)])
+            first = torch.tensor([secrets.randbelow(2**28)])
             self.group.broadcast([first], dist.BroadcastOptions()).wait()
             self._exchanges = int(first.item())
             self._next_is_ready = self._await_readiness(after)
         self._exchanges += 1
-        receive = self.group.recv([received], before, 2 * self._exchanges)
-        say_ready = self.group.send([self._ready_word], before, 2 * self._exchanges + 1)
+        # ranks that are in different collectives do not take each other's data: gloo ends a process at a wrong size
+        tag = 4 * self._exchanges + (1 if into is None else 0)
+        receive = self.group.recv([received], before, tag)
+        say_ready = self.group.send([self._ready_word], before, 4 * self._exchanges + 2)
         self._next_is_ready.wait()
         self._next_is_ready = self._await_readiness(after)
-        send = self.group.send([sent], after, 2 * self._exchanges)
+        send = self.group.send([sent], after, tag)
         receive.wait()
         if into is not None:
             into.add_(received)
@@ -339,7 +345,7 @@ class GlooCollectives(Collectives):
         say_ready.wait()
 
     def _await_readiness(self, after: int) -> Any:
-        return self.group.recv([self._ready_received], after, 2 * (self._exchanges + 1) + 1)
+        return self.group.recv([self._ready_received], after, 4 * (self._exchanges + 1) + 2)
 
     def _get_scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
         scratch = self._scratch.get(dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class EventKind(enum.Enum):
@@ -48,3 +48,15 @@ class Event:
 
 
 Listener = Callable[[Event], None]
+
+
+def one_listener(listeners: Sequence[Listener]) -> Listener | None:
+    """What tells all of them; None if there is none, so that the engine makes no events."""
+    if len(listeners) <= 1:
+        return listeners[0] if listeners else None
+
+    def tell(event: Event) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell

@@ -88,6 +88,8 @@ class Reducer:
         self._nonfinite: list[NonFinite] = []  # found on this rank in this backward
         self.microbatch = 0
         """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
+        self.num_reductions: list[int] = []
+        """How often each parameter's gradient was reduced; the same on all ranks, whatever they do to ``.grad``."""
         self._has_local_grads = False
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
@@ -102,6 +104,7 @@ class Reducer:
         self._params += params[first:]
         self._device = params[0].device if params else torch.device("cpu")
         self._seen += [0] * (len(params) - first)
+        self.num_reductions += [0] * (len(params) - first)
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
         for index, param in enumerate(params[first:], first):
@@ -246,6 +249,8 @@ class Reducer:
         self._emit(EventKind.WAIT_START, 0)
         try:
             late_buckets = self._agree()
+            for index, used in enumerate(self.buffers.has_grad):
+                self.num_reductions[index] += used
             self._wait_for_launched(publish=True)
             for bucket in late_buckets:
                 self._reduce_again(bucket)

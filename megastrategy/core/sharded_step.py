@@ -41,6 +41,7 @@ class ShardedStep:
         self._grad_views: dict[int, Tensor] = {}
         self.num_steps_begun = self.num_steps_done = 0
         self._stepped: dict[int, int] = {}  # by parameter, which of its gradients this optimizer has stepped with
+        self._reductions: dict[int, int] = {}  # by parameter, how often its gradient was reduced before the last step
         self.check_groups()
         self.follow_model()
 
@@ -228,11 +229,17 @@ class ShardedStep:
                     shard.main.grad = None
         model.emit(EventKind.STEP_END, 0)
         if self.sharded:
-            # not what this rank found to step, which a gradient written on one rank alone would change
-            model.param_gather.gather({self.layout.slots[i].bucket for i in indices if model.params[i].requires_grad})
+            model.param_gather.gather({self.layout.slots[index].bucket for index in indices if self._may_change(index)})
             self._stepped.update((index, model.grad_buffers.num_updates[index]) for index in indices)
             model.grad_buffers.use_up(indices)
         self.num_steps_done += 1
+
+    def _may_change(self, index: int) -> bool:
+        """Whether some rank may have stepped the parameter: not whether this rank did, which a gradient written on one
+        rank alone would change. What was frozen after its gradient was reduced is stepped all the same."""
+        reductions = self.model.reducer.num_reductions[index]
+        since, self._reductions[index] = self._reductions.get(index, 0), reductions
+        return self.model.params[index].requires_grad or reductions != since
 
     def _weights_of(self, shard: ParamShard) -> Tensor | None:
         """The 16-bit weights that get the rounding of the shard's main param; None if there is no main param."""

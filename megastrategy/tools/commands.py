@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .. import __version__
+from .._launch_config import LaunchConfigError
 from ..core import CheckpointError
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
+from .launching import launch, write_config
 from .param_names import names_from, names_from_module, names_in_file
 from .parts import Advance, read_file
 from .parts import Progress as Tell
@@ -32,8 +34,12 @@ _trust = click.option(
 _force = click.option("--force", is_flag=True, help="Replace a file or checkpoint that is already there.")
 
 
+class _UnlaunchableError(click.ClickException):
+    exit_code = 2  # as for a command line that is wrong
+
+
 def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
-    """In one line, and exit code 1."""
+    """In one line, and exit code 1; 2 for a configuration that cannot be."""
 
     @functools.wraps(command)
     def run(*args: P.args, **options: P.kwargs) -> None:
@@ -44,6 +50,12 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             raise click.ClickException(f"{where}{error.strerror or error}") from error
+        except LaunchConfigError as error:
+            raise _UnlaunchableError(str(error)) from error
+        except ModuleNotFoundError as error:
+            if error.name not in ("accelerate", "yaml"):
+                raise
+            raise click.ClickException(f"this needs {error.name}: pip install 'megastrategy[accelerate]'") from error
 
     return run
 
@@ -125,6 +137,41 @@ def convert_command(
     with _progress() as progress:
         convert(parts, known, directory, force=force, progress=progress)
     click.echo(directory)
+
+
+@root.command(
+    "launch",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="[accelerate's options]",
+)
+@click.argument("arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT [ARGUMENTS]...")
+@_expected_failures
+def launch_command(arguments: tuple[str, ...]) -> None:
+    """Run a script as accelerate launch does, with every Accelerator in it being megastrategy's.
+
+    The file of --config_file may have both accelerate's keys and our options under megatron_ddp_config:, as
+    megastrategy config writes it. All options are those of accelerate launch.
+    """
+    launch(arguments)
+
+
+@root.command("config")
+@click.option("--config_file", "file", type=_PATH, default=Path("megatron_ddp.yaml"), show_default=True)
+@_force
+@_expected_failures
+def config_command(file: Path, force: bool) -> None:
+    """Ask a few questions, and write the file that megastrategy launch --config_file reads."""
+    if file.exists() and not force:
+        raise click.ClickException(f"{file} is there already: --force replaces it")
+    num_processes = click.prompt("Number of processes on this machine", default=1, type=click.IntRange(min=1))
+    use_cpu = click.confirm("Train on the CPU, even if there are GPUs?", default=False)
+    precision = click.prompt("Mixed precision", default="no", type=click.Choice(["no", "fp16", "bf16"]))
+    sharded = click.confirm("Shard the optimizer over the processes?", default=True)
+    size = click.prompt("Elements in a bucket (0: an eighth of the model)", default=0, type=click.IntRange(min=0))
+    in_fp32 = click.confirm("Reduce the gradients of 16-bit weights in fp32?", default=True)
+    options = {"use_distributed_optimizer": sharded, "bucket_size": size or None, "grad_reduce_in_fp32": in_fp32}
+    write_config(file, num_processes=num_processes, use_cpu=use_cpu, mixed_precision=precision, options=options)
+    click.echo(f"{file} is written: megastrategy launch --config_file {file} train.py")
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -144,3 +145,94 @@ def test_a_training_step_that_returns_none_on_one_rank_ends_both_with_a_reason(r
     assert waiting.kind == "CollectiveError"
     assert "another rank ended" in waiting.message
     assert waiting.seconds < 30
+
+
+# --- idioms that go round the strategy -------------------------------------------------------------------------------
+
+
+class ClipsByHand(Manual):
+    """As loops do that were written before they became a LightningModule."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_clipping_by_hand_is_warned_about_or_works(ranks: Ranks, sharded: bool) -> None:
+    ours = ranks.run(fit_manual, "megatron_ddp", ClipsByHand, {"use_distributed_optimizer": sharded})
+    texts = [text for text in ours[0].warnings if "read .grad of" in text]
+    if sharded:
+        [text] = texts
+        assert text.startswith("training_step read .grad of '")
+        assert "self.clip_gradients(optimizer, ...)" in text
+    else:
+        assert texts == []
+        assert_same_tensors(ours[0].weights, ranks.run(fit_manual, "ddp", ClipsByHand)[0].weights)
+
+
+class ZeroesTheModule(Manual):
+    """Drops the gradients of every second batch through the module itself, after the backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            self.zero_grad()
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+def test_zeroing_the_module_after_the_backward_drops_the_gradients(ranks: Ranks) -> None:
+    ours, theirs = (ranks.run(fit_manual, name, ZeroesTheModule) for name in ("megatron_ddp", "ddp"))
+    assert [mine.losses for mine in ours] == [expected.losses for expected in theirs]
+    # of rank 0: in manual optimization "ddp" leaves BatchNorm's statistics each rank's own
+    assert_same_tensors(ours[0].weights, theirs[0].weights)
+
+
+class StartsAnew(pl.Callback):
+    """Replaces the optimizer in mid-training."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1, momentum=0.9)]
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_optimizer_that_is_assigned_in_mid_training_trains(ranks: Ranks, sharded: bool) -> None:
+    options = {"use_distributed_optimizer": sharded}
+    ours = ranks.run(fit, "megatron_ddp", callbacks=[StartsAnew()], strategy_options=options)
+    theirs = ranks.run(fit, "ddp", callbacks=[StartsAnew()])
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert mine.losses == expected.losses
+        assert_same_tensors(mine.weights, expected.weights)
+
+
+class SkipsABackward(Manual):
+    """On rank 1 in batch 3, and steps all the same."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        if self.trainer.global_rank == 0 or batch_idx != 3:
+            self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_backward_that_one_rank_skips_ends_all_with_the_reason(ranks: Ranks, sharded: bool) -> None:
+    """The ranks are in different collectives then; gloo alone would end a process, or hang."""
+    options = {"use_distributed_optimizer": sharded}
+    outcomes = ranks.outcomes(fit_manual, "megatron_ddp", SkipsABackward, options)
+    for outcome in outcomes:
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "CollectiveError"
+        assert outcome.seconds < 30
+    assert any("the ranks wait for each other" in outcome.message for outcome in outcomes), "whoever sees it first"
+
+
+def fit_manual(name: str, kind: type[Manual], options: dict[str, Any] | None = None) -> Fit:
+    return fit(name, module=kind(), strategy_options=options)

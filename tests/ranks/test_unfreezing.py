@@ -337,3 +337,32 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
         assert len(groups) == 1
 
     run_ranks(1, rank_main)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_frozen_after_its_backward_is_stepped_on_all_ranks(dtype: torch.dtype) -> None:
+    """As by one optimizer that steps while another's parameters are toggled, or between backward and step."""
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module = four_layers(dtype)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), group)
+        first, second = (
+            DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model) for layer in (module[0], module[2])
+        )
+        for step in range(3):
+            model(batch(rank, step).to(dtype)).float().square().sum().backward()
+            module[0].requires_grad_(step == 1)
+            first.step()
+            second.step()
+            module[0].requires_grad_(True)
+            first.zero_grad()
+            second.zero_grad()
+        return [param.detach().clone() for param in module.parameters()]
+
+    ranks = run_ranks(2, run)
+    moved = [
+        not torch.equal(mine, before) for mine, before in zip(ranks[0], four_layers(dtype).parameters(), strict=True)
+    ]
+    assert moved == [True] * 4 + [False] * 4
+    for mine, theirs in zip(*ranks, strict=True):
+        assert torch.equal(mine, theirs)

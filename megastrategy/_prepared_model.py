@@ -1,0 +1,228 @@
+"""What ``Accelerator.prepare`` makes of a module: the engine's wrapper, which whoever knows torch's DDP recognises.
+
+[Note: an instance of torch's DDP]
+``accelerate``, ``transformers``, ``diffusers``, PEFT and torch's own checkpoint helpers find the user's module by
+``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` and then ``model.module``, many of them without asking
+the Accelerator. A wrapper that is a plain Module would come back from ``extract_model_from_parallel`` as it was, and
+nothing short of patching those packages would change that. So the wrapper is an instance of torch's class, of which it
+has nothing but the name: its ``__init__`` is not run, and every function of it that the engine does not define itself
+is refused by name, since there is no reducer of torch's behind it. Lightning's doors use the engine's own class, since
+there ``DDPStrategy`` would reach for that reducer.
+
+Nothing is kept on the user's module: what was prepared is known by weak references.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from .core import (
+    Collectives,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    scale_to_norm_,
+    total_grad_norm,
+)
+
+if TYPE_CHECKING:
+    from .core.collectives import Handle
+
+TorchDDP = torch.nn.parallel.DistributedDataParallel
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name}() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Communication hooks, "
+            "join() and optimizers fused into backward need accelerate's own Accelerator"
+        )
+
+    return refused
+
+
+class _TorchDDPByName(TorchDDP):
+    """Comes after the engine's class in the order of look-up, and hides what torch's class would do."""
+
+    def __init__(self) -> None:
+        Module.__init__(self)
+
+    def __getstate__(self) -> Any:
+        return Module.__getstate__(self)
+
+    def __setstate__(self, state: Any) -> None:
+        Module.__setstate__(self, state)
+
+
+for _name, _value in vars(TorchDDP).items():
+    if callable(_value) and not (
+        _name.startswith("__") or hasattr(Module, _name) or hasattr(DistributedDataParallel, _name)
+    ):
+        setattr(_TorchDDPByName, _name, _refuse(_name))
+
+
+class PreparedModel(DistributedDataParallel, _TorchDDPByName):  # type: ignore[misc]
+    """The engine around a prepared module; see [Note: an instance of torch's DDP].
+
+    Attributes that it has not are the module's, so that ``model.generate`` and the like work.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def no_sync(self) -> Any:
+        """As the engine's. Asked for by accelerate's ``LocalSGD`` it is refused: parameters would not part."""
+        if sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
+            raise NotImplementedError(
+                "LocalSGD lets the parameters of the ranks part between synchronisations, and a sharded optimizer "
+                "keeps them equal: pass enabled=False, or use accelerate's own Accelerator"
+            )
+        return super().no_sync()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether gradients are reduce-scattered, so that ``.grad`` is None when they are complete."""
+        return self.layout.num_shards > 1
+
+    def owned_grads(self, params: Iterable[Parameter]) -> list[Tensor]:
+        """This rank's parts of the reduced gradients of these parameters: views, to be changed in place."""
+        self.check_open()
+        self.reducer.finish_grad_sync()
+        indices = [self.index_by_id[id(param)] for param in params]
+        self.grad_buffers.adopt_written(indices)
+        grads = [self._owned_grad(index) for index in indices if self.grad_buffers.has_grad[index]]
+        return [grad for grad in grads if grad is not None]
+
+    def is_as_prepared(self) -> bool:
+        """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
+        present = {id(param) for param in self.module.parameters()}
+        return all(
+            id(param) in present and param.dtype == spec.dtype and tuple(param.shape) == spec.shape
+            for param, spec in zip(self.params, self.layout.params, strict=True)
+        )
+
+    def steps_params_themselves(self) -> bool:
+        """Whether an optimizer steps the Parameters: whole on every rank, and without main params."""
+        return not self.is_sharded and not any(spec.has_main_param for spec in self.layout.params)
+
+
+# --- what is prepared in this process --------------------------------------------------------------------------------
+
+_PREPARED: WeakKeyDictionary[Module, weakref.ref[PreparedModel]] = WeakKeyDictionary()
+
+
+def remember(module: Module, model: PreparedModel) -> PreparedModel:
+    """``model`` was made for a user's module, by which :func:`prepared_model` finds it."""
+    _PREPARED[module] = weakref.ref(model)
+    return model
+
+
+def prepared_model(module: Module, config: DistributedDataParallelConfig) -> PreparedModel | None:
+    """The wrapper that a module has already, if it fits; one that does not is closed.
+
+    A module is prepared again by a second Trainer, and after every attempt of ``find_executable_batch_size``.
+    """
+    reference = _PREPARED.get(module)
+    model = reference() if reference is not None else None
+    if model is None or model.is_closed:
+        return None
+    if model.config == config and model.is_as_prepared():
+        return model
+    model.close()
+    return None
+
+
+def open_models() -> list[PreparedModel]:
+    """All wrappers that are alive and not closed."""
+    models = [reference() for reference in _PREPARED.values()]
+    return [model for model in models if model is not None and not model.is_closed]
+
+
+def owners(params: Iterable[Tensor]) -> list[PreparedModel]:
+    """The one model that has all the parameters, or those that have some of them."""
+    wanted = {id(param) for param in params}
+    some = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in open_models()]
+    whole = [model for model, ids in some if ids and ids == wanted]
+    return whole[:1] or [model for model, ids in some if ids]
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[tuple[PreparedModel, list[Parameter]]]:
+    """Which of the parameters are reduced by which of the models, each once."""
+    parts = []
+    for model in models:
+        own = {id(param): param for param in params if id(param) in model.index_by_id}
+        if own:
+            parts.append((model, list(own.values())))
+    return parts
+
+
+def clip_norm_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], max_norm: float, norm_type: float) -> Tensor:
+    """Scales reduce-scattered gradients so that their norm together is at most ``max_norm``; the norm, the same bits on
+    every rank. Collective."""
+    grads = [grad for model, params in parts for grad in model.owned_grads(params)]
+    first = parts[0][0]
+    norm = total_grad_norm(grads, norm_type, first.collectives, first.device)
+    in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
+    norm = norm if in_fp64 else norm.to(torch.float32)
+    with torch.no_grad():
+        scale_to_norm_(grads, norm, max_norm)
+    return norm
+
+
+def clip_value_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], clip_value: float) -> None:
+    """Clamps every element of reduce-scattered gradients to ``[-clip_value, clip_value]``."""
+    grads = [grad for model, params in parts for grad in model.owned_grads(params)]
+    if grads:
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+_DONE = cast("Handle", _Done())
+
+
+class Alone(Collectives):
+    """One rank without a process group, where every collective is complete before it starts."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self._roll_call = None
+
+    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+        tensor.mul_(scale)
+        return _DONE
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return _DONE
+
+    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+        return self.all_reduce(tensor, scale)
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        return _DONE
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return _DONE

@@ -1,0 +1,94 @@
+"""One file for accelerate's keys and ours: how it is written, and how it is split for ``accelerate launch``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .._launch_config import SECTION, LaunchConfigError, plugin_from_launch, read_config_file
+
+LAUNCHER = "megastrategy.launch"
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """``accelerate launch`` with these arguments, the script under :mod:`megastrategy.launch`.
+
+    Accelerate refuses a file with keys that it does not know, so it gets one without ours; the launcher reads ours from
+    the file itself.
+
+    Raises:
+        LaunchConfigError: if the file cannot be read, or has options of ours that cannot be.
+    """
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    parsed = launch_command_parser().parse_args(list(arguments))
+    if parsed.no_python:
+        raise LaunchConfigError("--no_python: the launcher runs Python scripts and modules (-m)")
+    ours = Path(parsed.config_file) if parsed.config_file else None
+    theirs, has_section = _split(ours) if ours else ({}, False)
+    if ours:
+        _check_keys(ours, theirs)
+    config = ours if has_section else None
+    plugin_from_launch(config, os.environ)  # every rank would say what is wrong
+    parsed.training_script_args = [
+        *(["--config", str(config)] if config else []),
+        *(["-m"] if parsed.module else []),
+        parsed.training_script,
+        *parsed.training_script_args,
+    ]
+    parsed.module, parsed.training_script = True, LAUNCHER
+    if theirs.get("use_cpu"):
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # accelerate itself says so to one process alone, not to several
+    with tempfile.TemporaryDirectory() as folder:
+        parsed.config_file = _write(theirs, Path(folder) / "accelerate.yaml") if theirs else None
+        try:
+            launch_command(parsed)
+        except ValueError as error:  # accelerate's; a script runs in processes of its own
+            raise LaunchConfigError(f"accelerate: {error}") from error
+
+
+def _split(path: Path) -> tuple[dict[str, Any], bool]:
+    """Accelerate's part, and whether there is one of ours."""
+    content = read_config_file(path)
+    return {key: value for key, value in content.items() if key != SECTION}, SECTION in content
+
+
+def _check_keys(path: Path, theirs: Mapping[str, Any]) -> None:
+    """Accelerate would name the file that it was given, not the user's, and no nearest name."""
+    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
+
+    kind = SageMakerConfig if theirs.get("compute_environment") == "AMAZON_SAGEMAKER" else ClusterConfig
+    known = [SECTION, "fp16", "dynamo_backend", *kind.__dataclass_fields__]  # the two are older names
+    for key in map(str, theirs):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else f", neither accelerate's nor {SECTION}"
+            raise LaunchConfigError(f"{path}: unknown key {key!r}{hint}")
+
+
+def _write(content: dict[str, Any], path: Path) -> str:
+    import yaml  # type: ignore[import-untyped]
+
+    path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return str(path)
+
+
+def write_config(
+    path: Path, *, num_processes: int, use_cpu: bool, mixed_precision: str, options: Mapping[str, object]
+) -> None:
+    """A file for :func:`launch`, on one machine."""
+    accelerates: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        # MULTI_CPU would want mpirun; what the processes run on is said by use_cpu
+        "distributed_type": "MULTI_GPU" if num_processes > 1 else "NO",
+        "num_machines": 1,
+        "num_processes": num_processes,
+        "main_process_port": 0,  # any that is free
+        "use_cpu": use_cpu,
+        "mixed_precision": mixed_precision,
+    }
+    _write(accelerates | {SECTION: options}, path)

@@ -1,0 +1,115 @@
+"""``megastrategy config`` and ``megastrategy launch``: what is asked and written, and what accelerate gets of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from click.testing import CliRunner, Result
+
+from megastrategy._accelerate_plugin import MegatronDDPPlugin
+from megastrategy._launch_config import plugin_from_launch
+from megastrategy.tools import launching
+from megastrategy.tools.commands import root
+
+
+def run(*arguments: str, answers: str = "") -> Result:
+    return CliRunner().invoke(root, arguments, input=answers)
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def as_accelerate_reads(path: Path) -> Any:
+    """Its own reading of the file without our part."""
+    theirs, has_section = launching._split(path)
+    assert has_section
+    file = launching._write(theirs, path.with_suffix(".theirs.yaml"))
+    return _validate_launch_command(launch_command_parser().parse_args(["--config_file", file, "train.py"]))[0]
+
+
+def test_answers_become_one_file_that_accelerate_and_we_read() -> None:
+    result = run("config", answers="2\ny\nbf16\nn\n1000\nn\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1].endswith("megastrategy launch --config_file megatron_ddp.yaml train.py")
+    path = Path("megatron_ddp.yaml")
+    assert plugin_from_launch(path, {}) == MegatronDDPPlugin(
+        use_distributed_optimizer=False, bucket_size=1000, grad_reduce_in_fp32=False
+    )
+    read = as_accelerate_reads(path)
+    assert (read.num_processes, read.multi_gpu, read.use_cpu, read.mixed_precision) == (2, True, True, "bf16")
+    assert read.main_process_port == 0, "any port that is free"
+
+
+def test_the_defaults_are_one_process_and_our_defaults() -> None:
+    assert run("config", "--config_file", "a.yaml", answers="\n" * 6).exit_code == 0
+    assert plugin_from_launch(Path("a.yaml"), {}) == MegatronDDPPlugin()
+    read = as_accelerate_reads(Path("a.yaml"))
+    assert (read.num_processes, read.multi_gpu, read.use_cpu, read.mixed_precision) == (1, False, False, "no")
+
+
+def test_a_wrong_answer_is_asked_again() -> None:
+    result = run("config", answers="0\nmany\n3\n\nfp64\nno\n\n-1\n0\n\n")
+    assert result.exit_code == 0, result.output
+    content = yaml.safe_load(Path("megatron_ddp.yaml").read_text())
+    assert (content["num_processes"], content["mixed_precision"]) == (3, "no")
+    assert content["megatron_ddp_config"]["bucket_size"] is None
+
+
+def test_a_file_that_is_there_is_kept_unless_forced() -> None:
+    path = Path("megatron_ddp.yaml")
+    path.write_text("mine")
+    result = run("config", answers="\n" * 6)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "Error: megatron_ddp.yaml is there already: --force replaces it\n"
+    assert path.read_text() == "mine"
+    assert run("config", "--force", answers="\n" * 6).exit_code == 0
+    assert path.read_text() != "mine"
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "message"),
+    [
+        (None, [], "one.yaml: No such file or directory"),
+        ("megatron_ddp_config: {buckt_size: 3}", [], "did you mean 'bucket_size'?"),
+        ("megatron_ddp_config: {}", ["--no_python"], "--no_python: the launcher runs Python scripts"),
+        ("[]", [], "one.yaml: expected keys"),
+        ("distributed_type: 'NO'\nuse_cpus: true", [], "one.yaml: unknown key 'use_cpus': did you mean 'use_cpu'?"),
+        (
+            "megatron_ddp_confg: {}",
+            [],
+            "one.yaml: unknown key 'megatron_ddp_confg': did you mean 'megatron_ddp_config'?",
+        ),
+        ("colour: red", [], "one.yaml: unknown key 'colour', neither accelerate's nor megatron_ddp_config"),
+        ("num_processes: 2", [], "accelerate: A `distributed_type` must be specified"),
+        ("distributed_type: MULTI_GPUS", [], "accelerate: 'MULTI_GPUS' is not a valid DistributedType"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line_and_exit_code_2(
+    content: str | None, arguments: list[str], message: str
+) -> None:
+    if content is not None:
+        Path("one.yaml").write_text(content)
+    result = run("launch", *arguments, "--config_file", "one.yaml", "train.py")
+    assert (result.exit_code, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    assert message in line
+
+
+def test_a_wrong_variable_is_found_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DDP_BUCKET_SIZE", "big")
+    result = run("launch", "train.py")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: environment, MEGATRON_DDP_BUCKET_SIZE: bucket_size='big'")
+
+
+@pytest.mark.parametrize("command", ["launch", "config"])
+def test_help(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--config_file" in result.stdout
