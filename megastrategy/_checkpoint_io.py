@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from .core import CheckpointError, replace_path, sync_directory
+from .core import CheckpointError, check_replaceable, replace_path, sync_directory
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -45,7 +45,7 @@ class WholeFileIO(_Base):
     """Stands in front of a package's ``TorchCheckpointIO``, to which remote paths are left."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        local = _local_path(path)
+        local = local_path(path)
         if local is None or storage_options is not None:  # options are refused by Lightning's
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
@@ -57,7 +57,7 @@ class WholeFileIO(_Base):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        local = _local_path(path)
+        local = local_path(path)
         if local is None or not local.exists():  # a missing file is reported by Lightning's
             return super().load_checkpoint(path, map_location, weights_only)
         loaded: dict[str, Any] = load_file(local, map_location, weights_only)
@@ -97,6 +97,7 @@ def save_file(state: Any, path: str | Path) -> None:
     target = Path(path)
     part = target.with_name(f".{target.name}.incomplete")
     try:
+        check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with part.open("wb") as file:
             torch.save(state, file)
@@ -249,7 +250,7 @@ def _persistent_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _local_path(path: str | Path) -> Path | None:
+def local_path(path: str | Path) -> Path | None:
     """The file that fsspec would open for ``path``, or None if it is not on a local file system."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]

@@ -7,14 +7,18 @@ file of it, and FSDP reads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from ._checkpoint_io import load_file, local_path, own_memory
 from ._world import checkpoint_collectives
 from .core import (
     EXTRA_FILE,
@@ -40,6 +44,28 @@ def check_state_dict_type(value: str) -> None:
         )
 
 
+def local_directory(path: str | Path) -> Path:
+    """Where a directory is saved or loaded.
+
+    Raises:
+        ValueError: if that is not on a file system of this machine.
+    """
+    local = local_path(path)
+    if local is None:
+        raise ValueError(
+            f"{path}: sharded checkpoints are written to local and mounted file systems only; choose "
+            "state_dict_type='full' for remote ones"
+        )
+    return local
+
+
+def part_of_rank(state: Mapping[str, Any], module: Module, rank: int) -> dict[str, Any]:
+    """What a rank contributes of a module's state: its parameters, which are equal on all ranks. All else (buffers,
+    which may differ) is rank 0's, as under torch DDP."""
+    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in state.items() if rank == 0 or name in params}
+
+
 class OptimizerInDirectory(NamedTuple):
     """Stands for an optimizer's state that stays on the disk until the optimizer is there to read its part."""
 
@@ -62,12 +88,28 @@ class DirectorySaver:
         """
         self.wait()  # so that at most one copy is in memory
         collectives = checkpoint_collectives()
+        if collectives.rank == 0:
+            with contextlib.suppress(OSError):  # which the save will meet, and tell all ranks of
+                path.parent.mkdir(parents=True, exist_ok=True)  # at once: callbacks put links beside it
         if not in_background:
             save_directory(state, extra, path, collectives)
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megastrategy-checkpoint")
         self._pending = self._executor.submit(save_directory, to_host(state), to_host(extra), path, collectives)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Does something when the save in the background is complete: to remove what it replaces, for one."""
+        pending = self._pending
+        if pending is None or self._executor is None:
+            action()
+            return
+
+        def run() -> None:
+            pending.result()
+            action()
+
+        self._pending = self._executor.submit(run)
 
     def wait(self) -> None:
         """Returns when the save in the background is complete.
@@ -99,7 +141,7 @@ def load_extra(path: Path, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is no complete sharded checkpoint: a directory with .metadata and {EXTRA_FILE} is one"
         )
-    extra: dict[str, Any] = torch.load(path / EXTRA_FILE, map_location="cpu", weights_only=weights_only)
+    extra: dict[str, Any] = own_memory(load_file(path / EXTRA_FILE, "cpu", weights_only))
     return extra
 
 
@@ -129,9 +171,13 @@ def load_optimizers(
         states: theirs, in order.
         weights: become main params where the directory has none.
     """
-    for optimizer, (path, key) in zip(optimizers, states, strict=False):
+    read = [
+        optimizer.read_sharded(path, key)
+        if isinstance(optimizer, DistributedOptimizer)
+        else functools.partial(optimizer.load_state_dict, read_directory(path, key))
+        for optimizer, (path, key) in zip(optimizers, states, strict=False)
+    ]
+    for optimizer, apply in zip(optimizers, read, strict=False):
         if isinstance(optimizer, DistributedOptimizer):
             optimizer.load_main_params(weights)
-            optimizer.load_sharded(path, key)
-        else:
-            optimizer.load_state_dict(read_directory(path, key))
+        apply()

@@ -30,9 +30,17 @@ from ._checkpoint_io import (
     check_module_state,
     check_optimizer_state,
     describe_foreign,
+    local_path,
     own_memory,
 )
-from ._directories import OptimizerInDirectory, StateDictType, check_state_dict_type, load_extra
+from ._directories import (
+    OptimizerInDirectory,
+    StateDictType,
+    check_state_dict_type,
+    load_extra,
+    local_directory,
+    part_of_rank,
+)
 from ._world import checkpoint_collectives, engine_collectives
 from .core import (
     CheckpointError,
@@ -280,7 +288,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     ) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder."""
         if self.state_dict_type == "sharded":
-            self._save_directory(Path(self.broadcast(path)), state, filter or {})
+            self._save_directory(local_directory(self.broadcast(path)), state, filter or {})
             return
         optimizers = {key: self._distributed(value) for key, value in state.items()}
         gathered = {
@@ -301,6 +309,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             if isinstance(given, Module) or isinstance(value, DistributedOptimizer):
                 sharded = isinstance(value, DistributedOptimizer)
                 saved = value.sharded_state_dict() if sharded else self.get_module_state_dict(value)
+                if not sharded:
+                    saved = part_of_rank(saved, _unwrapped(given), self.global_rank)
                 written[key] = {name: item for name, item in saved.items() if keeps(name, item)}
                 continue
             saved = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
@@ -331,8 +341,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             CheckpointError: if the file is none, or holds the weights or the optimizer of another model.
             KeyError: if ``strict``, and a key of ``state`` is not there.
         """
-        if Path(path).is_dir():
-            loaded = self._read_directory(Path(path), state, weights_only)
+        if (local := local_path(path)) is not None and local.is_dir():
+            loaded = self._read_directory(local, state, weights_only)
         else:
             loaded = super().load_checkpoint(path, None, strict, weights_only)
         if not state:
@@ -368,13 +378,18 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
                 names = {param: name for name, param in models[id(value)].module.named_parameters()}
                 check_optimizer_state(value, saved[key], names, source, id(value) in sharded)
+        read = {
+            key: value.read_sharded(*saved[key])
+            for key, value in objects.items()
+            if isinstance(saved[key], OptimizerInDirectory)
+        }
         values = {}
         for key, value in objects.items():
             own = saved.pop(key)
             if isinstance(value, Module):
                 self.load_module_state_dict(value, own, strict)
-            elif isinstance(own, OptimizerInDirectory):
-                value.load_sharded(*own)
+            elif key in read:
+                read[key]()
             elif id(value) in sharded:
                 value.load_state_dict(own)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):

@@ -8,6 +8,7 @@ front of their package's ``DDPStrategy``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from ._checkpoint_io import (
     check_module_state,
     check_optimizer_state,
     describe_foreign,
+    local_path,
     own_memory,
 )
 from ._directories import (
@@ -35,6 +37,8 @@ from ._directories import (
     check_state_dict_type,
     load_optimizers,
     load_trainer_directory,
+    local_directory,
+    part_of_rank,
 )
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import EnginePrecision, HookWatch, is_compiled, lend, take_back
@@ -422,11 +426,17 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
                 f"state_dict_type='sharded' does not save through a CheckpointIO, but the Trainer has the plugin "
                 f"{type(self._checkpoint_io).__name__}: leave it out, or choose state_dict_type='full'"
             )
-        state = {"model": checkpoint.pop("state_dict")}
+        assert self.lightning_module is not None
+        weights = part_of_rank(checkpoint.pop("state_dict"), self.lightning_module, self.global_rank)
         states = checkpoint.pop("optimizer_states", [])
-        state.update({f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)})
-        path = Path(self.broadcast(filepath))
+        state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
+        path = local_directory(self.broadcast(filepath))
+        in_background &= self.model is self._wrapped  # after the fit nobody would wait for it
         self._directory_saver.save(state, checkpoint, path, in_background=in_background)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Not before what replaces it is complete."""
+        self._directory_saver.then(functools.partial(super().remove_checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """What this class loads itself stays in the mapped file; callbacks and hooks get the rest to keep.
@@ -435,9 +445,9 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             CheckpointError: if the file is not a Trainer's.
         """
         self._directory_saver.wait()
-        if Path(checkpoint_path).is_dir():
+        if (local := local_path(checkpoint_path)) is not None and local.is_dir():
             self._loaded_from = str(checkpoint_path)
-            return load_trainer_directory(Path(checkpoint_path), weights_only)
+            return load_trainer_directory(local, weights_only)
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
             raise CheckpointError(

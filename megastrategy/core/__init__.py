@@ -17,6 +17,7 @@ from .events import Event, EventKind, one_listener
 from .memory import describe_setup, memory_use, memory_use_of_ddp
 from .sharded_checkpoint import (
     EXTRA_FILE,
+    check_replaceable,
     directory_keys,
     is_directory_checkpoint,
     read_directory,
@@ -36,6 +37,7 @@ __all__ = [
     "Event",
     "EventKind",
     "GradScaler",
+    "check_replaceable",
     "config_from_arguments",
     "describe_setup",
     "directory_keys",

@@ -269,13 +269,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return sharded_state_dict(impl.inner, impl.names_by_id(), stepped, impl.index_by_id, impl.shards, impl.layout)
 
     def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
-        """Loads what :meth:`sharded_state_dict` gave, saved under ``key``, on any number of ranks or under FSDP.
+        """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
+        self.read_sharded(path, key)()
 
-        Each rank reads its part. To be called after the weights were loaded: where a saved main param does not round
-        to the present weight, the weight wins.
+    def read_sharded(self, path: str | Path, key: str = "optimizer") -> Callable[[], None]:
+        """Reads what :meth:`sharded_state_dict` gave, saved under ``key``, on any number of ranks or under FSDP.
+
+        Each rank reads its part. Nothing is changed until what is returned is called, after the weights were loaded:
+        where a saved main param does not round to the present weight, the weight wins.
 
         Raises:
-            CheckpointError: if it cannot be read, or is of another model, before anything is changed.
+            CheckpointError: if it cannot be read, or is of another model.
         """
         impl = self._impl
         impl.follow_model()
@@ -290,10 +294,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             values = saved.get("state", {}).get(names[id(param)], {})
             return {name: value.local if isinstance(value, FlatShard) else value for name, value in values.items()}
 
-        groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
-        index_by_id = impl.index_by_id if impl.has_shards else {}
-        load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
-        load_main_params(saved.get("main_params", {}), impl.shards, impl.layout)
+        def apply() -> None:
+            groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
+            index_by_id = impl.index_by_id if impl.has_shards else {}
+            load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
+            load_main_params(saved.get("main_params", {}), impl.shards, impl.layout)
+
+        return apply
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise DirectUseError(

@@ -7,11 +7,13 @@ the directory is whole for whoever reads it: on another number of ranks, under F
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import errno
 import os
 import shutil
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from .collectives import Collectives
 from .elementwise import probe_state_names
 from .errors import CheckpointError
 from .flat_shard import FlatShard
-from .layout import BufferLayout
+from .layout import BufferLayout, ParamSpec
 from .param_shard import ParamShard
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
@@ -67,7 +69,11 @@ def sharded_state_dict(
         shard = shards.get(index) if index is not None else None
         if shard is not None and index is not None:
             spec, sharded = layout.params[index], shard.weights is not None
-            wrap = lambda value, shard=shard, spec=spec: FlatShard(value, shard.start, spec.shape, spec.stride)  # noqa: E731
+
+            def wrap(value: Tensor, shard: ParamShard = shard, spec: ParamSpec = spec) -> Tensor:
+                whole = spec.numel == 0  # of no elements there is no part
+                return value.view(spec.shape) if whole else FlatShard(value, shard.start, spec.shape, spec.stride)
+
             per_element = {
                 key
                 for key, value in values.items()
@@ -86,11 +92,13 @@ def sharded_state_dict(
 
 def to_host(state: Any) -> Any:
     """A copy of nested state in host memory that later steps do not change: what an asynchronous save writes."""
-    if isinstance(state, Mapping):
-        return {key: to_host(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, to_host(value)) for key, value in state.items())
+    if type(state) in (list, tuple):
         return type(state)(to_host(value) for value in state)
-    return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
+    return copy.deepcopy(state)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -117,6 +125,7 @@ def save_directory(state: dict[str, Any], extra: dict[str, Any], path: Path, col
     staged = path.with_name(f".{path.name}.incomplete")
     with _on_rank_zero(path, collectives) as is_rank_zero:
         if is_rank_zero:
+            check_replaceable(path)
             _remove(staged)
             staged.mkdir(parents=True)
     try:
@@ -142,12 +151,22 @@ def save_directory(state: dict[str, Any], extra: dict[str, Any], path: Path, col
                 raise
 
 
+def check_replaceable(path: Path) -> None:
+    """Raises IsADirectoryError for a directory that is no checkpoint: what a user has in it is not ours to remove."""
+    if path.is_dir() and not is_directory_checkpoint(path) and any(path.iterdir()):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory, and no checkpoint", str(path))
+
+
 def replace_path(new: Path, path: Path) -> None:
-    """Moves a file or directory to ``path``; what was there, file or directory, goes.
+    """Moves a file or directory to ``path``; what was there, a file or a checkpoint directory, goes.
 
     At any moment the old or the new one is complete at ``path``, where the system can exchange two names at once
     (Linux); elsewhere a directory that is replaced is missing for a moment.
+
+    Raises:
+        IsADirectoryError: as :func:`check_replaceable`.
     """
+    check_replaceable(path)
     if path.is_dir() or (path.exists() and new.is_dir()):
         try:
             _exchange(new, path)
@@ -222,9 +241,18 @@ def read_metadata(path: Path) -> Metadata:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
-        return FileSystemReader(path).read_metadata()
+        metadata = FileSystemReader(path).read_metadata()
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     except Exception as error:
         raise CheckpointError(f"{path} is no complete directory of torch.distributed.checkpoint: {error!r}") from error
+    for name, end in ends.items():
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size is None or size < end:
+            problem = "is missing" if size is None else f"is cut off after {size:,} of {end:,} bytes"
+            raise CheckpointError(f"{path} is not complete: {name} {problem}. Resume from another checkpoint")
+    return metadata
 
 
 def directory_keys(path: Path) -> set[str]:
@@ -309,7 +337,7 @@ def read_optimizer(
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     laid_out = {spec.name: (index, spec) for index, spec in enumerate(layout.params)}
-    known = {*names, *laid_out}
+    present = {*names, *laid_out}
     metadata = read_metadata(path)
     sizes: dict[int, dict[str, Tensor]] = {}
     for number, (name, place) in enumerate((metadata.planner_data or {}).items()):
@@ -323,7 +351,7 @@ def read_optimizer(
         if place[1] not in ("state", "main_params"):
             return torch.empty(size, dtype=dtype)
         name, what = str(place[2]), str(place[-1])
-        if name not in known:
+        if name not in present:
             raise CheckpointError(f"{path} has state {what!r} of a parameter {name!r}, which the model does not have")
         index, spec = laid_out.get(name, (None, None))
         if index is None or spec is None:  # frozen now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,59 @@ def test_resuming_is_exact_and_any_number_of_ranks_reads_it(
     tmp_path: Path, writer_sharded: bool, dtype: torch.dtype
 ) -> None:
     run_processes(3, write_and_read, tmp_path, dtype, writer_sharded)
+
+
+class Peculiar(nn.Module):
+    """Parameters that are called like a counter, and of one element and of none."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.full(shape, 0.5)))
+
+    def forward(self, factor: float) -> Tensor:
+        return torch.stack([param.square().sum() for param in self.parameters()]).sum() * factor
+
+
+def resume_peculiar(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    finals = []
+    for first in (0, 2):
+        module = Peculiar(shapes)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1))
+        optimizer = DistributedOptimizer(torch.optim.NAdam(module.parameters(), lr=0.1), model)
+        if first:
+            module.load_state_dict(read_directory(path, "model"))
+            optimizer.load_sharded(path)
+        for step in range(first, 4):
+            model(1.0 + step).backward()
+            optimizer.step()
+            if (first, step) == (0, 1):
+                state = {"model": module.state_dict(), "optimizer": optimizer.sharded_state_dict()}
+                save_directory(state, {}, path, host_collectives())
+        finals.append([param.detach().clone() for param in module.parameters()])
+    for mine, expected in zip(*finals, strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize(
+    "shapes", [{"step": (3,), "exp_avg": (65,), "none": (0, 4)}, {"step": (), "one": (1,), "row": (1, 1)}], ids=str
+)
+def test_peculiar_names_and_sizes_come_back(tmp_path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    run_processes(2, resume_peculiar, tmp_path / "checkpoint", shapes)
+
+
+def test_a_copy_in_host_memory_is_a_snapshot_of_everything() -> None:
+    Point = collections.namedtuple("Point", "x y")
+    queue = collections.deque([1, 2], maxlen=3)
+    state = {"queue": queue, "point": Point(1, torch.ones(2)), "by_name": collections.OrderedDict(a=[torch.zeros(1)])}
+    copied = to_host(state)
+    queue.append(3)
+    state["by_name"]["a"][0] += 1
+    state["point"].y.add_(1)
+    assert copied["queue"] == collections.deque([1, 2], maxlen=3)
+    assert type(copied["by_name"]) is collections.OrderedDict
+    assert copied["by_name"]["a"][0].item() == 0
+    assert copied["point"].y.tolist() == [1, 1]
 
 
 # --- other people's readers ------------------------------------------------------------------------------------------
@@ -374,7 +428,7 @@ def load_strange(path: Path) -> None:
     rows = nn.Linear(3, 3)
     strange = {
         "missing": "no complete directory",
-        "truncated": "cannot be read",
+        "truncated": r"is not complete: __0_0.distcp is cut off after 1,000 of .* bytes",
         "other_model": r"state '.*' of a parameter 'weight', which the model does not have",
         "other_shape": r"state '.*' of parameter 'embedding.weight' in shape \(3, 3\), the parameter has \(17, 13\)",
         "other_groups": r"parameter 'norm.weight' is in group 1 of the optimizer, but not of .*other_groups",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,15 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
-from megastrategy import MegatronDDPStrategy
-from megastrategy.core import CheckpointError, read_directory
+from megastrategy import MegatronDDPStrategy, _directories
+from megastrategy.core import CheckpointError, is_directory_checkpoint, read_directory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 
 from .fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
-from .rank_processes import Ranks
+from .rank_processes import Failure, Ranks
 from .test_lightning_checkpoints import assert_same_value, fit_and_save, resume, small_steps
 
 SHARDED = {"strategy_options": {"state_dict_type": "sharded"}}
@@ -293,3 +295,117 @@ def test_a_module_without_optimizers_resumes(ranks: Ranks, tmp_path: Path) -> No
 def test_state_that_is_not_element_wise_resumes_with_all_reduce(ranks: Ranks, tmp_path: Path) -> None:
     make = functools.partial(AwkwardModule, whole_adafactor)
     ranks.run(fit_and_resume, tmp_path, make, {"use_distributed_optimizer": False})
+
+
+# --- whose, where and when -------------------------------------------------------------------------------------------
+
+
+def test_buffers_are_those_of_rank_0(ranks: Ranks, tmp_path: Path) -> None:
+    """BatchNorm's statistics differ by rank within a step; the parts of a directory must not come from several."""
+    weights = ranks.run(fit_and_save_own, tmp_path / "last.ckpt")
+    saved = read_directory(tmp_path / "last.ckpt", "model")
+    assert not torch.equal(weights[0]["norm.running_var"], weights[1]["norm.running_var"])
+    for name, value in weights[0].items():
+        assert torch.equal(saved[name], value), name
+
+
+def fit_and_save_own(path: Path) -> dict[str, Any]:
+    trainer = make_trainer(make_strategy("megatron_ddp", state_dict_type="sharded"), max_epochs=1)
+    module = AwkwardModule()
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_directory_of_the_users_is_not_replaced(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """In the full format rank 0 raises alone, and the other ends with its process."""
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "precious.txt").write_text("mine")
+    zero, one = ranks.outcomes(fit_and_save_kind, tmp_path / "results", kind)
+    assert "it is a directory, and no checkpoint" in zero.message
+    assert isinstance(one, Failure)
+    assert folder_of(tmp_path / "results") == {"precious.txt"}
+    assert folder_of(tmp_path) == {"results"}
+
+
+def fit_and_save_kind(path: Path, kind: str) -> None:
+    trainer = make_trainer(make_strategy("megatron_ddp", state_dict_type=kind), max_epochs=1)
+    trainer.fit(AwkwardModule(), loader())
+    trainer.save_checkpoint(path)
+
+
+def test_an_asynchronous_save_after_the_fit_is_there_when_it_returns(ranks: Ranks, tmp_path: Path) -> None:
+    """Nobody would wait for it, nor hear of its error."""
+    assert ranks.run(save_after_fit, tmp_path / "last.ckpt") == [True, True]
+
+
+def save_after_fit(path: Path) -> bool:
+    strategy = make_strategy("megatron_ddp", state_dict_type="sharded")
+    trainer = make_trainer(strategy, max_epochs=1, plugins=[AsyncCheckpointIO()])
+    trainer.fit(AwkwardModule(), loader())
+    trainer.save_checkpoint(path)
+    return is_directory_checkpoint(path)
+
+
+def fit_slowly_in_background(folder: Path) -> list[int]:
+    """How many complete checkpoints there are at the start of each batch, when saving takes longer than a batch."""
+    slow = _directories.save_directory
+
+    def save(*arguments: Any) -> None:
+        time.sleep(0.2)
+        slow(*arguments)
+
+    _directories.save_directory = save
+    try:
+        saver = ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=1, filename="{step}")
+        counts = Counts(folder)
+        fit(
+            "megatron_ddp",
+            callbacks=[saver, counts],
+            enable_checkpointing=True,
+            plugins=[AsyncCheckpointIO()],
+            **SHARDED,
+        )
+    finally:
+        _directories.save_directory = slow
+    return counts.found
+
+
+class Counts(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.found = folder, []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.found.append(sum(is_directory_checkpoint(path) for path in self.folder.glob("*.ckpt")))
+
+
+def test_there_is_a_complete_checkpoint_at_any_time_while_the_next_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    """ModelCheckpoint removes the old one as soon as it has asked for the new one."""
+    for found in ranks.run(fit_slowly_in_background, tmp_path / "run"):
+        assert set(found[3:]) == {1, 2} or set(found[3:]) == {1}
+    assert len(folder_of(tmp_path / "run")) == 1
+
+
+def test_remote_paths_are_refused(ranks: Ranks) -> None:
+    for message in ranks.run(save_remotely):
+        assert message.startswith("memory://run/last.ckpt: sharded checkpoints are written to local")
+
+
+def save_remotely() -> str:
+    with pytest.raises(ValueError, match="memory") as raised:
+        fit_and_save_kind("memory://run/last.ckpt", "sharded")  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_a_damaged_directory_is_refused_by_all_ranks(ranks: Ranks, tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "last.ckpt"
+    ranks.run(fit_and_save_kind, path, "sharded")
+    part = path / "__1_0.distcp"
+    if damage == "missing":
+        part.unlink()
+    else:
+        part.write_bytes(part.read_bytes()[:-100])
+    for message in ranks.run(resume_from_empty, str(path)):
+        assert message.startswith(f"{path} is not complete: __1_0.distcp is {damage}")
