@@ -41,6 +41,7 @@ from ._directories import (
     local_directory,
     part_of_rank,
 )
+from ._precision import TRAINS_NOTHING
 from ._world import checkpoint_collectives, engine_collectives
 from .core import (
     CheckpointError,
@@ -134,6 +135,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             if wrapped.module is module:
                 wrapped.close()
         wrapped = DistributedDataParallel(module, self.config, collectives=engine_collectives(self.root_device))
+        wrapped.register_forward_pre_hook(_check_that_it_trains)
         self._models.append(weakref.ref(wrapped))
         return wrapped
 
@@ -421,6 +423,12 @@ class BackwardSyncControl:
 
 def _unwrapped(module: Module) -> Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _check_that_it_trains(model: Module, _: Any) -> None:
+    assert isinstance(model, DistributedDataParallel)
+    if not model.is_closed and not model.has_optimizer and model.trains_nothing():
+        raise RuntimeError(TRAINS_NOTHING)
 
 
 def _is_as_wrapped(model: DistributedDataParallel) -> bool:

@@ -147,6 +147,13 @@ class HookWatch(TorchFunctionMode):
         )
 
 
+TRAINS_NOTHING = (
+    "gradients were reduced twice, and no optimizer that the strategy knows has stepped with them. After a "
+    "reduce-scatter .grad is None, so an optimizer that was made elsewhere finds nothing to do: return it from "
+    "configure_optimizers (in Fabric: give it to setup or setup_optimizers), or choose use_distributed_optimizer=False"
+)
+
+
 def is_compiled(model: Module) -> bool:
     """Whether torch.compile may trace any of it, which it would have to do again inside a mode."""
     return any(

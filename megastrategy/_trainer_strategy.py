@@ -41,7 +41,7 @@ from ._directories import (
     part_of_rank,
 )
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
-from ._precision import EnginePrecision, HookWatch, is_compiled, lend, take_back
+from ._precision import TRAINS_NOTHING, EnginePrecision, HookWatch, is_compiled, lend, take_back
 from ._signals import SignalAgreement
 from ._world import (
     agreement_collectives,
@@ -248,8 +248,10 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             self.model.watch_backward(closure_loss)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """In manual optimization the first two are watched for who reads ``.grad``, and the others if somebody did."""
+        """In manual optimization the first two are watched for who reads ``.grad``, and all if somebody did."""
         module, watch = self.lightning_module, self.hook_watch
+        if self._wrapped is not None and self._wrapped.trains_nothing():
+            raise RuntimeError(TRAINS_NOTHING)
         if (
             watch is None
             or module is None
@@ -283,19 +285,16 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         if not isinstance(model, DistributedDataParallel):
             raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
         by_param = dict(zip(model.params, model.grad_norms(norm_type), strict=True))
-        sharded, has_grad = (
-            model.layout.num_shards > 1,
-            dict(zip(model.params, model.grad_buffers.has_grad, strict=True)),
-        )
+        sharded = model.layout.num_shards > 1
+        has_grad = dict(zip(model.params, model.grad_buffers.has_grad, strict=True))
         found = {
             f"grad_{norm_type}_norm/{name}": by_param[param]
             for name, param in model.module.named_parameters()
             if param in by_param and (param.grad is not None or (sharded and has_grad[param]))
         }
         if found:
-            found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(
-                torch.stack(list(found.values())), norm_type
-            )
+            every = torch.stack(list(found.values()))
+            found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(every, norm_type)
         return {name: norm.to(torch.get_default_dtype()) for name, norm in found.items()}
 
     def on_validation_start(self) -> None:

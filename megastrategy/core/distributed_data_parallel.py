@@ -46,6 +46,7 @@ class DistributedDataParallel(nn.Module):
 
     Attributes:
         module: the wrapped module.
+        has_optimizer: whether a DistributedOptimizer was made for it.
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
 
     Raises:
@@ -87,6 +88,7 @@ class DistributedDataParallel(nn.Module):
         if self.layout.num_shards > 1:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
             self.param_gather = ParamGather(self.param_buffers, collectives, listener)
+        self.has_optimizer = False
         self.require_backward_grad_sync = True
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
         self.reducer = Reducer(
@@ -160,6 +162,13 @@ class DistributedDataParallel(nn.Module):
             self.param_buffers.extend(self.layout, self.params)
         self.reducer.extend(self.layout, self.params)
         self.emit(EventKind.LAYOUT_EXTENDED, known)
+
+    def trains_nothing(self) -> bool:
+        """Whether gradients were reduced and scattered twice while there is no DistributedOptimizer to step with them.
+
+        A plain optimizer would find every ``.grad`` None, and say nothing.
+        """
+        return not self.has_optimizer and self.layout.num_shards > 1 and max(self.reducer.num_reductions, default=0) > 1
 
     @property
     def microbatch(self) -> int:

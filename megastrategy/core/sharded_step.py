@@ -35,6 +35,7 @@ class ShardedStep:
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
         self.inner = optimizer
         self.model = model
+        model.has_optimizer = True
         self.sharded = self.layout.num_shards > 1
         self.shards: dict[int, ParamShard] = {}
         self._passing_through = False

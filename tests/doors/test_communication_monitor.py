@@ -462,6 +462,16 @@ def test_the_share_is_of_the_time_in_batches(ranks: Ranks) -> None:
         assert sum(batches_ms) <= (seconds - len(lines) * SLEEP_S) * 1e3
 
 
+def test_the_share_of_several_steps_is_of_all_their_batches(ranks: Ranks) -> None:
+    for lines, seconds in ranks.run(monitored_with_delays, {}, module=Sleeps, log_every_n_steps=2):
+        steps = [2, 1]
+        shares = [values["exposed_ms"] / values["exposed_share"] for _, values in lines]
+        batches_ms = [count * share for count, share in zip(steps, shares, strict=True)]
+        for (_, values), batch_ms, count in zip(lines, batches_ms, steps, strict=True):
+            assert batch_ms >= count * (values["exposed_ms"] + SLEEP_S * 1e3)
+        assert sum(batches_ms) <= (seconds - sum(steps) * SLEEP_S) * 1e3
+
+
 SLEEP_S = 0.1
 
 

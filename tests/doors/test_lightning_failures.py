@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn import functional as F
 
+from megastrategy import MegatronDDPStrategy
 from megastrategy._waiting import WaitsInVain
 from megastrategy.core.errors import CollectiveError
 
@@ -136,6 +138,19 @@ def test_a_checkpoint_on_exception_is_whole_when_one_rank_alone_raises(ranks: Ra
 def fit_saving_alone(directory: Path) -> None:
     with short_grace():
         fit_saving_on_exception("forward", 1, True, directory)
+
+
+def test_with_all_reduce_rank_0_saves_though_nobody_else_comes(ranks: Ranks, tmp_path: Path) -> None:
+    """It has everything; the others are still waiting when its patience ends."""
+    ranks.outcomes(fit_saving_impatiently, tmp_path / "run")
+    [path] = (tmp_path / "run").glob("*.ckpt")
+    assert torch.load(path, weights_only=True)["global_step"] == BATCH
+
+
+def fit_saving_impatiently(directory: Path) -> None:
+    MegatronDDPStrategy.patience = timedelta(seconds=1)  # this process ends with the exception
+    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
+    fit_raising("forward", 0, False, (checkpoint,))
 
 
 @contextlib.contextmanager

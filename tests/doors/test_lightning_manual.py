@@ -210,6 +210,35 @@ def test_an_optimizer_that_is_assigned_in_mid_training_trains(ranks: Ranks, shar
         assert_same_tensors(mine.weights, expected.weights)
 
 
+class StepsAnOptimizerOfItsOwn(Manual):
+    """Which ``configure_optimizers`` does not return."""
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+    def on_fit_start(self) -> None:
+        self.own = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.own.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.own.step()
+
+
+def test_an_optimizer_that_the_strategy_does_not_know_trains_or_is_refused(ranks: Ranks) -> None:
+    for message in ranks.run(fit_in_vain):
+        assert message.startswith("gradients were reduced twice, and no optimizer that the strategy knows has stepped")
+    replicated = {"use_distributed_optimizer": False}
+    ours = ranks.run(fit_manual, "megatron_ddp", StepsAnOptimizerOfItsOwn, replicated)
+    assert_same_tensors(ours[0].weights, ranks.run(fit_manual, "ddp", StepsAnOptimizerOfItsOwn)[0].weights)
+
+
+def fit_in_vain() -> str:
+    with pytest.raises(RuntimeError, match="no optimizer") as raised:
+        fit_manual("megatron_ddp", StepsAnOptimizerOfItsOwn)
+    return str(raised.value)
+
+
 class SkipsABackward(Manual):
     """On rank 1 in batch 3, and steps all the same."""
 
