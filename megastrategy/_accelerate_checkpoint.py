@@ -47,9 +47,11 @@ def load_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | N
                 item.load_main_params(saved[number])
 
 
-def params_in(model: Module) -> set[str]:
-    """The names in its ``state_dict`` under which every rank has the same: those of parameters, and not of buffers."""
-    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+def part_of_process(state: dict[str, Any], model: Module, is_main: bool) -> dict[str, Any]:
+    """What a rank writes of a model's state: parameters, of which all ranks have the same, and on the main process all
+    the rest, like BatchNorm's statistics, as under torch DDP."""
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in state.items() if is_main or name in params}
 
 
 def is_sharded(folder: Path) -> bool:

@@ -59,11 +59,10 @@ def local_directory(path: str | Path) -> Path:
     return local
 
 
-def part_of_rank(state: Mapping[str, Any], module: Module, rank: int) -> dict[str, Any]:
-    """What a rank contributes of a module's state: its parameters, which are equal on all ranks. All else (buffers,
-    which may differ) is rank 0's, as under torch DDP."""
+def of_rank_zero(key: str, state: Mapping[str, Any], module: Module) -> set[tuple[str, str]]:
+    """What in a module's state is rank 0's, as under torch DDP: all but the parameters, equal on all ranks."""
     params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in state.items() if rank == 0 or name in params}
+    return {(key, name) for name in state if name not in params}
 
 
 class OptimizerInDirectory(NamedTuple):
@@ -80,7 +79,15 @@ class DirectorySaver:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
-    def save(self, state: dict[str, Any], extra: dict[str, Any], path: Path, *, in_background: bool = False) -> None:
+    def save(
+        self,
+        state: dict[str, Any],
+        extra: dict[str, Any],
+        path: Path,
+        rank_zeros: set[tuple[str, str]],
+        *,
+        in_background: bool = False,
+    ) -> None:
         """Collective. In the background the state is copied to host memory first, and training may change it.
 
         Raises:
@@ -92,11 +99,12 @@ class DirectorySaver:
             with contextlib.suppress(OSError):  # which the save will meet, and tell all ranks of
                 path.parent.mkdir(parents=True, exist_ok=True)  # at once: callbacks put links beside it
         if not in_background:
-            save_directory(state, extra, path, collectives)
+            save_directory(state, extra, path, collectives, rank_zeros)
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megastrategy-checkpoint")
-        self._pending = self._executor.submit(save_directory, to_host(state), to_host(extra), path, collectives)
+        copies = to_host(state), to_host(extra)
+        self._pending = self._executor.submit(save_directory, *copies, path, collectives, rank_zeros)
 
     def then(self, action: Callable[[], None]) -> None:
         """Does something when the save in the background is complete: to remove what it replaces, for one."""

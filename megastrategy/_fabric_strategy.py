@@ -39,7 +39,7 @@ from ._directories import (
     check_state_dict_type,
     load_extra,
     local_directory,
-    part_of_rank,
+    of_rank_zero,
 )
 from ._precision import TRAINS_NOTHING
 from ._world import checkpoint_collectives, engine_collectives
@@ -305,6 +305,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
     ) -> None:
         written, extra = {}, {}
+        rank_zeros: set[tuple[str, str]] = set()
         for key, given in state.items():
             value: Any = self._distributed(given)
             keeps = filter.get(key, lambda name, item: True)
@@ -312,12 +313,12 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 sharded = isinstance(value, DistributedOptimizer)
                 saved = value.sharded_state_dict() if sharded else self.get_module_state_dict(value)
                 if not sharded:
-                    saved = part_of_rank(saved, _unwrapped(given), self.global_rank)
+                    rank_zeros |= of_rank_zero(key, saved, _unwrapped(given))
                 written[key] = {name: item for name, item in saved.items() if keeps(name, item)}
                 continue
             saved = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
             extra[key] = {k: v for k, v in saved.items() if keeps(k, v)} if isinstance(saved, dict) else saved
-        save_directory(written, extra, path, checkpoint_collectives())
+        save_directory(written, extra, path, checkpoint_collectives(), rank_zeros)
 
     def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:
         """What is in the directory, whole; the states of optimizers in ``state`` are left there, to be read in part."""

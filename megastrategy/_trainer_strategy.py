@@ -38,7 +38,7 @@ from ._directories import (
     load_optimizers,
     load_trainer_directory,
     local_directory,
-    part_of_rank,
+    of_rank_zero,
 )
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import TRAINS_NOTHING, EnginePrecision, HookWatch, is_compiled, lend, take_back
@@ -250,14 +250,11 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """In manual optimization the first two are watched for who reads ``.grad``, and all if somebody did."""
         module, watch = self.lightning_module, self.hook_watch
+        if watch is None or module is None or module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
         if self._wrapped is not None and self._wrapped.trains_nothing():
             raise RuntimeError(TRAINS_NOTHING)
-        if (
-            watch is None
-            or module is None
-            or module.automatic_optimization
-            or not (watch.found or self._num_watched < 2)
-        ):
+        if self._num_watched >= 2 and not watch.found:
             return super().training_step(*args, **kwargs)
         self._num_watched += 1
         with contextlib.nullcontext() if is_compiled(module) else watch:
@@ -426,12 +423,12 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
                 f"{type(self._checkpoint_io).__name__}: leave it out, or choose state_dict_type='full'"
             )
         assert self.lightning_module is not None
-        weights = part_of_rank(checkpoint.pop("state_dict"), self.lightning_module, self.global_rank)
-        states = checkpoint.pop("optimizer_states", [])
+        weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
+        rank_zeros = of_rank_zero("model", weights, self.lightning_module)
         path = local_directory(self.broadcast(filepath))
         in_background &= self.model is self._wrapped  # after the fit nobody would wait for it
-        self._directory_saver.save(state, checkpoint, path, in_background=in_background)
+        self._directory_saver.save(state, checkpoint, path, rank_zeros, in_background=in_background)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Not before what replaces it is complete."""

@@ -325,17 +325,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def _save_sharded(self, *args: Any, **kwargs: Any) -> Path:
         models, hooks = self._models, self._save_model_state_pre_hook
-        weights: list[dict[str, Any]] = [model.state_dict() for model in models]
-        alike = {id(state): checkpoint.params_in(model) for state, model in zip(weights, models, strict=True)}
+        states: list[dict[str, Any]] = [model.state_dict() for model in models]
+        weights = list(states)
         with self._set_aside(hooks):
             location = Path(super().save_state(*args, **kwargs))
         for hook in hooks.values():
-            hook(models, weights, str(location))
-        if not self.is_main_process:  # whose module buffers are saved, as under torch DDP
-            weights = [
-                {name: value for name, value in state.items() if name in alike.get(id(state), state)}
-                for state in weights
-            ]
+            hook(models, weights, str(location))  # which may take out what it saves itself
+        own = {
+            id(state): checkpoint.part_of_process(state, model, self.is_main_process)
+            for state, model in zip(states, models, strict=True)
+        }
+        weights = [own.get(id(state), state) for state in weights]
         optimizers = [known for item in self._optimizers if (known := _sharded_inside(item)) is not None]
         checkpoint.save_sharded(location, weights, optimizers, checkpoint_collectives())
         self.wait_for_everyone()

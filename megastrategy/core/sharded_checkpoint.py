@@ -14,7 +14,7 @@ import os
 import shutil
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,13 @@ def to_host(state: Any) -> Any:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save_directory(state: dict[str, Any], extra: dict[str, Any], path: Path, collectives: Collectives) -> None:
+def save_directory(
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    path: Path,
+    collectives: Collectives,
+    of_rank_zero: Collection[tuple[str, str]] = (),
+) -> None:
     """Writes every rank's part of ``state`` and rank 0's ``extra`` into a directory, which is complete or not there.
 
     It is made beside ``path``, as ``.NAME.incomplete``, and moved into place when everything is on the disk. What was
@@ -116,11 +122,22 @@ def save_directory(state: dict[str, Any], extra: dict[str, Any], path: Path, col
         extra: plain types and tensors, saved by rank 0.
         path: of the directory; the same on all ranks, on a file system that all share.
         collectives: over the ranks, on a gloo group that torch.distributed knows and nobody else uses meanwhile.
+        of_rank_zero: the (key, name) of what ranks need not have in common, like a module's buffers; of the rest it
+            does not matter who writes it.
 
     Raises:
         CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
     """
-    from torch.distributed.checkpoint import api, filesystem, state_dict_saver
+    from torch.distributed.checkpoint import api, default_planner, filesystem, state_dict_saver
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    class Planner(default_planner.DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            plan = super().create_local_plan()
+            left_out = {name for name, place in self.mappings.items() if tuple(place[:2]) in of_rank_zero}
+            if collectives.rank != 0:
+                plan.items[:] = [item for item in plan.items if item.index.fqn not in left_out]
+            return plan
 
     staged = path.with_name(f".{path.name}.incomplete")
     with _on_rank_zero(path, collectives) as is_rank_zero:
