@@ -35,6 +35,11 @@ StateDictType = Literal["full", "sharded"]
 """One file, as "ddp" writes it, or a directory that every rank writes its part of."""
 
 
+NOT_TENSORS = "megatron_ddp_model_not_tensors"
+"""In ``meta.pt``: what a module's state has besides tensors (``_extra_state``), which the format of directories would
+flatten: empty dictionaries are lost in it, and keys become strings."""
+
+
 def check_state_dict_type(value: str) -> None:
     """Raises ValueError for what is no kind of checkpoint."""
     if value not in get_args(StateDictType):
@@ -160,7 +165,7 @@ def load_trainer_directory(path: Path, weights_only: bool | None) -> dict[str, A
         CheckpointError: as :func:`load_extra`.
     """
     checkpoint = load_extra(path, weights_only)
-    checkpoint["state_dict"] = read_directory(path, "model")
+    checkpoint["state_dict"] = read_directory(path, "model") | checkpoint.pop(NOT_TENSORS, {})
     optimizers = [key for key in directory_keys(path) if key.startswith("optimizer_")]
     if optimizers or "lr_schedulers" in checkpoint:  # a module without optimizers has none; weights alone no schedulers
         checkpoint["optimizer_states"] = [

@@ -181,6 +181,14 @@ def load_own_state(
         own_groups.append({**saved, "params": list(range(first, count))})
     with groups_of_shards():
         optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+        # torch casts state to the parameter's dtype; that of a frozen 16-bit weight is of its main param, to which it
+        # comes when the parameter is unfrozen
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, values in state.items():
+            for key, value in values.items():
+                kept = optimizer.state[stepped[number]][key]
+                if isinstance(value, Tensor) and kept.dtype != value.dtype:
+                    optimizer.state[stepped[number]][key] = value.to(kept.device)
 
 
 def _gather_bucket(

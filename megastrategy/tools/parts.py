@@ -77,17 +77,36 @@ def read_file(path: Path, trust: bool = False) -> Parts:
         return Parts(path, "file", "other", models={"": content})
     if _is_optimizer_state(content):
         return Parts(path, "file", "other", optimizers={"": dict(content)})
-    extra = {str(key): value for key, value in content.items()}
-    if _TRAINER_MARK in extra:
-        states = extra.pop("optimizer_states", [])
-        parts = Parts(path, "file", "Trainer", models={"model": extra.pop("state_dict", {})}, extra=extra)
-        parts.optimizers = {f"optimizer_{number}": state for number, state in enumerate(states)}
-        main_params = enumerate(extra.pop(MAIN_PARAMS_KEY, []))
-        parts.main_params = {f"optimizer_{number}": params for number, params in main_params if params}
-        return parts
-    parts = Parts(path, "file", "other", main_params=extra.pop(MAIN_PARAMS_KEY, {}))
-    _sort_out(parts, extra)
+    parts = _parts_of(path, {str(key): value for key, value in content.items()})
+    for key, state in parts.optimizers.items():
+        if not _is_whole_optimizer_state(state):
+            raise CheckpointError(f"{path}: {key} is no state of an optimizer, of parameter groups and their state")
     return parts
+
+
+def _parts_of(path: Path, extra: dict[str, Any]) -> Parts:
+    if _TRAINER_MARK not in extra:
+        parts = Parts(path, "file", "other", main_params=extra.pop(MAIN_PARAMS_KEY, {}))
+        _sort_out(parts, extra)
+        return parts
+    states, weights = extra.pop("optimizer_states", []), extra.pop("state_dict", {})
+    if not isinstance(states, list) or not isinstance(weights, Mapping):
+        raise CheckpointError(f"{path}: a Trainer's file has a list of optimizer states and a dictionary of weights")
+    parts = Parts(path, "file", "Trainer", models={"model": weights}, extra=extra)
+    parts.optimizers = {f"optimizer_{number}": state for number, state in enumerate(states)}
+    main_params = enumerate(extra.pop(MAIN_PARAMS_KEY, []))
+    parts.main_params = {f"optimizer_{number}": params for number, params in main_params if params}
+    return parts
+
+
+def _is_whole_optimizer_state(value: Any) -> bool:
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    return (
+        isinstance(groups, list)
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+        and isinstance(value.get("state"), Mapping)
+        and all(isinstance(values, Mapping) for values in value["state"].values())
+    )
 
 
 def content_of_file(parts: Parts) -> dict[str, Any]:

@@ -409,3 +409,30 @@ def test_a_damaged_directory_is_refused_by_all_ranks(ranks: Ranks, tmp_path: Pat
         part.write_bytes(part.read_bytes()[:-100])
     for message in ranks.run(resume_from_empty, str(path)):
         assert message.startswith(f"{path} is not complete: __1_0.distcp is {damage}")
+
+
+class WithExtraState(AwkwardModule):
+    """Keeps something that is no tensor in its state_dict."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return {"empty": {}, 1: "one", "list": [1, {}], "batches": len(self.losses)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_extra_state_comes_back_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    for extra in ranks.run(fit_with_extra_state, tmp_path / "last.ckpt"):
+        assert extra == {"empty": {}, 1: "one", "list": [1, {}], "batches": BATCHES_PER_EPOCH}
+
+
+def fit_with_extra_state(path: Path) -> Any:
+    strategy_options = {"state_dict_type": "sharded"}
+    trainer = make_trainer(make_strategy("megatron_ddp", **strategy_options), max_epochs=1)
+    trainer.fit(WithExtraState(), loader())
+    trainer.save_checkpoint(path)
+    module = WithExtraState()
+    make_trainer(make_strategy("megatron_ddp", **strategy_options)).fit(module, loader(), ckpt_path=str(path))
+    return module.extra

@@ -284,6 +284,28 @@ def test_promises_about_unused_parameters_are_of_those_that_require_gradients(op
     run_ranks(2, rank_main)
 
 
+def test_state_of_a_frozen_bf16_parameter_is_loaded_as_it_was_saved() -> None:
+    """torch casts it to the weight's dtype, in which it would be rounded, and no state of a main param."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = four_layers(torch.bfloat16)
+        before = Ours(module, adam(module.parameters()), group, SMALL_BUCKETS)
+        before.model(batch(rank, 0).bfloat16()).float().square().mean().backward()
+        before.optimizer.step()
+        [state, *_] = before.model.collectives.all_gather_objects(before.optimizer.state_dict(), torch.device("cpu"))
+        frozen = four_layers(torch.bfloat16)
+        frozen[0].requires_grad_(False)
+        after = Ours(frozen, adam(frozen.parameters()), group, SMALL_BUCKETS)
+        after.optimizer.load_state_dict(state)
+        [again, *_] = after.model.collectives.all_gather_objects(after.optimizer.state_dict(), torch.device("cpu"))
+        assert_same_state(again, state)
+        frozen[0].requires_grad_(True)
+        after.model(batch(rank, 1).bfloat16()).float().square().mean().backward()
+        after.optimizer.step()
+
+    run_ranks(2, run)
+
+
 def test_all_parameters_may_be_frozen_at_first() -> None:
     def rank_main(rank: int, group: ProcessGroup) -> Tensor:
         module = four_layers().requires_grad_(False)

@@ -168,3 +168,19 @@ def test_the_users_code_is_found_in_the_working_directory(
     succeeds("convert", file.path, "sharded.ckpt", "--module", "my_project:LitModel")
     assert names_from(tmp_path / "sharded.ckpt") == names_from(directory.path)
     assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"optimizer_states": None}, "a Trainer's file has a list of optimizer states"),
+        ({"optimizer_states": [7]}, "optimizer_0 is no state of an optimizer"),
+        ({"optimizer_states": [{"state": None, "param_groups": []}]}, "optimizer_0 is no state of an optimizer"),
+        ({"optimizer_states": [{"state": {}, "param_groups": [{"lr": 1.0}]}]}, "optimizer_0 is no state"),
+        ({"state_dict": [1, 2]}, "a Trainer's file has"),
+    ],
+)
+def test_foreign_content_is_refused_in_one_line(tmp_path: Path, content: dict[str, Any], message: str) -> None:
+    path = tmp_path / "foreign.ckpt"
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": {}, **content}, path)
+    assert message in fails("inspect", path)
