@@ -426,7 +426,8 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         assert self.lightning_module is not None
         weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
-        checkpoint[NOT_TENSORS] = {name: item for name, item in weights.items() if not isinstance(item, Tensor)}
+        if others := {name: item for name, item in weights.items() if not isinstance(item, Tensor)}:
+            checkpoint[NOT_TENSORS] = others
         rank_zeros = of_rank_zero("model", weights, self.lightning_module)
         path = local_directory(self.broadcast(filepath))
         in_background &= self.model is self._wrapped  # after the fit nobody would wait for it

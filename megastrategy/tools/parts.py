@@ -79,7 +79,7 @@ def read_file(path: Path, trust: bool = False) -> Parts:
         return Parts(path, "file", "other", optimizers={"": dict(content)})
     parts = _parts_of(path, {str(key): value for key, value in content.items()})
     for key, state in parts.optimizers.items():
-        if not _is_whole_optimizer_state(state):
+        if state != {} and not _is_whole_optimizer_state(state):  # of a module without optimizers it is empty
             raise CheckpointError(f"{path}: {key} is no state of an optimizer, of parameter groups and their state")
     return parts
 
