@@ -6,7 +6,9 @@ from __future__ import annotations
 import collections
 import gc
 import threading
+import time
 import traceback
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
@@ -40,6 +42,17 @@ class RankError(AssertionError):
     """What went wrong, by rank."""
 
 
+def _collect(alive: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Collects garbage until the object is gone. Once may not do: while another thread collects (one of its finalizers
+    may let go of the GIL), ``gc.collect()`` returns at once; and a collective that is still going on holds its group.
+    """
+    deadline = time.monotonic() + timeout_s
+    gc.collect()
+    while alive() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
+
+
 def run_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: float = 30.0) -> list[T]:
     """``run(rank, group)`` on ``size`` threads; the results by rank, or a RankError with every rank's traceback."""
     outcomes = try_ranks(size, run, timeout_s=timeout_s)
@@ -69,8 +82,8 @@ def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
             while seen is not None:  # frames hold the group
                 traceback.clear_frames(seen.__traceback__)
                 seen = seen.__cause__ or seen.__context__
-            group = None
-            gc.collect()
+            alive, group = weakref.ref(group) if group is not None else (lambda: None), None
+            _collect(alive)
             outcomes[rank] = error
 
     threads = [threading.Thread(target=target, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
