@@ -14,6 +14,7 @@ import pickle
 import queue
 import secrets
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -32,7 +33,13 @@ BROADCAST_CHUNK_BYTES = 64 * 2**20
 
 
 class Handle(ABC):
-    """A started collective."""
+    """A started collective.
+
+    Attributes:
+        ran_ns: after :meth:`wait`, when it began and ended (``time.perf_counter_ns()``), where that is known (gloo).
+    """
+
+    ran_ns: tuple[int, int] | None = None
 
     @abstractmethod
     def wait(self) -> None:
@@ -368,14 +375,14 @@ class _WorkHandle(Handle):
 class _FutureHandle(Handle):
     _GLANCE_S = 1.0
 
-    def __init__(self, what: str, future: Future[None], collectives: GlooCollectives, number: int) -> None:
+    def __init__(self, what: str, future: Future[tuple[int, int]], collectives: GlooCollectives, number: int) -> None:
         self._what, self._future, self._collectives, self._number = what, future, collectives, number
 
     def wait(self) -> None:
         try:
             while not (self._future.done() or concurrent.futures.wait([self._future], self._GLANCE_S).done):
                 self._collectives.glance(self._what, self._number)
-            self._future.result()
+            self.ran_ns = self._future.result()
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -388,12 +395,13 @@ class _Worker:
     _CLOSE_TIMEOUT_S = 5.0
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[None], Callable[[], object]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[tuple[int, int]], Callable[[], object]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="megastrategy-gloo", daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[], object]) -> Future[None]:
-        future: Future[None] = Future()
+    def submit(self, run: Callable[[], object]) -> Future[tuple[int, int]]:
+        """When it began and ended, once it has."""
+        future: Future[tuple[int, int]] = Future()
         self._jobs.put((future, run))
         return future
 
@@ -411,13 +419,14 @@ class _Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             future, run = job
+            begun_ns = time.perf_counter_ns()
             try:
                 with torch.no_grad():
                     run()
             except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result((begun_ns, time.perf_counter_ns()))
             del future, run, job  # a thread that waits for work keeps no tensor alive
 
 

@@ -37,6 +37,13 @@ class DistributedDataParallelConfig:
     """Reduce-scatter the gradients and shard the optimizer over the ranks; off: all-reduce, and every rank steps the
     whole model, as torch DDP does (for optimizers that cannot be sharded, and for code that reads ``.grad``)."""
 
+    overlap_param_gather: bool | str = "step"
+    """When updated parameters are gathered (only with ``use_distributed_optimizer``). ``"step"``: each bucket as soon
+    as this rank has stepped its part, while the next is stepped; all are there when ``step()`` returns. ``"forward"``
+    (or True, as Megatron-LM means it): ``step()`` returns at once, and a parameter is waited for when it is first read,
+    by its module's forward or by anybody else; ``DistributedDataParallel.finish_param_gather`` says what cannot wait by
+    itself. False: after the step, and waited for. ``"step"`` is the default since nobody can tell it from False."""
+
     use_contiguous_buffers: bool = True
     """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to
     autograd and flattens one bucket at a time after backward (needs ``use_distributed_optimizer=False`` and
@@ -62,8 +69,13 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name != "bucket_size" and not isinstance(value, bool):
+            if field.name == "overlap_param_gather":
+                if not isinstance(value, bool) and value not in ("step", "forward"):
+                    raise ValueError(f"{field.name}={value!r}: expected 'step', 'forward' or False")
+            elif field.name != "bucket_size" and not isinstance(value, bool):
                 raise ValueError(f"{field.name}={value!r}: expected True or False")
+        if self.overlap_param_gather is True:
+            object.__setattr__(self, "overlap_param_gather", "forward")
         size = self.bucket_size
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size <= 0):
             raise ValueError(

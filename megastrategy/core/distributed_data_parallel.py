@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ class DistributedDataParallel(nn.Module):
             self.grad_buffers = FlattenedGradBuffers(self.layout, self.params, self.device)
         if self.layout.num_shards > 1:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
-            self.param_gather = ParamGather(self.param_buffers, collectives, listener)
+            self.param_gather = ParamGather(self.param_buffers, collectives, module, listener)
         self.has_optimizer = False
         self.require_backward_grad_sync = True
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
@@ -112,9 +112,12 @@ class DistributedDataParallel(nn.Module):
             if self.training and training:
                 self.check_open()
             return self.module(*args, **kwargs)
+        self.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             self.reducer.before_forward()
             self._check_params()
+        if self.param_buffers is not None:
+            self.param_gather.before_forward()
         if self._buffers_differ and self.config.broadcast_buffers:
             self.collectives.broadcast_all(list(self.module.buffers()))
         outputs = self.module(*args, **kwargs)
@@ -122,6 +125,7 @@ class DistributedDataParallel(nn.Module):
         self._buffers_differ = training and sync
         if training:
             self.reducer.after_forward(outputs, sync)
+        self.emit(EventKind.FORWARD_END, int(training))
         return outputs
 
     @contextlib.contextmanager
@@ -134,6 +138,14 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: torch DDP's way to train on with the ranks that have batches left."""
+        raise NotImplementedError(_NO_JOIN.format("join"))
+
+    def join_hook(self, **_: Any) -> NoReturn:
+        """What ``torch.distributed.algorithms.Join`` asks for; refused as :meth:`join` is."""
+        raise NotImplementedError(_NO_JOIN.format("join_hook"))
+
     def watch_backward(self, outputs: Any) -> None:
         """Tells the engine that a backward may start from these tensors, where they are not what ``forward`` returns.
 
@@ -141,6 +153,18 @@ class DistributedDataParallel(nn.Module):
         """
         self.check_open()
         self.reducer.watch(outputs)
+
+    def finish_param_gather(self) -> None:
+        """Waits for the parameters that the last step left on their way, with ``overlap_param_gather="forward"``.
+
+        Whoever reads a parameter waits for it anyhow. What cannot is code that has its memory by other means: a view
+        or detached tensor taken before the step, torch.func's transforms, torch.jit. Call this before such code.
+
+        Raises:
+            CollectiveError: if a gather failed, most often because another rank ended.
+        """
+        if self.param_buffers is not None:
+            self.param_gather.finish()
 
     def include_trainable(self) -> None:
         """Takes in the parameters that require gradients now and did not before, so that they are synchronised.
@@ -274,15 +298,18 @@ class DistributedDataParallel(nn.Module):
         if not hasattr(self, "reducer"):
             return  # a copy, which never had an engine
         self.is_closed = True
-        self.reducer.close()
-        self.grad_buffers.close()
-        if self.param_buffers is not None:
-            self.param_buffers.restore()
-            self.param_buffers = None
-        self.collectives.close()
-        if self._own_group is not None:
-            destroy_group(self._own_group)
-            self._own_group = None
+        try:
+            self.finish_param_gather()
+        finally:
+            self.reducer.close()
+            self.grad_buffers.close()
+            if self.param_buffers is not None:
+                self.param_buffers.restore()
+                self.param_buffers = None
+            self.collectives.close()
+            if self._own_group is not None:
+                destroy_group(self._own_group)
+                self._own_group = None
 
     def _plan(self) -> BufferLayout:
         """Adds what is trainable and not known yet to ``params``, and lays it out; all ranks agree on it."""
@@ -326,6 +353,13 @@ class DistributedDataParallel(nn.Module):
                 )
         return [holders[id(param)] for param in self.params]
 
+
+_NO_JOIN = (
+    "{}() belongs to torch DDP, whose ranks may run out of batches one by one. Here every rank takes part in every "
+    "reduction, and steps its shard for the others. Give all ranks the same number of batches (DistributedSampler "
+    "repeats samples, or with drop_last=True leaves some out), or let a rank that has none left run its backward on "
+    "loss * 0.0"
+)
 
 _ENGINE = (
     "collectives",

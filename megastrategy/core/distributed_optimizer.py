@@ -116,6 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The user's optimizer's state, keyed by this rank's shards."""
+        self._impl.split_state()
         return self._impl.inner.state
 
     @property
@@ -226,7 +227,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         if not impl.has_shards:
             return impl.inner.state_dict()
-        impl.follow_model()
+        impl.split_state()
         if impl.sharded:
             impl.model.collectives.require_all_ranks("state_dict() of a sharded optimizer")
         return gather_state_dict(
@@ -239,7 +240,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not impl.has_shards:
             impl.inner.load_state_dict(state_dict)
             return
-        impl.follow_model()
+        impl.split_state(replace=True)
         load_full_state_dict(impl.inner, state_dict, impl.index_by_id, impl.shards, impl.layout, impl.groups_of_shards)
 
     def main_params(self) -> dict[str, Tensor]:
@@ -264,7 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensors are the optimizer's own.
         """
         impl = self._impl
-        impl.follow_model()
+        impl.split_state()
         stepped = impl.stepped_tensor if impl.has_shards else lambda param: param
         return sharded_state_dict(impl.inner, impl.names_by_id(), stepped, impl.index_by_id, impl.shards, impl.layout)
 
@@ -295,6 +296,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return {name: value.local if isinstance(value, FlatShard) else value for name, value in values.items()}
 
         def apply() -> None:
+            impl.split_state(replace=True)
             groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
             index_by_id = impl.index_by_id if impl.has_shards else {}
             load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)

@@ -8,6 +8,7 @@ looks at norms, rows or matrices (LAMB, Adafactor, Muon, Shampoo).
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
 from typing import Any
 
@@ -45,7 +46,8 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, 
                 piece = flat[a:b]
                 _step_on(_double(optimizer, group, [piece]), piece, [grad.reshape(-1)[a:b] for grad in grads])
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-            return f"a trial step of parameter group {number} on flat tensors raised {type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}".rstrip(".")
+            return f"a trial step of parameter group {number} on flat tensors raised {said}"
         moved, difference = (whole - start).abs().reshape(-1), (whole.reshape(-1) - flat).abs()
         if not bool(moved.any()):
             return f"trial steps of parameter group {number} moved nothing, so they tell nothing"
@@ -57,6 +59,58 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, 
                 f"{moved.max().item():.3g})"
             )
     return None
+
+
+def steps_in_parts(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a step may be several calls, each with some of the tensors in the groups: tried on copies, to the bit.
+
+    Not if the optimizer keeps anything but state of tensors: a count of its calls, in itself or in a group.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for group in optimizer.param_groups:
+        starts = [torch.randn(_SHAPE, generator=generator).to(device, dtype) for _ in range(2)]
+        grads = [[torch.randn(_SHAPE, generator=generator).to(device, dtype) for _ in range(2)] for _ in range(_STEPS)]
+        together, apart = ([start.clone() for start in starts] for _ in range(2))
+        try:
+            at_once, in_parts = _double(optimizer, group, together), _double(optimizer, group, apart)
+            before = _values_of(in_parts)
+            for step_grads in grads:
+                for params in (together, apart):
+                    for param, grad in zip(params, step_grads, strict=True):
+                        param.grad = grad.clone()
+                at_once.step()
+                for param in apart:
+                    in_parts.param_groups[0]["params"] = [param]
+                    in_parts.step()
+            after = _values_of(in_parts)
+        except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
+            return False
+        same_values = before.keys() == after.keys() and all(equal(before[name], after[name]) for name in before)
+        if not same_values or not all(map(torch.equal, together, apart)):
+            return False
+    return True
+
+
+def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What it keeps beside the state of tensors, as it is now."""
+    own = {name: value for name, value in optimizer.__dict__.items() if name not in ("state", "param_groups")}
+    (group,) = optimizer.param_groups
+    options = {f"param_groups.{name}": value for name, value in group.items() if name != "params"}
+    copies: dict[str, Any] = {}
+    for name, value in {**own, **options}.items():
+        is_container = isinstance(value, dict | list | set)
+        copies[name] = value.clone() if isinstance(value, Tensor) else copy.copy(value) if is_container else value
+    return copies
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values of an optimizer's state or options are alike; what cannot be compared is not."""
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    try:
+        return bool(a is b or a == b)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:

@@ -14,6 +14,13 @@ from collections.abc import Callable, Sequence
 class EventKind(enum.Enum):
     """What happened. ``index`` of the event is a parameter's or a bucket's, as said here."""
 
+    FORWARD_START = "forward_start"
+    """A forward of the wrapped module starts; index 1 if gradients are enabled, else 0. One that raises has no end."""
+    FORWARD_END = "forward_end"
+    """It ended (index as for FORWARD_START)."""
+    BACKWARD_START = "backward_start"
+    """A backward has reached an output of the forward, or the first gradient if it does not start from one (index: 0).
+    One that raises has no end."""
     GRAD_READY = "grad_ready"
     """A parameter's gradient was accumulated (index: parameter)."""
     REDUCE_START = "reduce_start"
@@ -40,11 +47,16 @@ class EventKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One event: its kind, the index of what it concerns, and ``time.perf_counter_ns()`` at that moment."""
+    """One event: its kind, the index of what it concerns, and ``time.perf_counter_ns()`` at that moment.
+
+    ``ran_ns`` of a REDUCE_END or GATHER_END is when the collective began and ended, by the same clock, where that is
+    known (gloo): waiting may start long after its end.
+    """
 
     kind: EventKind
     index: int
     time_ns: int = dataclasses.field(default_factory=time.perf_counter_ns)
+    ran_ns: tuple[int, int] | None = None
 
 
 Listener = Callable[[Event], None]

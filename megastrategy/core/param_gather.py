@@ -1,41 +1,188 @@
-"""After the step every rank holds new weights for its own shards only; this brings every rank all of them."""
+"""After the step every rank holds new weights for its own shards only; this brings every rank all of them.
+
+[Note: parameters that are waited for when they are read]
+With ``overlap_param_gather="forward"`` the gathers go on while user code does. Until a bucket is there, its parameters
+are instances of a subclass of their class, whose ``__torch_function__`` waits for the bucket, makes plain parameters of
+them again, and does what was asked for. So whoever reads a parameter first waits, be it in a module's forward, in
+``state_dict``, ``deepcopy`` or an averaging callback; nobody who reads it later notices anything. It is how torch's own
+lazy modules turn into plain ones (``UninitializedParameter`` changes its class). Code that takes tensors without asking
+them (an extension's kernel) is served by a hook on the modules that hold the parameters, which stands as long.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from .buffers import ParamBuffers
-from .collectives import Collectives
+from .collectives import Collectives, Handle
 from .events import Event, EventKind, Listener
 
 
 class ParamGather:
-    """All-gathers the parameter buckets, in place in ``buffers`` (which belong to the wrapped model)."""
+    """All-gathers the parameter buckets, in place in ``buffers`` (which belong to the wrapped model).
 
-    def __init__(self, buffers: ParamBuffers, collectives: Collectives, listener: Listener | None = None) -> None:
+    Args:
+        buffers: the parameters.
+        collectives: how buckets are sent.
+        module: the wrapped module.
+        listener: gets every event, or None.
+    """
+
+    def __init__(
+        self, buffers: ParamBuffers, collectives: Collectives, module: nn.Module, listener: Listener | None = None
+    ) -> None:
         self._buffers = buffers
         self._collectives = collectives
+        self._module = module
         self._listener = listener
+        self._handles: dict[int, Handle] = {}  # by bucket, in the order of their start
+        self._bucket_of: dict[int, int] = {}  # by id, the bucket of each parameter that is still to come
+        self._classes: dict[type[Parameter], type[Parameter]] = {}
+        self._hooks: dict[int, RemovableHandle] = {}  # by id of the module
+        self._holders: dict[int, list[nn.Module]] = {}  # by bucket
+        self._num_held = -1  # parameters, when the holders were found
 
-    def gather(self, buckets: Collection[int]) -> None:
-        """Gathers these buckets and returns when their parameters are whole. Collective: the same buckets on every
-        rank.
+    def start(self, bucket: int) -> None:
+        """Launches a bucket's gather. Collective: the same buckets in the same order on every rank.
 
-        The last buckets hold the first layers, which the next forward needs first, so they go first.
+        The last buckets hold the first layers, which the next forward needs first: start them first.
         """
-        buckets = sorted(buckets, reverse=True)
-        handles = []
-        for bucket in buckets:
-            self._emit(EventKind.GATHER_START, bucket)
-            handles.append(self._collectives.all_gather(self._buffers.bucket(bucket)))
+        self._emit(EventKind.GATHER_START, bucket)
+        self._handles[bucket] = self._collectives.all_gather(self._buffers.bucket(bucket))
+
+    def finish(self) -> None:
+        """Returns when all parameters are whole (on CUDA: for work queued from now on).
+
+        Raises:
+            CollectiveError: if a gather failed.
+        """
+        self._wait_for(list(self._handles))
+
+    def defer(self) -> None:
+        """From now on whoever first reads a parameter waits for its bucket."""
+        if self._num_held != len(self._buffers.params):
+            self._find_holders()
+        if any(isinstance(module, torch.jit.ScriptModule) for module in self._module.modules()):
+            self.finish()  # its code reads parameters unseen
+        for bucket in self._handles:
+            for param in self._params_of(bucket):
+                self._bucket_of[id(param)] = bucket
+                param.__class__ = self._awaited(type(param))
+            for module in self._holders.get(bucket, ()):
+                if id(module) not in self._hooks:
+                    self._hooks[id(module)] = module.register_forward_pre_hook(self._before_module, prepend=True)
+
+    def before_forward(self) -> None:
+        """The wrapped module's forward comes. What torch.compile made is specialised on the parameters' class."""
+        if self._handles and _uses_dynamo():
+            self.finish()
+
+    def finish_params(self, params: Iterable[Tensor]) -> None:
+        """Returns when these parameters are whole."""
+        buckets = {bucket for param in params if (bucket := self._bucket_of.get(id(param))) is not None}
+        self._wait_for(sorted(buckets, reverse=True))
+
+    def _wait_for(self, buckets: Sequence[int]) -> None:
+        if not buckets:
+            return
         self._emit(EventKind.WAIT_START, 1)
         try:
-            for bucket, handle in zip(buckets, handles, strict=True):
-                handle.wait()
-                self._emit(EventKind.GATHER_END, bucket)
+            for bucket in buckets:
+                self._handles[bucket].wait()
+                self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
+                self._make_plain(bucket)
         finally:
             self._emit(EventKind.WAIT_END, 1)
 
-    def _emit(self, kind: EventKind, index: int) -> None:
+    def _make_plain(self, bucket: int) -> None:
+        for param in self._params_of(bucket):
+            if self._bucket_of.pop(id(param), None) is not None:
+                param.__class__ = type(param)._plain  # type: ignore[attr-defined]
+        for module in self._holders.get(bucket, ()):
+            if id(module) in self._hooks and not any(map(self._is_awaited, module._parameters.values())):
+                self._hooks.pop(id(module)).remove()
+
+    def _before_module(self, module: nn.Module, _: Any) -> None:
+        self.finish_params(param for param in module._parameters.values() if param is not None)
+
+    def _is_awaited(self, param: Tensor | None) -> bool:
+        return id(param) in self._bucket_of
+
+    def _params_of(self, bucket: int) -> list[Parameter]:
+        return [self._buffers.params[index] for index in self._buffers.layout.buckets[bucket].params]
+
+    def _find_holders(self) -> None:
+        bucket_of = {
+            id(param): slot.bucket for param, slot in zip(self._buffers.params, self._buffers.layout.slots, strict=True)
+        }
+        self._holders = {}
+        for module in self._module.modules():
+            for bucket in {bucket_of[id(p)] for p in module._parameters.values() if id(p) in bucket_of}:
+                self._holders.setdefault(bucket, []).append(module)
+        self._num_held = len(self._buffers.params)
+
+    def _awaited(self, plain: type[Parameter]) -> type[Parameter]:
+        if plain not in self._classes:
+            members = {"_plain": plain, "_gather": weakref.ref(self), "__slots__": ()}
+            metaclass: Any = type(plain)
+            self._classes[plain] = metaclass(plain.__name__, (_Awaited, plain), members)
+        return self._classes[plain]
+
+    def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:
-            self._listener(Event(kind, index))
+            self._listener(Event(kind, index, ran_ns=ran_ns))
+
+
+class _Awaited:
+    """A parameter whose bucket is on its way; see the note above."""
+
+    __slots__ = ()
+    _plain: type[Parameter]
+    _gather: weakref.ref[ParamGather]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS_NO_ELEMENT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Awaited):
+                leaf._finish()
+        return func(*args, **kwargs)
+
+    def _finish(self) -> None:
+        gather = type(self)._gather()
+        assert gather is not None, "closing the model finishes its gathers"
+        gather.finish_params([self])  # type: ignore[list-item]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._finish()
+        return self.__deepcopy__(memo)  # of the class that it has now
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._finish()
+        return self.__reduce_ex__(protocol)
+
+
+_GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_READS_NO_ELEMENT = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__))
+"""What loops ask of every parameter between steps."""
+
+
+def _uses_dynamo() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

@@ -18,6 +18,8 @@ class ParamShard:
             if the parameter is sharded, of the parameter's shape if not.
         weights: the part of the parameter that ``main`` stands for, flat, in the parameter buffer; None if the
             parameter is not sharded and may be re-pointed at any time.
+        flat, offset: if the parameter is sharded, ``main`` is the part of this 1-D tensor that begins there, among the
+            mains of its neighbours.
     """
 
     param: int
@@ -25,3 +27,9 @@ class ParamShard:
     end: int
     main: Tensor
     weights: Tensor | None
+    flat: Tensor | None = None
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start

@@ -158,6 +158,7 @@ class Reducer:
             if all(end() is None for end in self._ends):
                 self._drop_unfinished()  # tried again, without a forward in between
             self._watched = task
+            self._emit(EventKind.BACKWARD_START, 0)
             self._queue(self._end_watched_backward)
 
     def _end_watched_backward(self) -> None:
@@ -196,6 +197,7 @@ class Reducer:
         self._has_local_grads = True
         self.buffers.open(first)
         if self._watched == NO_TASK:
+            self._emit(EventKind.BACKWARD_START, 0)
             self._queue(self._end_backward)
 
     def _queue(self, end: Callable[[], None]) -> None:
@@ -281,7 +283,7 @@ class Reducer:
         handles, self._handles = self._handles, []
         for bucket, handle in enumerate(handles):
             handle.wait()
-            self._emit(EventKind.REDUCE_END, bucket)
+            self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
             if publish:
                 for index in self._late.intersection(self.layout.buckets[bucket].params):
                     self._late_grads[index] = self.buffers.take(index)
@@ -355,8 +357,9 @@ class Reducer:
         )
         late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
         buffers.add_to_reduced(bucket, late)
-        self._start_reduction(bucket, buffers.seal(bucket)).wait()
-        self._emit(EventKind.REDUCE_END, bucket)
+        handle = self._start_reduction(bucket, buffers.seal(bucket))
+        handle.wait()
+        self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
         buffers.publish(bucket)
 
     # --- what must not go unnoticed ----------------------------------------------------------------------------------
@@ -382,9 +385,9 @@ class Reducer:
             "batch) where others had one. Run a backward on every rank, on zero times the loss if need be"
         )
 
-    def _emit(self, kind: EventKind, index: int) -> None:
+    def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:
-            self._listener(Event(kind, index))
+            self._listener(Event(kind, index, ran_ns=ran_ns))
 
 
 class _GradHook:

@@ -5,27 +5,37 @@ A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer u
 rounding. Before each step the two are compared element by element; where the weight is not the rounding of the main
 param, somebody changed it from outside (``load_state_dict``, averaging, ``p.data = x``), and the main param takes the
 weight's value. fp32 and fp64 weights need no main param: the shard is a view of the weights themselves.
+
+[Note: bucket by bucket]
+With ``overlap_param_gather`` the optimizer is called once for each bucket, with what this rank has of it in its groups,
+and the bucket's gather goes on while the next is stepped. That is the same step for an optimizer that treats each
+tensor by itself and counts nothing else, which a probe finds out (``steps_in_parts``); where it is not, or where
+somebody's hook counts steps, the optimizer is called once, and all gathers follow.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .buffers import ContiguousGradBuffers, slice_view
+from .buffers import ContiguousGradBuffers, ParamBuffers, slice_view
 from .checkpoint import shard_state
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
+from .elementwise import probe_state_names, steps_in_parts
 from .errors import DirectUseError
 from .events import EventKind
-from .layout import BufferLayout
+from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
 from .param_shard import ParamShard
+from .step_tensors import CHUNK_NUMEL, Run, build_runs
 
 
 class ShardedStep:
@@ -43,6 +53,15 @@ class ShardedStep:
         self.num_steps_begun = self.num_steps_done = 0
         self._stepped: dict[int, int] = {}  # by parameter, which of its gradients this optimizer has stepped with
         self._reductions: dict[int, int] = {}  # by parameter, how often its gradient was reduced before the last step
+        self._runs: list[Run] = []
+        self._members: list[list[int]] = []  # by group, the parameters of which there are runs
+        self._is_joined = False  # whether state is that of the runs
+        self._element_names = probe_state_names(optimizer) if self.sharded else None
+        self._in_parts = (
+            self.sharded
+            and model.config.overlap_param_gather is not False
+            and steps_in_parts(optimizer, model.device, torch.float32)
+        )
         self.check_groups()
         self.follow_model()
 
@@ -84,33 +103,59 @@ class ShardedStep:
         """
         if not self.has_shards or self.model.is_closed:
             return
-        for param in [param for group in self.inner.param_groups for param in group["params"]]:
-            index = self.index_by_id.get(id(param))
-            if index is None or index in self.shards:
-                continue
-            self._add_shard(index, param)
+        params = {
+            index: param
+            for group in self.inner.param_groups
+            for param in group["params"]
+            if (index := self.index_by_id.get(id(param))) is not None and index not in self.shards
+        }
+        if not params:
+            return
+        buffers = self.model.param_buffers
+        if buffers is None:
+            for index, param in params.items():
+                spec = self.layout.params[index]
+                main = param.detach().to(torch.float32, copy=True) if spec.has_main_param else param
+                self.shards[index] = ParamShard(index, 0, spec.numel, main, None)
+        else:
+            self._add_shards(params, buffers)
+        for index, param in params.items():
             state = self.inner.state.pop(param, None) if self.inner.state.get(param) else None
             if state and index in self.shards:
                 shard = self.shards[index]
                 self.inner.state[shard.main] = shard_state(self.inner, state, self.layout.params[index], shard)
 
-    def _add_shard(self, index: int, param: Parameter) -> None:
-        spec, slot = self.layout.params[index], self.layout.slots[index]
-        buffers = self.model.param_buffers
-        if buffers is None:
-            main = param.detach().to(torch.float32, copy=True) if spec.has_main_param else param
-            self.shards[index] = ParamShard(index, 0, spec.numel, main, None)
-            return
-        owned = self.layout.owned_range(index, self.model.collectives.rank)
-        if owned is None:
-            return
-        start, end = owned
-        weights = slice_view(buffers.flats[slot.buffer], start, (end - start,), (1,), end - start)
-        main = weights.float() if spec.has_main_param else weights
-        self.shards[index] = ParamShard(index, start - slot.start, end - slot.start, main, weights)
+    def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
+        """Makes this rank's shards of these parameters; main params of neighbours in one piece of memory."""
+        slots, rank = self.layout.slots, self.model.collectives.rank
+        owned = {index: span for index in indices if (span := self.layout.owned_range(index, rank)) is not None}
+        neighbours: list[list[int]] = []
+        for index in sorted(owned, key=lambda index: (slots[index].bucket, owned[index])):
+            before = neighbours[-1][-1] if neighbours else None
+            if (
+                before is not None
+                and slots[before].bucket == slots[index].bucket
+                and owned[index][0] - owned[before][1] < PARAM_ALIGNMENT_NUMEL
+            ):
+                neighbours[-1].append(index)
+            else:
+                neighbours.append([index])
         grads = self.model.grad_buffers
         assert isinstance(grads, ContiguousGradBuffers), "parameters are sharded only with persistent gradient buffers"
-        self._grad_views[index] = grads.flats[slot.buffer][start:end]
+        for members in neighbours:
+            buffer, base = slots[members[0]].buffer, 0
+            flat = buffers.flats[buffer]
+            if self.layout.params[members[0]].has_main_param:
+                base = owned[members[0]][0]
+                flat = flat[base : owned[members[-1]][1]].float()
+            for index in members:
+                (start, end), slot = owned[index], slots[index]
+                weights = slice_view(buffers.flats[buffer], start, (end - start,), (1,), end - start)
+                main = slice_view(flat, start - base, (end - start,), (1,), end - start)
+                self.shards[index] = ParamShard(
+                    index, start - slot.start, end - slot.start, main, weights, flat, start - base
+                )
+                self._grad_views[index] = grads.flats[buffer][start:end]
 
     def names_by_id(self) -> dict[int, str]:
         """By ``id``, the names of the model's parameters, frozen ones too."""
@@ -143,13 +188,6 @@ class ShardedStep:
         in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
         return total if in_fp64 else total.to(torch.float32)
 
-    def _grad_of(self, shard: ParamShard) -> Tensor | None:
-        if not self.sharded:
-            grad = self.model.params[shard.param].grad
-        else:
-            grad = self._grad_views[shard.param] if self.may_step(shard.param) else None
-        return None if grad is None else grad.to(shard.main.dtype)
-
     # --- step --------------------------------------------------------------------------------------------------------
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
@@ -159,12 +197,17 @@ class ShardedStep:
             return param
         return self.shards[index].main if index in self.shards else None
 
-    @contextlib.contextmanager
-    def groups_of_shards(self) -> Iterator[None]:
+    def groups_of_shards(self) -> contextlib.AbstractContextManager[None]:
         """The optimizer's groups hold this rank's shards while this is open; a group may be empty, none is missing."""
+        groups = [group["params"] for group in self.inner.param_groups]
+        stepped = [[tensor for p in params if (tensor := self.stepped_tensor(p)) is not None] for params in groups]
+        return self._groups_of(stepped)
+
+    @contextlib.contextmanager
+    def _groups_of(self, tensors: Sequence[list[Any]]) -> Iterator[None]:
         whole = [group["params"] for group in self.inner.param_groups]
-        for group, params in zip(self.inner.param_groups, whole, strict=True):
-            group["params"] = [tensor for param in params if (tensor := self.stepped_tensor(param)) is not None]
+        for group, params in zip(self.inner.param_groups, tensors, strict=True):
+            group["params"] = params
         self._passing_through = True
         try:
             yield
@@ -173,6 +216,55 @@ class ShardedStep:
             # asked for again: load_state_dict makes new group dictionaries
             for group, params in zip(self.inner.param_groups, whole, strict=True):
                 group["params"] = params
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def split_state(self, *, replace: bool = False) -> None:
+        """The optimizer's state is that of single shards until the next step.
+
+        Args:
+            replace: another state is about to be loaded.
+        """
+        self.follow_model()
+        if self._is_joined:
+            for run in self._runs:
+                run.split_state(self.inner.state, self._element_names)
+            self._is_joined = False
+        if replace:
+            for run in self._runs:
+                run.forget_state()
+
+    def _join_state(self) -> list[Run]:
+        """Makes the state that of the runs, and returns those that have gradients to step with."""
+        groups = self.inner.param_groups
+        members = [[self.index_by_id.get(id(param), -1) for param in group["params"]] for group in groups]
+        stepping = {index for indices in members for index in indices if index in self.shards and self.may_step(index)}
+        state, names = self.inner.state, self._element_names
+        if members != self._members or any(
+            len({shard.param in stepping for shard in run.shards}) > 1
+            or (not self._is_joined and not run.has_one_history(state, names))
+            for run in self._runs
+        ):
+            self.split_state()
+            self._members = members
+            buffers, grads = self.model.param_buffers, self.model.grad_buffers
+            assert buffers is not None
+            assert isinstance(grads, ContiguousGradBuffers)
+            shards = [[self.shards[index] for index in indices if index in self.shards] for indices in members]
+            self._runs = build_runs(shards, stepping, self.layout, buffers.flats, grads.flats, state, names)
+        if not self._is_joined:
+            for run in self._runs:
+                run.join_state(state, names, self._chunk_numel(run))
+            self._is_joined = True
+        return [run for run in self._runs if run.shards[0].param in stepping]
+
+    def _chunk_numel(self, run: Run) -> int:
+        """How much of a run is stepped at once: all, unless the optimizer does single operations on the CPU."""
+        group = self.inner.param_groups[run.group]
+        in_one_piece = run.main.device.type != "cpu" or group.get("fused") or group.get("foreach")
+        return run.main.numel() if in_one_piece else CHUNK_NUMEL
+
+    # --- step --------------------------------------------------------------------------------------------------------
 
     def finish_grads(self) -> None:
         """Before gradients are used: reduces what is not yet, and takes in what the user wrote into ``.grad`` since.
@@ -207,58 +299,113 @@ class ShardedStep:
         self.model.emit(EventKind.STEP_START, 0)
 
     def step(self) -> None:
-        model = self.model
         self.finish_grads()
-        indices = self.param_indices()
-        if model.param_buffers is not None:
-            model.param_buffers.recapture()
-        own = [self.shards[index] for index in indices if index in self.shards]
+        if self.sharded:
+            self._step_shards()
+        else:
+            self._step_main_params()
+        self.num_steps_done += 1
+
+    def _step_main_params(self) -> None:
+        """Of parameters that are whole on every rank."""
+        own = [self.shards[index] for index in self.param_indices()]
         self._begin_step()
-        for shard in own:
-            self._take_outside_changes(shard)
-            shard.main.grad = self._grad_of(shard)
         try:
+            for shard in own:
+                param = self.model.params[shard.param]
+                if shard.main is not param:
+                    take_outside_changes(shard.main, param.detach())
+                    shard.main.grad = None if param.grad is None else param.grad.to(shard.main.dtype)
             with self.groups_of_shards():
                 self.inner.step()
             for shard in own:
-                weights = self._weights_of(shard)
-                if weights is not None and shard.main.grad is not None:
-                    weights.copy_(shard.main)
+                param = self.model.params[shard.param]
+                if shard.main is not param and shard.main.grad is not None:
+                    param.detach().copy_(shard.main)
         finally:
             for shard in own:
-                if shard.main is not model.params[shard.param]:
+                if shard.main is not self.model.params[shard.param]:
                     shard.main.grad = None
-        model.emit(EventKind.STEP_END, 0)
-        if self.sharded:
-            model.param_gather.gather({self.layout.slots[index].bucket for index in indices if self._may_change(index)})
-            self._stepped.update((index, model.grad_buffers.num_updates[index]) for index in indices)
-            model.grad_buffers.use_up(indices)
-        self.num_steps_done += 1
+        self.model.emit(EventKind.STEP_END, 0)
+
+    def _step_shards(self) -> None:
+        model, indices = self.model, self.param_indices()
+        assert model.param_buffers is not None, "sharded"
+        model.param_gather.finish()
+        model.param_buffers.recapture()
+        runs = self._join_state()
+        changing = {self.layout.slots[index].bucket for index in indices if self._may_change(index)}
+        overlap = model.config.overlap_param_gather
+        self._begin_step()
+        if overlap and runs and self._may_step_in_parts():
+            for bucket in sorted(changing | {run.bucket for run in runs}, reverse=True):
+                self._step_runs([run for run in runs if run.bucket == bucket])
+                if bucket in changing:
+                    model.param_gather.start(bucket)
+            model.emit(EventKind.STEP_END, 0)
+        else:
+            self._step_runs(runs, even_if_none=True)
+            model.emit(EventKind.STEP_END, 0)
+            for bucket in sorted(changing, reverse=True):
+                model.param_gather.start(bucket)
+        if overlap == "forward":
+            model.param_gather.defer()
+        else:
+            model.param_gather.finish()
+        for run in runs:
+            if run.begins:
+                run.split_state(self.inner.state, self._element_names)
+                run.join_state(self.inner.state, self._element_names, self._chunk_numel(run))
+        self._reductions.update((index, model.reducer.num_reductions[index]) for index in indices)
+        self._stepped.update((index, model.grad_buffers.num_updates[index]) for index in indices)
+        model.grad_buffers.use_up(indices)
+
+    def _step_runs(self, runs: Sequence[Run], *, even_if_none: bool = False) -> None:
+        if not runs and not even_if_none:
+            return
+        stepped: list[list[Tensor]] = [[] for _ in self.inner.param_groups]
+        try:
+            for run in runs:
+                if run.weights is not None:
+                    take_outside_changes(run.main, run.weights)
+                run.set_grad()
+                stepped[run.group] += run.tensors
+            with self._groups_of(stepped):
+                self.inner.step()
+            for run in runs:
+                if run.weights is not None:
+                    run.weights.copy_(run.main)
+        finally:
+            for tensor in itertools.chain.from_iterable(stepped):
+                tensor.grad = None
+
+    def _may_step_in_parts(self) -> bool:
+        """Whether calling the optimizer for each bucket is what calling it once is; see [Note: bucket by bucket]."""
+        inner = self.inner
+        own_hooks = [*inner._optimizer_step_pre_hooks, *inner._optimizer_step_post_hooks][1:]  # the first is ours
+        hooks = [*own_hooks, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
+        # a scheduler's wrapper notes that there was a call; what somebody else's does is not known
+        wrapper = inner.__dict__.get("step")
+        return self._in_parts and not hooks and (wrapper is None or hasattr(wrapper, "_wrapped_by_lr_sched"))
 
     def _may_change(self, index: int) -> bool:
-        """Whether some rank may have stepped the parameter: not whether this rank did, which a gradient written on one
-        rank alone would change. What was frozen after its gradient was reduced is stepped all the same."""
-        reductions = self.model.reducer.num_reductions[index]
-        since, self._reductions[index] = self._reductions.get(index, 0), reductions
-        return self.model.params[index].requires_grad or reductions != since
-
-    def _weights_of(self, shard: ParamShard) -> Tensor | None:
-        """The 16-bit weights that get the rounding of the shard's main param; None if there is no main param."""
-        if not self.layout.params[shard.param].has_main_param:
-            return None
-        return shard.weights if shard.weights is not None else self.model.params[shard.param].detach()
-
-    def _take_outside_changes(self, shard: ParamShard) -> None:
-        weights = self._weights_of(shard)
-        if weights is not None:
-            changed = shard.main.to(weights.dtype) != weights
-            torch.where(changed, weights.float(), shard.main, out=shard.main)
+        """Whether some rank may step the parameter: not whether this rank does, which a gradient written on one rank
+        alone would change. What was frozen after its gradient was reduced is stepped all the same."""
+        since = self._reductions.get(index, 0)
+        return self.model.params[index].requires_grad or self.model.reducer.num_reductions[index] != since
 
     def refuse_direct_use(self, *_: Any) -> None:
         """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards."""
         if not self._passing_through:
             raise DirectUseError(
-                "this optimizer is sharded: call step(), state_dict() and load_state_dict() of the "
-                "DistributedOptimizer around it, on all ranks, instead of those of the optimizer that was passed to "
-                "it"
+                "this optimizer steps shards, which it does not hold now: call step(), state_dict() and "
+                "load_state_dict() of the DistributedOptimizer around it, on all ranks (self.optimizers() in a "
+                "LightningModule, what fabric.setup() or accelerator.prepare() returned), not of the optimizer that "
+                "was passed to it"
             )
+
+
+def take_outside_changes(main: Tensor, weights: Tensor) -> None:
+    """A main param takes the 16-bit weights' values where they are not its rounding; see [Note: main params]."""
+    changed = main.to(weights.dtype) != weights
+    torch.where(changed, weights.float(), main, out=main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -59,14 +60,18 @@ class RecordingCollectives(Collectives):
 
 
 class DelayingCollectives(RecordingCollectives):
-    """Before each reduction ``delay_s`` passes in the worker's thread, so buckets stay in flight."""
+    """Before each reduction (or what else is named) ``delay_s`` passes in the worker's thread, so buckets stay in
+    flight."""
 
-    def __init__(self, group: ProcessGroup, delay_s: float) -> None:
+    def __init__(
+        self, group: ProcessGroup, delay_s: float, names: Sequence[str] = ("reduce_scatter", "all_reduce")
+    ) -> None:
         super().__init__(group)
         self._delay_s = delay_s
+        self._names = names
 
     def _do(self, name: str, tensor: Tensor, *args: float) -> Handle:
-        if name in ("reduce_scatter", "all_reduce"):
+        if name in self._names:
             start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
             start("delay", lambda: time.sleep(self._delay_s))
         return super()._do(name, tensor, *args)

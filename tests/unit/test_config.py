@@ -32,10 +32,20 @@ def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
         DistributedDataParallelConfig(bucket_size=value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", [name for name in field_names() if name != "bucket_size"])
+@pytest.mark.parametrize(
+    "name", [name for name in field_names() if name not in ("bucket_size", "overlap_param_gather")]
+)
 def test_switches_must_be_booleans(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='yes'"):
         DistributedDataParallelConfig(**{name: "yes"})
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None, "Step"])
+def test_the_parameters_are_gathered_at_one_of_three_times(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"overlap_param_gather={value!r}: expected 'step', 'forward' or False"):
+        DistributedDataParallelConfig(overlap_param_gather=value)  # type: ignore[arg-type]
+    assert DistributedDataParallelConfig(overlap_param_gather=True).overlap_param_gather == "forward"
+    assert DistributedDataParallelConfig(overlap_param_gather=False).overlap_param_gather is False
 
 
 def test_contradictions_name_both_fields_and_the_remedy() -> None:

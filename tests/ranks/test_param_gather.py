@@ -1,0 +1,321 @@
+"""overlap_param_gather: when parameters arrive, and that nobody sees one before it is there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import CollectiveError
+from megastrategy.core.events import Event, EventKind
+from tests.support.doubles import DelayingCollectives
+from tests.support.models import awkward_model, images
+from tests.support.ranks import run_ranks, try_ranks
+
+CHOICES = (False, "step", "forward")
+
+
+def net() -> nn.Sequential:
+    """Three layers whose weights do not come from the generator that all ranks' threads share."""
+    module = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3))
+    generator = torch.Generator().manual_seed(0)
+    for param in module.parameters():
+        param.data = torch.randn(param.shape, generator=generator) * 0.1
+    return module
+
+
+def config(overlap: bool | str) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(bucket_size=100, overlap_param_gather=overlap)
+
+
+class Setup:
+    """A model with gathers that take a while, one step done."""
+
+    def __init__(self, group: ProcessGroup, overlap: bool | str = "forward", delay_s: float = 0.02) -> None:
+        self.events: list[Event] = []
+        self.module = net()
+        collectives = DelayingCollectives(group, delay_s, ("all_gather",))
+        self.model = DistributedDataParallel(
+            self.module, config(overlap), collectives=collectives, listener=self.events.append
+        )
+        self.optimizer = DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), lr=0.1), self.model)
+        self.step()
+
+    def step(self) -> None:
+        rank = self.model.collectives.rank
+        self.model(torch.full((2, 20), 1.0 + rank)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def awaited(self) -> list[bool]:
+        return [type(param) is not Parameter for param in self.module.parameters()]
+
+
+def expected_weights() -> list[Tensor]:
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        setup = Setup(group, False, 0.0)
+        return [param.detach().clone() for param in setup.module.parameters()]
+
+    return run_ranks(2, run)[0]
+
+
+def train(rank: int, group: ProcessGroup, overlap: bool | str, dtype: torch.dtype) -> tuple[list[float], list[Tensor]]:
+    """50 steps of the awkward model with everything in between that a loop may do."""
+    module = awkward_model().to(dtype)
+    chosen = DistributedDataParallelConfig(bucket_size=200, overlap_param_gather=overlap)
+    model = DistributedDataParallel(module, chosen, group)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    losses, saved = [], {}
+    for step in range(50):
+        optimizer.zero_grad()
+        loss = model(images(rank, step, 0, dtype), step, rank)
+        loss.backward()
+        losses.append(loss.item())
+        if step % 7 == 3:
+            optimizer.zero_grad()  # a step without a gradient
+        optimizer.step()
+        if step % 3 == 1:
+            average.update_parameters(module)
+        if step % 10 == 4:
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+            optimizer.state_dict()
+        if step % 10 == 6:
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(images(rank, step, 1, dtype), step, rank).item())
+            model.train()
+        if step == 31:
+            module.load_state_dict({name.removeprefix("module."): value for name, value in saved.items()})
+        if step == 40:
+            losses.append(sum(param.double().sum().item() for param in copy.deepcopy(module).parameters()))
+    tensors = [*model.state_dict().values(), *average.state_dict().values()]
+    result = losses, [tensor.clone() for tensor in tensors]
+    model.close()
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_fifty_steps_with_all_that_loops_do_are_the_same_to_the_bit(size: int, dtype: torch.dtype) -> None:
+    at_once, *others = (
+        run_ranks(size, lambda rank, group, o=overlap: train(rank, group, o, dtype)) for overlap in CHOICES
+    )
+    for other in others:
+        for (losses, tensors), (expected_losses, expected) in zip(other, at_once, strict=True):
+            assert losses == expected_losses
+            assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
+
+
+def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
+    def save(module: nn.Module) -> Any:
+        torch.save(module, file := io.BytesIO())
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight * 1.0
+
+    return {
+        "state_dict": lambda model, module: module.state_dict(),
+        "state_dict of the wrapper": lambda model, module: model.state_dict(),
+        "deepcopy": lambda model, module: copy.deepcopy(module).state_dict(),
+        "pickle": lambda model, module: save(module).state_dict(),
+        "data": lambda model, module: {"0.weight": module[0].weight.data},
+        "numpy": lambda model, module: {"0.bias": torch.tensor(module[0].bias.detach().numpy())},
+        "tolist": lambda model, module: {"0.bias": torch.tensor(module[0].bias.tolist())},
+        "arithmetic": lambda model, module: {"2.weight": 1.0 * module[2].weight},
+        "from the right": lambda model, module: {"2.weight": torch.ones(30, 30) * module[2].weight},
+        "in a list": lambda model, module: dict(
+            zip(("2.bias",), torch._foreach_mul([module[2].bias], 1.0), strict=True)
+        ),
+        "by address": lambda model, module: (module[4].weight.data_ptr(), {"4.weight": module[4].weight.detach()})[1],
+        "an autograd function": lambda model, module: {"0.weight": Scaled.apply(module[0].weight)},
+        "iteration": lambda model, module: {"0.bias": torch.stack(list(module[0].bias))},
+        "to": lambda model, module: module.to(torch.float32).state_dict(),
+        "evaluation": lambda model, module: {"loss": model.eval()(torch.ones(1, 20)).detach()},
+        "functional_call": lambda model, module: {
+            "loss": torch.func.functional_call(module, dict(module.named_parameters()), (torch.ones(1, 20),)).detach()
+        },
+        "finish_param_gather": lambda model, module: (model.finish_param_gather(), module.state_dict())[1],
+    }
+
+
+@pytest.mark.parametrize("reader", readers())
+def test_whoever_reads_a_parameter_first_gets_the_new_one(reader: str) -> None:
+    plain = net()
+    for param, value in zip(plain.parameters(), expected_weights(), strict=True):
+        param.data = value
+    expected = {**plain.state_dict(), "loss": plain(torch.ones(1, 20)).detach()}
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group)
+        assert all(setup.awaited()), "the step has returned before anything arrived"
+        read = readers()[reader](setup.model, setup.module)
+        assert read
+        for name, value in read.items():
+            assert torch.equal(value, expected[name.removeprefix("module.")]), name
+        setup.model.finish_param_gather()
+        assert not any(setup.awaited())
+        assert not any(module._forward_pre_hooks for module in setup.module.modules())
+        setup.model.close()
+
+    run_ranks(2, run)
+
+
+def test_what_code_reads_unasked_inside_a_module_is_there() -> None:
+    """An extension's kernel takes the memory: no function of torch sees the parameter."""
+    (weight, *_) = expected_weights()
+
+    class Raw(nn.Module):
+        def __init__(self, weight: Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tensor(self.memory.tolist())
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, False)
+        raw = Raw(setup.module[0].weight)
+        setup.module.append(raw)
+        raw.memory = setup.module[0].weight.detach()
+        deferring = setup.model.param_gather
+        before = raw.memory.clone()
+        setup.model.param_buffers.bucket(0)
+        for bucket in reversed(setup.model.layout.buckets):
+            deferring.start(bucket.index)
+        deferring.defer()
+        assert torch.equal(raw(torch.ones(1)), before)
+        assert type(raw.weight) is Parameter
+        assert torch.equal(before, weight)
+        setup.model.close()
+
+    run_ranks(2, run)
+
+
+def test_questions_that_need_no_element_do_not_wait() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group)
+        for param in setup.module.parameters():
+            assert param.requires_grad
+            assert param.grad is None
+            param.grad = None
+            assert isinstance(param, Parameter)
+            assert param in {param: 1}
+        setup.model.zero_grad()
+        setup.optimizer.zero_grad()
+        assert all(setup.awaited())
+        setup.model.close()
+        assert not any(setup.awaited())
+
+    run_ranks(2, run)
+
+
+def test_layers_wait_for_their_own_bucket_only() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, delay_s=0.1)
+        assert len(setup.model.layout.buckets) >= 3
+        with torch.no_grad():
+            setup.module[0](torch.ones(1, 20))
+        assert setup.awaited() == [False, False, True, True, True, True]
+        setup.model.close()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("overlap", CHOICES)
+def test_gathers_start_and_end_when_the_option_says(overlap: bool | str) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, overlap)
+        calls: list[int] = []
+        inner_step = type(setup.optimizer.optimizer).step
+        buckets = len(setup.model.layout.buckets)
+        setup.events.clear()
+
+        class Counting(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                calls.append(sum(event.kind is EventKind.GATHER_START for event in setup.events))
+                inner_step(self)
+
+        setup.optimizer.optimizer.__class__ = Counting
+        setup.step()
+        kinds = [event.kind for event in setup.events]
+        started, ended = kinds.count(EventKind.GATHER_START), kinds.count(EventKind.GATHER_END)
+        # the last step's gathers end in this one's forward, with "forward"
+        assert (started, ended) == (buckets, buckets)
+        assert calls == ([0] if overlap is False else list(range(buckets)))
+        last = len(kinds) - 1 - kinds[::-1].index(EventKind.STEP_END)
+        assert kinds[:last].count(EventKind.GATHER_START) == (0 if overlap is False else buckets)
+        arrived_after = kinds[last:].count(EventKind.GATHER_END)
+        assert arrived_after == (0 if overlap == "forward" else buckets)
+        order = [event.index for event in setup.events if event.kind is EventKind.GATHER_START]
+        assert order == sorted(order, reverse=True), "the first layers first"
+        setup.model.close()
+
+    run_ranks(2, run)
+
+
+def test_an_unused_parameter_is_there_before_it_is_stepped_again() -> None:
+    def run(rank: int, group: ProcessGroup, overlap: bool | str) -> list[Tensor]:
+        setup = Setup(group, overlap, delay_s=0.05)
+        for _ in range(2):
+            setup.model.module = setup.module[:4]
+            setup.step()
+            setup.model.module = setup.module
+        setup.step()
+        weights = [param.detach().clone() for param in setup.module.parameters()]
+        setup.model.close()
+        return weights
+
+    expected, _ = run_ranks(2, lambda rank, group: run(rank, group, False))
+    for weights in run_ranks(2, lambda rank, group: run(rank, group, "forward")):
+        assert all(map(torch.equal, weights, expected))
+
+
+def test_compiled_code_is_not_compiled_again_for_parameters_on_their_way() -> None:
+    def run(rank: int, group: ProcessGroup) -> int:
+        count = itertools.count()
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            next(count)
+            return graph.forward
+
+        module = net()
+        module[0] = torch.compile(module[0], backend=backend)
+        model = DistributedDataParallel(module, config("forward"), group)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+        for _ in range(5):
+            model(torch.ones(2, 20)).sum().backward()
+            optimizer.step()
+        model.close()
+        return next(count)
+
+    assert run_ranks(1, run) == [1]
+
+
+def test_a_rank_that_ends_is_named_where_a_parameter_is_read() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, delay_s=0.0)
+        setup.model.finish_param_gather()
+        if rank == 1:
+            setup.optimizer.step = lambda: 1 / 0
+        setup.step()
+        setup.module[0].weight.sum()
+
+    survivor, dead = try_ranks(2, run, timeout_s=60)
+    assert isinstance(dead, ZeroDivisionError)
+    assert isinstance(survivor, CollectiveError)
+    assert "did not complete" in str(survivor)

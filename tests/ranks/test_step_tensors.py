@@ -1,0 +1,279 @@
+"""Shards are stepped as few large tensors, and nobody can tell from the state."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.step_tensors import CHUNK_NUMEL
+from tests.support.ranks import run_ranks
+
+
+class Many(nn.Module):
+    """Small parameters, each used alone: ``forward`` takes the numbers of those that it shall use."""
+
+    def __init__(self, count: int, numel: int = 10, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(numel, generator=generator).to(dtype) for _ in range(count)]
+        self.weights = nn.ParameterList(nn.Parameter(value) for value in values)
+
+    def forward(self, used: list[int], factor: float) -> Tensor:
+        return factor * torch.stack([self.weights[i].float().square().sum() for i in used]).sum()
+
+
+class Setup:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        module: nn.Module,
+        make: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=0.1),
+        **options: Any,
+    ) -> None:
+        self.module = module
+        self.model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+        self.stepped: list[list[list[Tensor]]] = []  # by call, by group
+        inner = make(self.model.parameters())
+        step = type(inner).step
+
+        class Noting(type(inner)):  # type: ignore[misc]
+            def step(noting, closure: Any = None) -> None:
+                self.stepped.append([list(group["params"]) for group in noting.param_groups])
+                step(noting)
+
+        inner.__class__ = Noting
+        self.optimizer = DistributedOptimizer(inner, self.model)
+
+    def step(self, *args: Any) -> None:
+        self.stepped.clear()
+        self.optimizer.zero_grad()
+        self.model(*args).backward()
+        self.optimizer.step()
+
+
+def reference(
+    module: nn.Module, steps: list[tuple[list[int], float]], make: Callable[[Any], torch.optim.Optimizer]
+) -> tuple[list[Tensor], dict[str, Any]]:
+    optimizer = make(module.parameters())
+    for used, factor in steps:
+        optimizer.zero_grad()
+        module(used, factor).backward()
+        optimizer.step()
+    return [param.detach() for param in module.parameters()], optimizer.state_dict()
+
+
+def assert_same_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert state["state"].keys() == expected["state"].keys()
+    for index, values in expected["state"].items():
+        assert state["state"][index].keys() == values.keys()
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(state["state"][index][name]), torch.as_tensor(value)), (index, name)
+
+
+def test_two_hundred_parameters_are_stepped_as_one_tensor_a_bucket() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(200), bucket_size=4000)
+        buckets = len(setup.model.layout.buckets)
+        assert buckets == 4, "200 parameters of 10 elements, each at a multiple of 64"
+        for _ in range(3):
+            setup.step(list(range(200)), 1.0)
+            assert [[len(tensors) for tensors in call] for call in setup.stepped] == [[1]] * buckets
+        assert len(setup.optimizer.state) == sum(
+            setup.model.layout.owned_range(i, rank) is not None for i in range(200)
+        ), "but the state is shown by parameter"
+
+    run_ranks(2, run)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
+
+
+def nadam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(params, lr=0.01)
+
+
+ALL = list(range(12))
+HISTORIES = {
+    "all": [(ALL, 1.0)] * 4,
+    "one comes late": [(ALL[:5] + ALL[6:], 1.0), (ALL, 2.0), (ALL, 1.0)],
+    "one pauses": [(ALL, 1.0), (ALL[:5] + ALL[6:], 1.0), (ALL, 2.0), (ALL, 1.0)],
+    "halves by turns": [(ALL[::2], 1.0), (ALL[1::2], 2.0)] * 3 + [(ALL, 1.0)],
+    "a stretch pauses": [(ALL, 1.0), (ALL[:3], 1.0), (ALL[:3], 3.0), (ALL, 1.0)],
+    "one after the other": [([i], 1.0) for i in ALL] + [(ALL, 1.0)] * 2,
+}
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["", "with a look at the state after each step"])
+@pytest.mark.parametrize("make", [adam, momentum, nadam])
+@pytest.mark.parametrize("history", HISTORIES)
+def test_parameters_that_miss_steps_have_the_state_that_torch_gives_them(
+    history: str, make: Callable[[Any], torch.optim.Optimizer], looks: bool
+) -> None:
+    """To the bit, counters included: the ranks' gradients are equal, so the mean of two is exact."""
+    steps = HISTORIES[history]
+    expected, expected_state = reference(Many(12), steps, make)
+
+    def run(rank: int, group: ProcessGroup) -> dict[str, Any]:
+        setup = Setup(group, Many(12), make, bucket_size=300)
+        for used, factor in steps:
+            setup.step(used, factor)
+            if looks:
+                assert setup.optimizer.state is not None
+        for param, value in zip(setup.module.parameters(), expected, strict=True):
+            assert torch.equal(param.detach(), value)
+        return setup.optimizer.state_dict()
+
+    state, _ = run_ranks(2, run)
+    assert_same_state(state, expected_state)
+
+
+def test_parameters_without_gradients_are_kept_apart_once_and_come_back_as_one() -> None:
+    """A stretch that is frozen for a while costs one tensor more, not one a parameter."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12), momentum, bucket_size=10**6)
+        others = [i for i in ALL if i not in (2, 3, 8, 9)]  # without two in the middle of each rank's six
+        counts = []
+        for used in (ALL, others, others, ALL, ALL):
+            setup.step(used, 1.0)
+            ((tensors,),) = setup.stepped
+            counts.append(len(tensors))
+        assert counts == [1, 2, 2, 3, 3], "before, after and, when it is back, between"
+
+    run_ranks(2, run)
+
+
+def test_groups_are_stepped_with_their_own_options() -> None:
+    def make(params: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        return torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:9], "lr": 0.01}, {"params": params[9:]}])
+
+    expected, expected_state = reference(Many(12), [(ALL, 1.0)] * 3, make)
+
+    def run(rank: int, group: ProcessGroup) -> dict[str, Any]:
+        setup = Setup(group, Many(12), make, bucket_size=10**6)
+        for _ in range(3):
+            setup.step(ALL, 1.0)
+        for param, value in zip(setup.module.parameters(), expected, strict=True):
+            assert torch.equal(param.detach(), value)
+        return setup.optimizer.state_dict()
+
+    state, _ = run_ranks(2, run)
+    assert_same_state(state, expected_state)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused": True}, {"foreach": True}], ids=lambda options: next(iter(options), "")
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_tensor_is_stepped_in_chunks_of_one_memory(dtype: torch.dtype, options: dict[str, bool]) -> None:
+    numel = 2 * (3 * CHUNK_NUMEL + 128)
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.1, **options)
+
+    def run(rank: int, group: ProcessGroup) -> dict[str, Any]:
+        setup = Setup(group, Many(1, numel, dtype), make)
+        setup.step([0], 1.0)
+        sizes = [tensor.numel() for tensor in setup.stepped[0][0]]
+        assert sizes == [numel // 2], "the state comes into being in one piece"
+        before = {name: value for values in setup.optimizer.state.values() for name, value in values.items()}
+        for _ in range(2):
+            setup.step([0], 1.0)
+            sizes = [tensor.numel() for tensor in setup.stepped[0][0]]
+            assert sizes == ([numel // 2] if options else [CHUNK_NUMEL] * 3 + [128])
+        (after,) = setup.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert after[name].data_ptr() == before[name].data_ptr(), "no copy was made on the way"
+            assert after[name].shape == (numel // 2,)
+        assert after["step"].item() == 3
+        return setup.optimizer.state_dict()
+
+    state, _ = run_ranks(2, run)
+    if dtype == torch.float32:
+        _, expected = reference(Many(1, numel), [([0], 1.0)] * 3, make)
+        assert_same_state(state, expected)
+
+
+def test_a_state_that_was_replaced_is_let_go_and_the_new_one_is_stepped() -> None:
+    weights, saved = reference(Many(12), [(ALL, 1.0)] * 2, adam)
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        setup = Setup(group, Many(12), bucket_size=300)
+        for _ in range(3):
+            setup.step(ALL, 3.0)
+        old = [weakref.ref(value) for values in setup.optimizer.state.values() for value in values.values()]
+        setup.optimizer.load_state_dict(copy.deepcopy(saved))
+        with torch.no_grad():
+            for param, value in zip(setup.module.parameters(), weights, strict=True):
+                param.copy_(value)
+        gc.collect()
+        assert not any(ref() is not None for ref in old)
+        setup.step(ALL, 1.0)
+        return [param.detach().clone() for param in setup.module.parameters()]
+
+    expected, _ = reference(Many(12), [(ALL, 1.0)] * 3, adam)
+    for trained in run_ranks(2, run):
+        assert all(map(torch.equal, trained, expected))
+
+
+class CountsCalls(torch.optim.SGD):
+    """Gives another result if it is called more than once a step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.calls
+        super().step()
+
+
+def test_an_optimizer_that_counts_its_calls_is_called_once_a_step() -> None:
+    expected, _ = reference(Many(12), [(ALL, 1.0)] * 3, CountsCalls)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12), CountsCalls, bucket_size=300)
+        for _ in range(3):
+            setup.step(ALL, 1.0)
+            assert len(setup.stepped) == 1
+        for param, value in zip(setup.module.parameters(), expected, strict=True):
+            assert torch.equal(param.detach(), value)
+
+    run_ranks(2, run)
+
+
+def test_hooks_on_the_step_run_once_a_step() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12), bucket_size=300)
+        seen: list[str] = []
+        setup.step(ALL, 1.0)
+        assert len(setup.stepped) == len(setup.model.layout.buckets) > 1
+        handles = [
+            setup.optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+            setup.optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+        ]
+        setup.step(ALL, 1.0)
+        assert seen == ["before", "after"]
+        for handle in handles:
+            handle.remove()
+        setup.step(ALL, 1.0)
+        assert len(setup.stepped) == len(setup.model.layout.buckets)
+
+    run_ranks(2, run)
