@@ -171,10 +171,6 @@ class _Awaited:
         self._finish()
         return self.__deepcopy__(memo)  # of the class that it has now
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._finish()
-        return self.__reduce_ex__(protocol)
-
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad

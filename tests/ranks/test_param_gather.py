@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -286,24 +285,22 @@ def test_an_unused_parameter_is_there_before_it_is_stepped_again() -> None:
 
 
 def test_compiled_code_is_not_compiled_again_for_parameters_on_their_way() -> None:
-    def run(rank: int, group: ProcessGroup) -> int:
-        count = itertools.count()
-
-        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-            next(count)
-            return graph.forward
-
+    def run(rank: int, group: ProcessGroup) -> list[int]:
         module = net()
-        module[0] = torch.compile(module[0], backend=backend)
+        module[0] = torch.compile(module[0], backend="eager")
         model = DistributedDataParallel(module, config("forward"), group)
         optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
-        for _ in range(5):
+        compiled = []
+        for _ in range(6):
             model(torch.ones(2, 20)).sum().backward()
             optimizer.step()
+            compiled.append(torch._dynamo.utils.counters["frames"]["total"])
         model.close()
-        return next(count)
+        return compiled
 
-    assert run_ranks(1, run) == [1]
+    for compiled in run_ranks(2, run):
+        assert compiled[0] > 0
+        assert len(set(compiled[3:])) == 1, "nothing, once both ranks are past their first steps"
 
 
 def test_a_rank_that_ends_is_named_where_a_parameter_is_read() -> None:

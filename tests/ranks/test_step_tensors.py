@@ -107,10 +107,23 @@ def nadam(params: Any) -> torch.optim.Optimizer:
 
 
 ALL = list(range(12))
+
+
+def without(left_out: int) -> list[int]:
+    return [i for i in ALL if i != left_out]
+
+
 HISTORIES = {
     "all": [(ALL, 1.0)] * 4,
     "one comes late": [(ALL[:5] + ALL[6:], 1.0), (ALL, 2.0), (ALL, 1.0)],
     "one pauses": [(ALL, 1.0), (ALL[:5] + ALL[6:], 1.0), (ALL, 2.0), (ALL, 1.0)],
+    "two pause, one after the other": [
+        (ALL, 1.0),
+        (ALL[:5] + ALL[6:], 1.0),
+        (ALL, 2.0),
+        (ALL[:3] + ALL[4:], 1.0),
+        (ALL, 1.0),
+    ],
     "halves by turns": [(ALL[::2], 1.0), (ALL[1::2], 2.0)] * 3 + [(ALL, 1.0)],
     "a stretch pauses": [(ALL, 1.0), (ALL[:3], 1.0), (ALL[:3], 3.0), (ALL, 1.0)],
     "one after the other": [([i], 1.0) for i in ALL] + [(ALL, 1.0)] * 2,
@@ -275,5 +288,54 @@ def test_hooks_on_the_step_run_once_a_step() -> None:
             handle.remove()
         setup.step(ALL, 1.0)
         assert len(setup.stepped) == len(setup.model.layout.buckets)
+
+    run_ranks(2, run)
+
+
+def test_what_lies_between_is_left_to_the_optimizer_that_has_it() -> None:
+    even, odd = ALL[::2], ALL[1::2]
+    module = Many(12)
+    plain = [adam([module.weights[i] for i in even]), momentum([module.weights[i] for i in odd])]
+    for _ in range(3):
+        module.zero_grad()
+        module(ALL, 1.0).backward()
+        for optimizer in plain:
+            optimizer.step()
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        ours = Many(12)
+        model = DistributedDataParallel(ours, process_group=group)
+        first = DistributedOptimizer(adam([ours.weights[i] for i in even]), model)
+        second = DistributedOptimizer(momentum([ours.weights[i] for i in odd]), model)
+        for _ in range(3):
+            model.zero_grad()
+            model(ALL, 1.0).backward()
+            first.step()
+            second.step()
+        assert all(map(torch.equal, ours.parameters(), module.parameters()))
+
+    run_ranks(2, run)
+
+
+def test_a_counter_that_was_set_by_hand_counts_for_its_parameter_alone() -> None:
+    changed = {0: 8, 1: 2}  # by rank: one of the six that it owns
+    module = Many(12)
+    plain = adam(module.parameters())
+    for step in range(3):
+        module.zero_grad()
+        module(ALL, 1.0).backward()
+        if step == 1:
+            for i in changed.values():
+                plain.state[module.weights[i]]["step"].fill_(100.0)
+        plain.step()
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12))
+        for step in range(3):
+            if step == 1:
+                shard = setup.optimizer._impl.shards[changed[rank]]
+                setup.optimizer.state[shard.main]["step"].fill_(100.0)
+            setup.step(ALL, 1.0)
+        assert all(map(torch.equal, setup.module.parameters(), module.parameters()))
 
     run_ranks(2, run)
