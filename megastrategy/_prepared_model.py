@@ -211,14 +211,14 @@ class Alone(Collectives):
         self.rank, self.size = 0, 1
         self._roll_call = None
 
-    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         tensor.mul_(scale)
         return _DONE
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return _DONE
 
-    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self.all_reduce(tensor, scale)
 
     def all_gather(self, tensor: Tensor) -> Handle:

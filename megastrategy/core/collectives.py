@@ -99,17 +99,17 @@ class Collectives(ABC):
         """Waits for what this rank has started."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
-        """``tensor`` becomes the sum over ranks of ``scale * tensor``."""
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        """``tensor`` becomes the sum over ranks of ``scale * tensor``; with ``scale_sum``, ``scale`` times the sum."""
 
     @abstractmethod
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         """``tensor`` becomes the element-wise maximum over ranks."""
 
     @abstractmethod
-    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
-        """The rank-th of ``size`` equal parts of ``tensor`` becomes the sum over ranks of ``scale *`` that part; the
-        rest is undefined."""
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        """The rank-th of ``size`` equal parts of ``tensor`` becomes the sum over ranks of ``scale *`` that part (with
+        ``scale_sum``, ``scale`` times the sum); the rest is undefined."""
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> Handle:
@@ -211,19 +211,30 @@ def destroy_group(group: ProcessGroup) -> None:
 class BackendCollectives(Collectives):
     """The backend's own collectives (NCCL and others), asynchronous on its own streams."""
 
-    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
-        tensor.mul_(scale)
-        return _WorkHandle("all-reduce", self.group.allreduce([tensor]), self)
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        options = dist.AllreduceOptions()
+        options.reduceOp, then = self._reduction(tensor, tensor, scale, scale_sum)
+        return _WorkHandle("all-reduce", self.group.allreduce([tensor], options), self, then)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return _WorkHandle("all-reduce", self.group.allreduce([tensor], _max_options()), self)
 
-    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
-        tensor.mul_(scale)
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         own = tensor.chunk(self.size)[self.rank]
-        return _WorkHandle(
-            "reduce-scatter", self.group._reduce_scatter_base(own, tensor, dist.ReduceScatterOptions()), self
-        )
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, then = self._reduction(tensor, own, scale, scale_sum)
+        return _WorkHandle("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), self, then)
+
+    def _reduction(
+        self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
+    ) -> tuple[dist.ReduceOp, Callable[[], object] | None]:
+        """The operation for the backend, and what is left to be done when it has ended."""
+        if not scale_sum:
+            tensor.mul_(scale)
+            return dist.ReduceOp(dist.ReduceOp.SUM), None
+        if scale == 1.0 / self.size and self.group._get_backend(tensor.device).name() == "nccl":
+            return dist.ReduceOp(dist.ReduceOp.AVG), None
+        return dist.ReduceOp(dist.ReduceOp.SUM), lambda: result.mul_(scale)
 
     def all_gather(self, tensor: Tensor) -> Handle:
         own = tensor.chunk(self.size)[self.rank]
@@ -252,18 +263,21 @@ class GlooCollectives(Collectives):
         self._probes: list[Any] = []  # kept, as gloo would wait for them
         self._next_is_ready: Any = None  # the posted receive of the next rank's readiness
 
-    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run() -> None:
-            tensor.mul_(scale)
+            if not scale_sum:
+                tensor.mul_(scale)
             self.group.allreduce([tensor]).wait()
+            if scale_sum:
+                tensor.mul_(scale)
 
         return self._start("all-reduce", run)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return self._start("all-reduce", lambda: self.group.allreduce([tensor], _max_options()).wait())
 
-    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
-        return self._start("reduce-scatter", lambda: self._ring_reduce_scatter(tensor, scale))
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self._start("reduce-scatter", lambda: self._ring_reduce_scatter(tensor, scale, scale_sum))
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._start("all-gather", lambda: self._ring_all_gather(tensor))
@@ -308,14 +322,17 @@ class GlooCollectives(Collectives):
                 self._worker = None
             raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
 
-    def _ring_reduce_scatter(self, tensor: Tensor, scale: float) -> None:
-        tensor.mul_(scale)
+    def _ring_reduce_scatter(self, tensor: Tensor, scale: float, scale_sum: bool) -> None:
+        if not scale_sum:
+            tensor.mul_(scale)
         chunks = tensor.chunk(self.size)
         received = self._get_scratch(tensor.dtype, chunks[0].numel())
         for step in range(self.size - 1):
             sent = chunks[(self.rank - step - 1) % self.size]
             target = chunks[(self.rank - step - 2) % self.size]
             self._exchange(sent, received, into=target)
+        if scale_sum:
+            chunks[self.rank].mul_(scale)
 
     def _ring_all_gather(self, tensor: Tensor) -> None:
         chunks = tensor.chunk(self.size)
@@ -362,14 +379,21 @@ class GlooCollectives(Collectives):
 
 
 class _WorkHandle(Handle):
-    def __init__(self, what: str, work: Any, collectives: Collectives) -> None:
-        self._what, self._work, self._collectives = what, work, collectives
+    def __init__(
+        self, what: str, work: Any, collectives: Collectives, then: Callable[[], object] | None = None
+    ) -> None:
+        self._what, self._work, self._collectives, self._then = what, work, collectives, then
 
     def wait(self) -> None:
+        if self._work is None:  # a second wait of gloo's would write the result once more
+            return
         try:
             self._work.wait()
         except RuntimeError as error:
             raise _failed(self._what, self._collectives, error) from error
+        self._work = None
+        if self._then is not None:
+            self._then()
 
 
 class _FutureHandle(Handle):

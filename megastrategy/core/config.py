@@ -44,6 +44,16 @@ class DistributedDataParallelConfig:
     by its module's forward or by anybody else; ``DistributedDataParallel.finish_param_gather`` says what cannot wait by
     itself. False: after the step, and waited for. ``"step"`` is the default since nobody can tell it from False."""
 
+    average_in_collective: bool = False
+    """Divide the sum over ranks by their number, not what each rank adds (on NCCL: the collective averages). Saves a
+    pass over the gradients. Off by default: it is not what torch DDP computes, in the last bit where the number of
+    ranks is no power of two, and sums of 16-bit gradients overflow earlier."""
+
+    pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad buckets to a multiple of 2**16 elements (and of the number of ranks), which NCCL's ring and tree algorithms
+    take at full bandwidth when there are many ranks. Costs up to 2**16 elements of gradients, parameters and traffic a
+    bucket."""
+
     use_contiguous_buffers: bool = True
     """Keep gradients in persistent contiguous buffers; off: Megatron-LM's fallback, which leaves ``.grad`` to
     autograd and flattens one bucket at a time after backward (needs ``use_distributed_optimizer=False`` and

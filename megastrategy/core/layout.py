@@ -26,6 +26,8 @@ from .config import DistributedDataParallelConfig
 
 PARAM_ALIGNMENT_NUMEL = 64
 BUCKET_ALIGNMENT_NUMEL = 128
+NCCL_ALIGNMENT_NUMEL = 2**16
+"""Of a bucket, with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -238,7 +240,8 @@ def build_layout(specs: Sequence[ParamSpec], config: DistributedDataParallelConf
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
     bucket_size = config.bucket_size or default_bucket_size(sum(spec.numel for spec in specs), dp_size)
-    alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL)
+    for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
+    alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, for_nccl)
 
     kinds = list(dict.fromkeys((spec.dtype, spec.grad_dtype) for spec in specs))
     numels = [0] * len(kinds)

@@ -274,10 +274,10 @@ class Reducer:
 
     def _start_reduction(self, bucket: int, tensor: Tensor) -> Handle:
         self._emit(EventKind.REDUCE_START, bucket)
-        mean = 1.0 / self._collectives.size
+        mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
         if self.layout.num_shards > 1:
-            return self._collectives.reduce_scatter(tensor, mean)
-        return self._collectives.all_reduce(tensor, mean)
+            return self._collectives.reduce_scatter(tensor, mean, scale_sum=average)
+        return self._collectives.all_reduce(tensor, mean, scale_sum=average)
 
     def _wait_for_launched(self, *, publish: bool = False) -> None:
         handles, self._handles = self._handles, []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core.collectives import GlooCollectives, make_collectives
+from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
 from megastrategy.core.errors import CollectiveError
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -46,6 +46,31 @@ def test_reduce_scatter_all_gather_all_reduce(size: int, dtype: torch.dtype) -> 
         largest = torch.tensor([rank, -rank], dtype=torch.float32)
         collectives.all_reduce_max(largest).wait()
         assert largest.tolist() == [size - 1, 0]
+        collectives.close()
+
+    run_ranks(size, run)
+
+
+@pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_sum_may_be_scaled_instead_of_what_is_added(size: int, kind: type[Collectives]) -> None:
+    """By a number that is not exact: each addend's rounding would show."""
+    numel, scale = 300 * size, 1 / 3
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = kind(group)
+        total = torch.stack([values(r, numel) for r in range(size)]).sum(0)
+        addends = torch.stack([values(r, numel) * scale for r in range(size)]).sum(0)
+        assert not torch.equal(total * scale, addends)
+        own = slice(rank * 300, (rank + 1) * 300)
+        scattered = values(rank, numel)
+        handle = collectives.reduce_scatter(scattered, scale, scale_sum=True)
+        handle.wait()
+        handle.wait()  # which scales no second time
+        assert torch.equal(scattered[own], total[own] * scale)
+        reduced = values(rank, numel)
+        collectives.all_reduce(reduced, scale, scale_sum=True).wait()
+        assert torch.equal(reduced, total * scale)
         collectives.close()
 
     run_ranks(size, run)

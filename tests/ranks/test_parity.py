@@ -49,6 +49,38 @@ EVERY_CONFIG = configs(
 )
 
 
+SWITCHES: dict[str, list[Any]] = {
+    "bucket_size": [ONE_PARAM, SOME, ALL],
+    "overlap_param_gather": [False, "step", "forward"],
+    "overlap_grad_reduce": [True, False],
+    "average_in_collective": [False, True],
+    "pad_buckets_for_high_nccl_busbw": [False, True],
+    "check_for_nan_in_grad": [False, True],
+    "use_distributed_optimizer": [True, False],
+}
+
+
+def pairwise(choices: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Few rows in which any two values of two names meet: greedily the row that has most pairs not met yet."""
+
+    def pairs(row: dict[str, Any]) -> set[tuple[Any, ...]]:
+        return {(a, row[a], b, row[b]) for a, b in itertools.combinations(choices, 2)}
+
+    rows = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    missing, chosen = set().union(*map(pairs, rows)), []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs(row) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+@pytest.mark.parametrize("switches", pairwise(SWITCHES), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_pair_of_switches_to_the_bit_on_two_ranks(switches: dict[str, Any]) -> None:
+    run = make_run("adamw", accumulate=3, groups=3)
+    assert_same_bits(train_with_ours(run, 2, DistributedDataParallelConfig(**switches)), train_with_ddp(run, 2))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("groups", "accumulate", "bucket_size"), [(1, 1, ONE_PARAM), (3, 3, SOME)])
 def test_every_optimizer_to_the_bit_on_two_ranks(name: str, groups: int, accumulate: int, bucket_size: int) -> None:

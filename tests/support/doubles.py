@@ -31,19 +31,19 @@ class RecordingCollectives(Collectives):
         self._real = make_collectives(group, torch.device("cpu"))
         self.calls: list[Call] = []
 
-    def _do(self, name: str, tensor: Tensor, *args: float) -> Handle:
+    def _do(self, name: str, tensor: Tensor, *args: float, **options: bool) -> Handle:
         self.calls.append(Call(name, tensor.numel(), tensor.nbytes, time.perf_counter_ns()))
-        handle: Handle = getattr(self._real, name)(tensor, *args)
+        handle: Handle = getattr(self._real, name)(tensor, *args, **options)
         return handle
 
-    def all_reduce(self, tensor: Tensor, scale: float) -> Handle:
-        return self._do("all_reduce", tensor, scale)
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self._do("all_reduce", tensor, scale, scale_sum=scale_sum)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
         return self._do("all_reduce_max", tensor)
 
-    def reduce_scatter(self, tensor: Tensor, scale: float) -> Handle:
-        return self._do("reduce_scatter", tensor, scale)
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self._do("reduce_scatter", tensor, scale, scale_sum=scale_sum)
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._do("all_gather", tensor)
@@ -70,8 +70,8 @@ class DelayingCollectives(RecordingCollectives):
         self._delay_s = delay_s
         self._names = names
 
-    def _do(self, name: str, tensor: Tensor, *args: float) -> Handle:
+    def _do(self, name: str, tensor: Tensor, *args: float, **options: bool) -> Handle:
         if name in self._names:
             start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
             start("delay", lambda: time.sleep(self._delay_s))
-        return super()._do(name, tensor, *args)
+        return super()._do(name, tensor, *args, **options)
