@@ -21,6 +21,8 @@ from .launching import launch, write_config
 from .param_names import names_from, names_from_module, names_in_file
 from .parts import Advance, read_file
 from .parts import Progress as Tell
+from .profile_report import has_steps, tables, why_nothing, write_files
+from .profiling import run_script
 from .rendering import render
 
 P = ParamSpec("P")
@@ -81,9 +83,7 @@ def checkpoint() -> None:
 @_expected_failures
 def inspect_command(path: Path, depth: int, everything: bool, trust: bool) -> None:
     """What is in the file or directory PATH, and which strategies load it. Reads no tensor's data."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=1000)  # what is piped is not cut
+    console = _console()
     for renderable in render(inspect_checkpoint(path, trust), None if everything else depth):
         console.print(renderable)
 
@@ -172,6 +172,49 @@ def config_command(file: Path, force: bool) -> None:
     options = {"use_distributed_optimizer": sharded, "bucket_size": size or None, "grad_reduce_in_fp32": in_fp32}
     write_config(file, num_processes=num_processes, use_cpu=use_cpu, mixed_precision=precision, options=options)
     click.echo(f"{file} is written: megastrategy launch --config_file {file} train.py")
+
+
+@root.command(
+    "profile",
+    # what comes after the script is the script's
+    context_settings={"allow_interspersed_args": False, "show_default": True},
+)
+@click.option("--steps", type=click.IntRange(min=1), default=10, help="Steps to record.")
+@click.option("--skip", type=click.IntRange(min=0), default=5, help="Steps before them, to warm up.")
+@click.option("--out", type=_PATH, default=Path("profile"), help="Folder for what is recorded and drawn.")
+@click.option("--nproc-per-node", "num_ranks", type=click.IntRange(min=1), default=2, help="Processes on this machine.")
+@click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_expected_failures
+def profile_command(
+    script: str, arguments: tuple[str, ...], is_module: bool, num_ranks: int, out: Path, skip: int, steps: int
+) -> None:
+    """Run SCRIPT as torchrun does, and show what its communication costs and what hides it.
+
+    Nothing in the script changes: a plain loop with megastrategy, Lightning or Fabric with "megatron_ddp" on as many
+    devices as there are processes, or -m megastrategy.launch SCRIPT for Accelerate. It runs to its end; Ctrl-C ends it
+    sooner, and loses nothing once the steps are recorded. The folder then has timeline.png, trace.json for Perfetto,
+    and the events of each rank.
+    """
+    if not is_module and not Path(script).is_file():
+        raise click.UsageError(f"the script {script} does not exist")
+    done = run_script(script, arguments, out, is_module=is_module, num_ranks=num_ranks, skip=skip, steps=steps)
+    console = _console()
+    if has_steps(done.ranks):
+        for renderable in tables(done.ranks):
+            console.print(renderable)
+        for line in write_files(done.ranks, out):
+            click.echo(line)
+    elif not done.failure:
+        raise click.ClickException(why_nothing(done.ranks, skip))
+    if done.failure:
+        raise click.ClickException(done.failure)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=1000)  # what is piped is not cut
 
 
 @contextlib.contextmanager

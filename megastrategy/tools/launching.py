@@ -13,6 +13,11 @@ from .._launch_config import SECTION, LaunchConfigError, plugin_from_launch, rea
 
 LAUNCHER = "megastrategy.launch"
 
+_ANOTHER_ENGINE = (
+    "a model is trained by one engine, and this launches megastrategy's. Leave it out (distributed_type: MULTI_GPU, on "
+    "CPUs too), or use accelerate launch"
+)
+
 
 def launch(arguments: Sequence[str]) -> None:
     """``accelerate launch`` with these arguments, the script under :mod:`megastrategy.launch`.
@@ -28,12 +33,18 @@ def launch(arguments: Sequence[str]) -> None:
     parsed = launch_command_parser().parse_args(list(arguments))
     if parsed.no_python:
         raise LaunchConfigError("--no_python: the launcher runs Python scripts and modules (-m)")
+    for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm"):
+        if getattr(parsed, name):
+            raise LaunchConfigError(f"--{name}: {_ANOTHER_ENGINE}")
     ours = Path(parsed.config_file) if parsed.config_file else None
     theirs, has_section = _split(ours) if ours else ({}, False)
     if ours:
         _check_keys(ours, theirs)
     config = ours if has_section else None
-    plugin_from_launch(config, os.environ)  # every rank would say what is wrong
+    # what every rank would say
+    plugin_from_launch(config, os.environ)
+    if not parsed.module and not os.path.exists(parsed.training_script):
+        raise LaunchConfigError(f"the script {parsed.training_script} does not exist (in {os.getcwd()})")
     parsed.training_script_args = [
         *(["--config", str(config)] if config else []),
         *(["-m"] if parsed.module else []),
@@ -68,6 +79,8 @@ def _check_keys(path: Path, theirs: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f": did you mean {near[0]!r}?" if near else f", neither accelerate's nor {SECTION}"
             raise LaunchConfigError(f"{path}: unknown key {key!r}{hint}")
+    if theirs.get("distributed_type") in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise LaunchConfigError(f"{path}: distributed_type: {theirs['distributed_type']}: {_ANOTHER_ENGINE}")
 
 
 def _write(content: dict[str, Any], path: Path) -> str:

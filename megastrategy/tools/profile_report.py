@@ -1,0 +1,98 @@
+"""What ``megastrategy profile`` leaves and prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .rendering import size
+from .timeline import ModelEvents, RankEvents, average, bucket_times, chrome_trace, plot
+
+
+def has_steps(ranks: Sequence[RankEvents]) -> bool:
+    """Whether there is anything to show."""
+    return any(model.steps for rank in ranks for model in rank.models)
+
+
+def why_nothing(ranks: Sequence[RankEvents], skip: int) -> str:
+    """Of a script that ended well."""
+    models = [model for rank in ranks for model in rank.models]
+    if not models:
+        return "the script wrapped no model: it does not train with megastrategy (a strategy other than megatron_ddp?)"
+    num_steps = max(model.num_skipped_steps for model in models)
+    if skip > 0:
+        return f"no step was recorded: the script made {num_steps}, and the first {skip} are skipped: lower --skip"
+    return "no step was recorded: the script made none"
+
+
+def write_files(ranks: Sequence[RankEvents], folder: Path) -> Iterator[str]:
+    """The trace of all ranks and the picture; yields what to say about each."""
+    trace, picture = folder / "trace.json", folder / "timeline.png"
+    trace.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")
+    yield f"{trace}: open it in https://ui.perfetto.dev or chrome://tracing"
+    try:
+        plot(ranks, picture)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "matplotlib":
+            raise
+        picture.unlink(missing_ok=True)  # an older run's
+        yield f"{picture} is not drawn: it needs matplotlib: pip install 'megastrategy[plot]'"
+    else:
+        yield f"{picture}: the last steps"
+
+
+def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
+    """Steps by rank, and rank 0's buckets, of every model that has made a whole step."""
+    for number in range(max(len(rank.models) for rank in ranks)):
+        own = [(rank.rank, rank.models[number]) for rank in ranks if number < len(rank.models)]
+        own = [(rank, model) for rank, model in own if model.steps]
+        if own:
+            several = any(len(rank.models) > 1 for rank in ranks)
+            yield _steps_table(own, f"model {number}" if several else "")
+            yield ""
+            yield _buckets_table(*own[0])
+
+
+def _steps_table(models: Sequence[tuple[int, ModelEvents]], title: str) -> Table:
+    columns = ("rank", "steps", "step ms", "exposed ms", "of it gradients", "parameters", "exposed share")
+    table = _new_table(title, *columns)
+    for rank, model in models:
+        mean = average(model.steps)
+        exposed = (mean.exposed_ms, mean.exposed_gradients_ms, mean.exposed_parameters_ms)
+        table.add_row(
+            str(rank),
+            str(mean.num_steps),
+            f"{mean.step_ms:.2f}",
+            *(f"{milliseconds:.2f}" for milliseconds in exposed),
+            f"{mean.exposed_share:.1%}",
+        )
+    return table
+
+
+def _buckets_table(rank: int, model: ModelEvents) -> Table:
+    columns = ("bucket", "", "bytes", "ms on the wire", "launch to done ms", "hidden share")
+    table = _new_table(f"buckets, on rank {rank}", *columns)
+    for times in bucket_times(model):
+        table.add_row(
+            str(times.bucket),
+            times.what,
+            size(times.nbytes),
+            "" if times.ran_ms is None else f"{times.ran_ms:.2f}",
+            f"{times.launch_to_done_ms:.2f}",
+            f"{times.hidden_share:.0%}",
+        )
+    return table
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=Text(title) if title else None, title_justify="left", box=None, pad_edge=False, padding=(0, 3, 0, 0)
+    )
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left")
+    return table
