@@ -9,10 +9,10 @@ ARGS ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fast clean
+.PHONY: help setup demo bench bench-full test lint fast clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: $(STAMP)  ## make .venv and install into it (again only when pyproject.toml or constraints.txt changed)
 
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@echo 'installing torch and the rest into $(VENV): a minute or two'
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,bench]'
 # What the build leaves here is not needed, and once out of date it would hide the installed metadata (entry points) from
 # every python that is started here.
 	@rm -rf megastrategy.egg-info
@@ -28,6 +28,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## train a byte-level GPT on two ranks, about two minutes (ARGS="--compare", ARGS="--data FILE", ARGS="--help")
 	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+bench: $(STAMP)  ## measure against torch DDP and other peers, a few minutes, into runs/bench (ARGS="--network 1gbit" as root)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-full: $(STAMP)  ## more cases, engines and ranks, hours (ARGS="--help" lists the options)
+	$(BIN)/python -m benchmarks --full $(ARGS)
 
 test: lint  ## lint, types and the whole test suite (ARGS go to pytest)
 	$(PYTEST) $(ARGS)

@@ -1,0 +1,237 @@
+"""The engines that are compared: each wraps the same model and the same AdamW, at its best settings for this work."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import megastrategy
+from megastrategy.core import Event
+
+from .cases import Case, LanguageModel
+
+_LR = 1e-4
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"adamw": {}, "adamw-foreach": {"foreach": True}, "adamw-fused": {"fused": True}}
+)
+"""Arguments of torch.optim.AdamW. The first is torch's default, which on CPU steps one tensor at a time."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Engine:
+    """A model that is ready to train.
+
+    Attributes:
+        model: what is called.
+        optimizer: what steps.
+        not_synced: a context for forward and backward of a microbatch whose gradients are only accumulated.
+        settle: returns when nothing of this engine is in flight.
+        close: ends its threads and groups.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    not_synced: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    settle: Callable[[Tensor], None] = lambda tokens: None
+    close: Callable[[], None] = lambda: None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """An engine and its settings; can be sent to another process.
+
+    Attributes:
+        name: as on the command line.
+        about: what it is, for the report.
+        kind: which of the builders makes it.
+        options: the builder's.
+        dtype: of the weights, if not the case's.
+        only_dtype: the dtype of the cases that it is for, if not all.
+    """
+
+    name: str
+    about: str
+    kind: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str | None = None
+    only_dtype: str | None = None
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the ranks train one model together, with the same losses as under torch DDP."""
+        return self.kind not in ("bound", "bound-sharded")
+
+    def why_skipped(self, case: Case) -> str | None:
+        """Why it cannot run this case here."""
+        if self.only_dtype not in (None, case.dtype):
+            return f"is for {self.only_dtype} cases"
+        if self.kind == "foreign":
+            module = self.options["module"]
+            if not _is_installed(module):
+                return f"{module} is not installed"
+            return f"{module} is installed, but this benchmark has no adapter for it yet"
+        if self.kind == "ours":
+            known = {field.name for field in dataclasses.fields(megastrategy.DistributedDataParallelConfig)}
+            if missing := self.options.keys() - known:
+                return f"DistributedDataParallelConfig has no {', '.join(sorted(missing))}"
+            try:
+                megastrategy.DistributedDataParallelConfig(**self.options)
+            except ValueError as error:
+                return str(error)
+        return None
+
+    def build(self, case: Case, optimizer: str, listener: Callable[[Event], None] | None = None) -> Engine:
+        """Makes it; all ranks together. Engines that report events report them to the listener."""
+        module = case.build_model(self.dtype)
+        return _BUILDERS[self.kind](module, case, OPTIMIZERS[optimizer], self.options, listener)
+
+
+def _adamw(params: Any, options: Mapping[str, Any]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=_LR, **options)
+
+
+def _bound(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
+    return Engine(model=module, optimizer=_adamw(module.parameters(), adamw))
+
+
+def _bound_sharded(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
+    """Steps what one rank of a sharded optimizer steps: whole parameters, about 1/d of the elements."""
+    shares: list[list[nn.Parameter]] = [[] for _ in range(torch.distributed.get_world_size())]
+    for param in sorted(module.parameters(), key=lambda param: -param.numel()):
+        min(shares, key=lambda share: sum(other.numel() for other in share)).append(param)
+    optimizer = _adamw(shares[torch.distributed.get_rank()] or list(module.parameters())[:1], adamw)
+    optimizer.register_step_post_hook(lambda *_: module.zero_grad())  # of all, not only of this share
+    return Engine(model=module, optimizer=optimizer)
+
+
+def _ddp(module: LanguageModel, case: Case, adamw: Mapping[str, Any], options: Mapping[str, Any], *_: Any) -> Engine:
+    model = TorchDDP(module, **options)
+    return Engine(model=model, optimizer=_adamw(model.parameters(), adamw), not_synced=model.no_sync)
+
+
+def _zero(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own use of torch.jit when imported
+
+    model = TorchDDP(module, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=_LR, **adamw
+    )
+    return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync)
+
+
+def _fsdp2(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
+    """ZeRO-2-like: weights are gathered once a step. 16-bit weights have fp32 shards, as they have with us."""
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (torch.distributed.get_world_size(),)),
+        "reshard_after_forward": False,
+    }
+    if case.dtype == "bf16":
+        module = module.float()
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in module.blocks:
+        fully_shard(block, **options)
+    root = fully_shard(module, **options)
+
+    @contextlib.contextmanager
+    def not_synced() -> Iterator[None]:
+        def set_last(is_last: bool) -> None:
+            root.set_requires_gradient_sync(is_last)
+            root.set_is_last_backward(is_last)
+            root.set_reshard_after_backward(is_last)
+
+        set_last(False)
+        try:
+            yield
+        finally:
+            set_last(True)
+
+    return Engine(model=module, optimizer=_adamw(module.parameters(), adamw), not_synced=not_synced)
+
+
+def _ours(
+    module: LanguageModel,
+    case: Case,
+    adamw: Mapping[str, Any],
+    options: Mapping[str, Any],
+    listener: Callable[[Event], None] | None,
+) -> Engine:
+    config = megastrategy.DistributedDataParallelConfig(**options)
+    model = megastrategy.DistributedDataParallel(module, config, listener=listener)
+    optimizer = megastrategy.DistributedOptimizer(_adamw(model.parameters(), adamw), model)
+
+    def settle(tokens: Tensor) -> None:
+        if getattr(config, "overlap_param_gather", False) == "forward":
+            with torch.no_grad():
+                model(tokens)  # reads every parameter, and so waits for what is still being gathered
+
+    return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync, settle=settle, close=model.close)
+
+
+_BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
+    {"bound": _bound, "bound-sharded": _bound_sharded, "ddp": _ddp, "zero": _zero, "fsdp2": _fsdp2, "ours": _ours}
+)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it is in is missing
+        return False
+
+
+def ours(name: str, about: str, **options: Any) -> EngineSpec:
+    """This engine with other options than the default ones."""
+    only = options.pop("only_dtype", None)
+    return EngineSpec(name=name, about=f"megastrategy, {about}", kind="ours", options=options, only_dtype=only)
+
+
+BASELINE = "ddp"
+_SPECS = (
+    EngineSpec(name="bound", about="no communication: the plain module", kind="bound"),
+    EngineSpec(name="bound-sharded", about="no communication, and 1/d of the optimizer step", kind="bound-sharded"),
+    EngineSpec(
+        name="bound-fp32", about="no communication, fp32 weights", kind="bound", dtype="fp32", only_dtype="bf16"
+    ),
+    EngineSpec(name="ddp", about="torch DDP", kind="ddp"),
+    EngineSpec(
+        name="ddp-view",
+        about="torch DDP, gradient_as_bucket_view=True",
+        kind="ddp",
+        options={"gradient_as_bucket_view": True},
+    ),
+    EngineSpec(name="ddp-fp32", about="torch DDP, fp32 weights", kind="ddp", dtype="fp32", only_dtype="bf16"),
+    EngineSpec(name="zero", about="torch DDP + ZeroRedundancyOptimizer", kind="zero"),
+    EngineSpec(name="fsdp2", about="FSDP2, reshard_after_forward=False", kind="fsdp2"),
+    EngineSpec(name="deepspeed", about="DeepSpeed ZeRO-1", kind="foreign", options={"module": "deepspeed"}),
+    EngineSpec(
+        name="megatron-core",
+        about="Megatron-core DDP + distributed optimizer",
+        kind="foreign",
+        options={"module": "megatron.core"},
+    ),
+    ours("ours", "default"),
+    ours("ours-all-reduce", "not sharded", use_distributed_optimizer=False),
+    ours("ours-gather-off", "gather after the step", overlap_param_gather=False),
+    ours("ours-gather-step", "gather under the step", overlap_param_gather="step"),
+    ours("ours-gather-forward", "gather under the forward", overlap_param_gather="forward"),
+    ours("ours-pooled", "pooled gradient buffers", grad_buffer="pooled"),
+    ours("ours-bf16-wire", "gradients in bf16", grad_reduce_in_fp32=False, only_dtype="bf16"),
+    ours(
+        "ours-bf16-wire-fp32-sum",
+        "bf16 on the wire, summed in fp32",
+        grad_reduce_in_fp32=False,
+        reduce_scatter_with_fp32_accumulation=True,
+        only_dtype="bf16",
+    ),
+)
+ENGINES: Mapping[str, EngineSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})
