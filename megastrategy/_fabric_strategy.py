@@ -114,10 +114,11 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]
         self._models: list[weakref.ref[DistributedDataParallel]] = []
         self._optimizers: list[tuple[weakref.ref[DistributedOptimizer], weakref.ref[DistributedDataParallel]]] = []
+        self._early_optimizers: list[weakref.ref[Optimizer]] = []  # set up before their model
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (launchers that spawn make one, and so does a copy of what ``setup`` returned) has no models."""
-        return self.__dict__ | {"_models": [], "_optimizers": []}
+        return self.__dict__ | {"_models": [], "_optimizers": [], "_early_optimizers": []}
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         """Wraps the model. One that is set up already keeps its engine, which then serves both setups.
 
         Raises:
-            ValueError: if gradients are to be checked for infinities that fp16's scaler makes on purpose.
+            ValueError: if gradients are to be checked for infinities that fp16's scaler makes on purpose, or if an
+                optimizer that was set up before would step 16-bit weights without their main params.
         """
         self._adapt_scaler()
         for wrapped in self._open_models():
@@ -135,13 +137,26 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             if wrapped.module is module:
                 wrapped.close()
         wrapped = DistributedDataParallel(module, self.config, collectives=engine_collectives(self.root_device))
+        if not _steps_params_themselves(wrapped) and (early := self._early_optimizer_of(wrapped)) is not None:
+            wrapped.close()
+            raise ValueError(
+                f"the {type(early).__name__} of this model was set up before it, when nothing told that the weights "
+                "would be 16-bit ones, whose fp32 main params it has to step: call fabric.setup(model, optimizer), or "
+                "fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
+            )
         wrapped.register_forward_pre_hook(_check_that_it_trains)
         self._models.append(weakref.ref(wrapped))
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it."""
+        """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it.
+
+        With all-reduce the model may come later, as under "ddp": the optimizer steps the Parameters themselves.
+        """
         owners = self._owners(optimizer)
+        if not owners:
+            self._early_optimizers.append(weakref.ref(optimizer))
+            return optimizer
         for known, model in self._pairs():
             if known.optimizer is optimizer and model is owners[0]:
                 return known
@@ -168,7 +183,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         return distributed
 
     def _owners(self, optimizer: Optimizer) -> list[DistributedDataParallel]:
-        """The model that has all of the optimizer's parameters, or those that have some of them; never none."""
+        """The model that has all of the optimizer's parameters, or those that have some of them; none only with
+        all-reduce."""
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
         owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self._open_models()]
         for model, ids in owned:
@@ -179,11 +195,20 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             return some
         if some:
             return some[:1]  # the engine will say which parameter is a stranger
+        if not self.config.use_distributed_optimizer:
+            return []
         raise ValueError(
             f"no parameter of this {type(optimizer).__name__} belongs to a model that was set up, so its gradients "
             "would never be reduced: call fabric.setup(model, optimizer), or fabric.setup_module(model) before "
             "fabric.setup_optimizers(optimizer), and build the optimizer on that model's parameters"
         )
+
+    def _early_optimizer_of(self, model: DistributedDataParallel) -> Optimizer | None:
+        params = {id(param) for param in model.params}
+        alive = [optimizer for reference in self._early_optimizers if (optimizer := reference()) is not None]
+        self._early_optimizers = [weakref.ref(optimizer) for optimizer in alive]
+        groups = ((optimizer, group) for optimizer in alive for group in optimizer.param_groups)
+        return next((optimizer for optimizer, group in groups if params & set(map(id, group["params"]))), None)
 
     def _adapt_scaler(self) -> None:
         """Makes fp16's scaler see sharded gradients. The object stays: the user may hold it, and save it by hand."""

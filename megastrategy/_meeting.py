@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore
 
+from .core import CollectiveError
+
 PATIENCE = timedelta(seconds=20)
 """How long a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks meet) come
-at once; one that waits in a collective of the engine for a rank that failed comes after WaitsInVain.GRACE_S; one that
-waits in a collective of the framework only when that rank's process ends."""
+at once; one that waits for a rank that failed, in a collective of the engine or of the Trainer, comes after
+WaitsInVain.GRACE_S; one that waits in a collective of somebody else's only when that rank's process ends."""
 
 _POLL_S = 0.02
 _MAX_CAUSE_CHARS = 500
@@ -37,6 +39,8 @@ def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -
     """
     if not _has_other_ranks():
         return ""
+    while isinstance(exception, CollectiveError) and exception.__context__ and not exception.__suppress_context__:
+        exception = exception.__context__  # a rank that fails may clean up, and meet the others in another collective
     what = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
     what = what[:_MAX_CAUSE_CHARS]
     store = store_of(f"exception/{name}")

@@ -197,6 +197,8 @@ def clip_value_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], clip_val
 
 
 class _Done:
+    ran_ns: tuple[int, int] | None = None
+
     def wait(self) -> None:
         pass
 

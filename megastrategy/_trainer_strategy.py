@@ -44,13 +44,13 @@ from ._directories import (
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import TRAINS_NOTHING, EnginePrecision, HookWatch, is_compiled, lend, take_back
 from ._signals import SignalAgreement
+from ._together import CollectivesTogether
 from ._world import (
     agreement_collectives,
     begin_setup,
     count_exception,
     engine_collectives,
     exception_name,
-    give_up_engine_collectives,
 )
 from .core import (
     CheckpointError,
@@ -85,7 +85,7 @@ LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on f
 """Beside the callbacks' states, since Lightning warns of those that nobody takes: so "ddp" says what it loses."""
 
 
-class TrainerStrategy(WholeFilesByDefault, _Base):
+class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
     Args:
@@ -152,10 +152,11 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
     # --- setup -------------------------------------------------------------------------------------------------------
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
+        self.await_others("setup")
         self._wrapped = DistributedDataParallel(
             model,
             self.config,
-            collectives=engine_collectives(self.root_device),
+            collectives=engine_collectives(self.root_device, agreed=True),
             listener=one_listener(self._listeners),
         )
         return self._wrapped
@@ -240,6 +241,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             self.model = self.lightning_module
         super().teardown()
         self._directory_saver.close()
+        self.end_together()
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -315,25 +317,24 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         """
         super().setup_environment()
         join_setup(*begin_setup(), self.patience)
+        self.begin_together()
 
     def on_exception(self, exception: BaseException) -> None:
         """Says which rank failed first, and why; the next fit gets a group of its own."""
         if first := tell_failure(exception_name(), exception, leaves=True):
             exception.add_note(f"the first failure among the ranks: {first}")
             _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)
-        give_up_engine_collectives()
+        self.give_up_together()
         count_exception()
 
     def _meet_if_interrupted(self) -> Meeting | None:
         """Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks."""
-        module = self.lightning_module
-        interrupted = module is not None and module._trainer is not None and module.trainer.interrupted
-        if not interrupted or self._wrapped is None or self._wrapped.collectives.size == 1:
+        if not self._is_interrupted() or self._wrapped is None or self._wrapped.collectives.size == 1:
             return None
         if self._meeting is None:
             if (exception := sys.exception()) is not None:
                 tell_failure(exception_name(), exception)  # before the others' failures that follow from it
-            give_up_engine_collectives()
+            self.give_up_together()
             steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
             sharded = self._wrapped.layout.num_shards > 1
             state = f"steps begun and done: {steps}" if sharded else ""
@@ -341,7 +342,7 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
             if sharded and any(begun != done for begun, done in steps):
                 self._meeting.problem = self._meeting.problem or "a step was under way"
             if not self._meeting.problem:
-                self._wrapped.collectives = engine_collectives(self.root_device, fresh=True)
+                self._wrapped.collectives = engine_collectives(self.root_device, agreed=True)
         return self._meeting
 
     def _may_save(self) -> bool:
@@ -349,27 +350,6 @@ class TrainerStrategy(WholeFilesByDefault, _Base):
         meeting = self._meet_if_interrupted()
         assert self._wrapped is not None or meeting is None
         return meeting is None or not meeting.problem or self._wrapped.layout.num_shards == 1  # type: ignore[union-attr]
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        meeting = self._meet_if_interrupted()
-        if meeting is None:
-            super().barrier(*args, **kwargs)
-        else:
-            meeting.exchange(None, self._timeout or default_pg_timeout)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        meeting = self._meet_if_interrupted()
-        if meeting is None:
-            return super().broadcast(obj, src)
-        values: list[T] = meeting.exchange(obj, self._timeout or default_pg_timeout)
-        return obj if meeting.problem else values[src]
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        meeting = self._meet_if_interrupted()
-        if meeting is None:
-            return super().reduce_boolean_decision(decision, all)
-        decisions: list[bool] = meeting.exchange(decision, self._timeout or default_pg_timeout)
-        return min(decisions) if all else max(decisions)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

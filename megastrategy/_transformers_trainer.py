@@ -1,7 +1,8 @@
 """How ``transformers.Trainer`` saves a sharded optimizer: it asks for the state on the rank that writes alone.
 
-Nothing that all ranks call comes just before it, so the two methods that save and load are wrapped, in the launcher's
-process. Trainers of other libraries are subclasses.
+Nothing that all ranks call comes just before it, so the two methods that save and load are wrapped, in a process that
+makes an Accelerator of ours. With any other optimizer they do what they did. Trainers of other libraries are
+subclasses.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .core import DistributedOptimizer
 
 
 def wrap_trainer() -> None:
-    """To be called when an Accelerator is made, which a Trainer does first. Does nothing where there is no Trainer."""
+    """Called when an Accelerator is made, which a Trainer does first. Does nothing where there is no Trainer."""
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or trainer._save_optimizer_and_scheduler.__module__ == __name__:
         return

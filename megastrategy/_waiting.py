@@ -113,5 +113,6 @@ class WaitsInVain:
         places = "; ".join(f"rank {r} waits {note.group} ({note.what})" for r, note in sorted(stuck.items()))
         return (
             f"the ranks wait for each other: {places}. Most often a training_step ended before its backward, or before "
-            "its step, on some ranks only: let such a rank run its backward too, with loss * 0.0"
+            "its step, on some ranks only (let such a rank run its backward too, with loss * 0.0), or a barrier, a "
+            "checkpoint or a log with sync_dist=True was for some ranks only (all ranks save and log)"
         )

@@ -21,6 +21,7 @@ def exception_name() -> str:
 @dataclasses.dataclass
 class _State:
     collectives: Collectives | None = None
+    meeting_collectives: Collectives | None = None
     agreement_collectives: Collectives | None = None
     checkpoint_collectives: Collectives | None = None
     waits_in_vain: WaitsInVain = dataclasses.field(default_factory=lambda: WaitsInVain(exception_name))
@@ -37,19 +38,16 @@ def _state() -> _State:
     return _State() if world is None else _STATES.setdefault(world, _State())
 
 
-def engine_collectives(device: torch.device, *, fresh: bool = False) -> Collectives:
+def engine_collectives(device: torch.device, *, agreed: bool = False) -> Collectives:
     """Collectives on a group for the engine alone, since a framework's on the default group would wait behind ours.
 
     One for all fits in this process: what a Trainer made for itself could be freed only by ending the default group.
-    Made anew if any rank has given the last one up; ``fresh`` says that all have. Collective.
+    Made anew if any rank has given the last one up; ``agreed`` says that all have or none. Collective.
     """
     assert torch.distributed.is_initialized(), "the framework does so before it sets a model up"
     state = _state()
-    if not fresh:
-        has_one = torch.tensor([state.collectives is not None], dtype=torch.uint8, device=device)
-        torch.distributed.all_reduce(has_one, torch.distributed.ReduceOp.MIN)
-        if not has_one.item():
-            give_up_engine_collectives()
+    if not agreed:
+        _give_up_unless_all_have(state.collectives, device)
     if state.collectives is None:
         collectives = make_collectives(private_group(None, device), device)
         state.collectives = state.waits_in_vain.watch("for gradients or weights", collectives)
@@ -62,8 +60,32 @@ def give_up_engine_collectives() -> None:
     The group is left alone, since gloo ends a process that destroys one while a peer is sending into it.
     """
     state = _state()
-    state.collectives = state.agreement_collectives = state.checkpoint_collectives = None
+    state.collectives = state.meeting_collectives = None
+    state.agreement_collectives = state.checkpoint_collectives = None
     state.waits_in_vain.forget()
+
+
+def _give_up_unless_all_have(collectives: Collectives | None, device: torch.device) -> None:
+    has_one = torch.tensor([collectives is not None], dtype=torch.uint8, device=device)
+    torch.distributed.all_reduce(has_one, torch.distributed.ReduceOp.MIN)
+    if not has_one.item():
+        give_up_engine_collectives()
+
+
+def meeting_collectives(device: torch.device) -> Collectives:
+    """Collectives between host memories, to meet in before a collective of the framework's. Made anew if any rank has
+    given the last one up. Collective.
+
+    Those for :func:`agreement_collectives` are made with it, since all ranks are known to be here: ``new_group`` waits
+    for one that failed before it until the process group's timeout.
+    """
+    state = _state()
+    _give_up_unless_all_have(state.meeting_collectives, device)
+    if state.meeting_collectives is None:
+        watch = state.waits_in_vain.watch
+        state.meeting_collectives = watch("for all ranks, in a collective of the framework", host_collectives())
+        state.agreement_collectives = watch("before the next batch", host_collectives())
+    return state.meeting_collectives
 
 
 def agreement_collectives() -> Collectives:

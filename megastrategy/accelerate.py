@@ -6,6 +6,7 @@
 
 Nothing of accelerate is patched, and ``accelerator.distributed_type`` is what it is under torch DDP, since that is a
 closed list which accelerate asks for many reasons; ``accelerator.state.megatron_ddp_plugin`` tells the two apart.
+``transformers.Trainer`` learns to save a sharded optimizer when the first of these Accelerators is made.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from ._prepared_model import (
     remember,
     trained_by,
 )
+from ._transformers_trainer import wrap_trainer
 from ._world import checkpoint_collectives, engine_collectives
 from .core import DistributedOptimizer, GradScaler, describe_setup, probe_state_tensors
 
@@ -81,6 +83,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if any(not isinstance(plugin, MegatronDDPPlugin) for plugin in plugins):
             raise ValueError(f"megatron_ddp_plugin: expected a MegatronDDPPlugin, got {type(plugins[0]).__name__}")
         refuse_other_engines(arguments)
+        wrap_trainer()
         if "kwargs_handlers" in arguments:
             arguments["kwargs_handlers"] = [item for item in handlers if not isinstance(item, MegatronDDPPlugin)]
         del arguments["self"]

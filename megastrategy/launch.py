@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ._launch_config import LaunchConfigError, plugin_from_launch
-from ._transformers_trainer import wrap_trainer
 
 if TYPE_CHECKING:
     from ._accelerate_plugin import MegatronDDPPlugin
@@ -128,7 +127,6 @@ def replace_accelerators(plugin: MegatronDDPPlugin) -> None:
         handlers = given.get("kwargs_handlers") or ()
         if given.get("megatron_ddp_plugin") is None and not any(isinstance(item, Plugin) for item in handlers):
             given["megatron_ddp_plugin"] = plugin
-        wrap_trainer()
         init(**given)
 
     Accelerator.__init__ = init_with_options  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from .config import DistributedDataParallelConfig, config_from_arguments, field_
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 from .elementwise import probe_state_tensors
-from .errors import CheckpointError
+from .errors import CheckpointError, CollectiveError
 from .events import Event, EventKind, one_listener
 from .memory import describe_setup, memory_use, memory_use_of_ddp
 from .sharded_checkpoint import (
@@ -30,6 +30,7 @@ from .sharded_checkpoint import (
 __all__ = [
     "EXTRA_FILE",
     "CheckpointError",
+    "CollectiveError",
     "Collectives",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",

@@ -116,9 +116,10 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
     """Builds a config from keyword arguments that may be ours or torch DDP's.
 
     Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and
-    ``broadcast_buffers`` are fields here too; ``gradient_as_bucket_view`` is accepted and has nothing to do
-    (gradients always live in the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is
-    None. Everything else is refused by name.
+    ``broadcast_buffers`` (``forward_sync_buffers``, which goes before it) are fields here too;
+    ``gradient_as_bucket_view`` and ``batched_grad_copy`` are accepted and have nothing to do (gradients always live in
+    the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is None. Everything else is
+    refused by name.
 
     Raises:
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
@@ -129,15 +130,17 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
     for name, value in arguments.items():
         if name in known:
             chosen[name] = value
-        elif name == "gradient_as_bucket_view":
+        elif name in ("gradient_as_bucket_view", "batched_grad_copy"):
             if not isinstance(value, bool):
-                raise ValueError(f"gradient_as_bucket_view={value!r}: expected True or False")
+                raise ValueError(f"{name}={value!r}: expected True or False")
         elif name in _REFUSED_DDP_ARGUMENTS:
             raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
-        elif name != "bucket_cap_mb":
+        elif name not in ("bucket_cap_mb", "forward_sync_buffers"):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"unknown argument {name!r}: {hint}known are {', '.join(known)}")
+    if arguments.get("forward_sync_buffers") is not None:
+        chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
     cap = arguments.get("bucket_cap_mb")
     if cap is not None:
         if chosen.get("bucket_size") is not None:
@@ -167,6 +170,7 @@ _REFUSED_DDP_ARGUMENTS = {
     "device_mesh": "pass the data-parallel process group",
     "device_ids": "the module's own device is used: move it there first",
     "output_device": "the module's own device is used: move it there first",
+    "bucket_cap_mb_list": "buckets have one size: pass bucket_size (elements) or bucket_cap_mb",
     "dim": "inputs are not scattered; a sampler gives every rank its part",
     "check_reduction": "it has had no effect in torch for years: leave it out",
     "init_sync": "parameters and buffers are always broadcast from rank 0 at the start: leave it out",

@@ -310,6 +310,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "state_dict(), asked for on all ranks, or build an optimizer on the copied model's parameters and wrap that"
         )
 
+    def join_hook(self, **options: Any) -> NoReturn:
+        """What ``torch.distributed.algorithms.Join`` asks for; refused as the model's is."""
+        self._impl.model.join_hook(**options)
+
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self._impl.inner.register_step_pre_hook(hook)
 

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .buffers import ParamBuffers
 from .collectives import Collectives, Handle
+from .errors import CollectiveError
 from .events import Event, EventKind, Listener
 
 
@@ -100,6 +101,11 @@ class ParamGather:
                 self._handles[bucket].wait()
                 self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
                 self._make_plain(bucket)
+        except CollectiveError:  # those behind it will not arrive either, and whoever heard of it may clean up
+            pending, self._handles = list(self._handles), {}
+            for bucket in pending:
+                self._make_plain(bucket)
+            raise
         finally:
             self._emit(EventKind.WAIT_END, 1)
 

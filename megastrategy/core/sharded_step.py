@@ -56,6 +56,7 @@ class ShardedStep:
         self._runs: list[Run] = []
         self._members: list[list[int]] = []  # by group, the parameters of which there are runs
         self._is_joined = False  # whether state is that of the runs
+        self._is_on_cpu = model.device.type == "cpu"
         self._element_names = probe_state_names(optimizer) if self.sharded else None
         self._in_parts = (
             self.sharded
@@ -251,7 +252,8 @@ class ShardedStep:
             assert buffers is not None
             assert isinstance(grads, ContiguousGradBuffers)
             shards = [[self.shards[index] for index in indices if index in self.shards] for indices in members]
-            self._runs = build_runs(shards, stepping, self.layout, buffers.flats, grads.flats, state, names)
+            apart = {number for number, group in enumerate(groups) if group.get("fused") and self._is_on_cpu}
+            self._runs = build_runs(shards, apart, stepping, self.layout, buffers.flats, grads.flats, state, names)
         if not self._is_joined:
             for run in self._runs:
                 run.join_state(state, names, self._chunk_numel(run))
@@ -261,7 +263,7 @@ class ShardedStep:
     def _chunk_numel(self, run: Run) -> int:
         """How much of a run is stepped at once: all, unless the optimizer does single operations on the CPU."""
         group = self.inner.param_groups[run.group]
-        in_one_piece = run.main.device.type != "cpu" or group.get("fused") or group.get("foreach")
+        in_one_piece = not self._is_on_cpu or group.get("fused") or group.get("foreach")
         return run.main.numel() if in_one_piece else CHUNK_NUMEL
 
     # --- step --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,9 @@ A parameter that has no gradient in a step that its neighbours take is kept apar
 
 [Note: chunks]
 An optimizer that does one operation after the other on a whole tensor reads it from memory each time. On the CPU, where
-that is so unless it is fused, a run is stepped in chunks that stay in the cache: the same bits, in less time.
+that is so unless it is fused, a run is stepped in chunks that stay in the cache: the same bits, in less time. A fused
+kernel on the CPU is the other way round: it rounds a tensor's last few elements differently, so that its shards are not
+joined, and takes all tensors in one call anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -171,6 +173,7 @@ def part_of(flat: Tensor, span: Span) -> Tensor:
 
 def build_runs(
     groups: Sequence[Sequence[ParamShard]],
+    apart: Collection[int],
     stepping: set[int],
     layout: BufferLayout,
     param_flats: Sequence[Tensor],
@@ -182,6 +185,7 @@ def build_runs(
 
     Args:
         groups: this rank's shards by parameter group.
+        apart: numbers of groups whose shards are not joined.
         stepping: the parameters that have a gradient now; a run's shards step together or not at all.
         layout: where they lie.
         param_flats, grad_flats: the buffers.
@@ -195,7 +199,7 @@ def build_runs(
     placed.sort(key=lambda pair: (layout.slots[pair[0].param].bucket, address(pair[0]), pair[0].numel))
     drafts: list[tuple[int, list[ParamShard]]] = []
     for shard, group in placed:
-        if drafts and drafts[-1][0] == group:
+        if drafts and drafts[-1][0] == group and group not in apart:
             before = drafts[-1][1][-1]
             if (
                 layout.slots[before.param].bucket == layout.slots[shard.param].bucket

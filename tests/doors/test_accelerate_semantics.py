@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import io
 import itertools
 import os
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data import DataLoader
 
 from megastrategy import DistributedDataParallelConfig
 
@@ -159,6 +161,30 @@ def test_clipping_any_parameters_of_several_models(worlds: Worlds, mode: dict[st
     ours = worlds.run(train_two_by_norm, "megatron_ddp", mode)
     assert ours[0][0] == ours[1][0]
     assert_like_ddp(worlds, train_two_by_value, mode)
+
+
+def accumulate_two(name: str, mode: dict[str, Any]) -> tuple[list[bool], list[dict[str, Tensor]]]:
+    """Seven batches of both models in windows of three, of which the last is short."""
+    accelerator = make_accelerator(name, with_mode(name, mode), gradient_accumulation_steps=3)
+    nets = net_of(1), net_of(2)
+    samples = torch.randn(26, 5, generator=torch.Generator().manual_seed(4))
+    inner = [adamw(net.parameters()) for net in nets]
+    first, second, data, *optimizers = accelerator.prepare(*nets, DataLoader(samples, batch_size=2), *inner)  # type: ignore[arg-type]
+    synchronised = []
+    for x in data:
+        with accelerator.accumulate(first, second):
+            accelerator.backward((first(x) - second(x)).square().mean())
+            synchronised.append(accelerator.sync_gradients)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return synchronised, [weights_of(net) for net in nets]
+
+
+@both_modes
+def test_two_models_accumulate_together(worlds: Worlds, mode: dict[str, Any]) -> None:
+    (synchronised, _), _ = assert_like_ddp(worlds, accumulate_two, mode)
+    assert synchronised == [False, False, True, False, False, True, True]
 
 
 def clip_what_was_not_sent() -> tuple[float, float]:
@@ -697,6 +723,22 @@ def look_at_options() -> None:
 
 def test_options(worlds: Worlds) -> None:
     worlds.run(look_at_options)
+
+
+def report(name: str, mode: dict[str, Any]) -> tuple[str, str]:
+    accelerator = make_accelerator(name, with_mode(name, mode), mixed_precision="bf16")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        accelerator.print("said", accelerator.process_index)
+        with accelerator.main_process_first():
+            accelerator.on_last_process(print)("last")
+    return printed.getvalue(), repr(accelerator.state)
+
+
+def test_reports(worlds: Worlds) -> None:
+    (first, state), (second, _) = assert_like_ddp(worlds, report, {"use_distributed_optimizer": True})
+    assert (first, second) == ("said 0\n", "last\n")
+    assert "Num processes: 2" in state
 
 
 def test_the_plugin_has_every_field_of_the_config() -> None:

@@ -1,4 +1,5 @@
-"""Models of transformers in a plain Accelerate loop: a GPT-2 with tied weights, and LoRA adapters on a frozen one."""
+"""Models of transformers in a plain Accelerate loop: a BERT classifier, a GPT-2 with tied weights, and LoRA adapters on
+a frozen one."""
 
 from __future__ import annotations
 
@@ -14,7 +15,25 @@ from torch.utils.data import DataLoader
 from .accelerate_loops import Worlds, make_accelerator, weights_of
 from .matrix import MODES, assert_equal
 
-NUM_TOKENS, LENGTH = 31, 12
+NUM_TOKENS, LENGTH, NUM_LABELS = 31, 12, 3
+
+
+def make_bert(dropout: float = 0.1) -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=NUM_TOKENS,
+        hidden_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=28,
+        max_position_embeddings=LENGTH,
+        num_labels=NUM_LABELS,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return BertForSequenceClassification(config)
 
 
 def make_gpt2() -> Any:
@@ -46,7 +65,7 @@ def train(name: str, mode: dict[str, Any], kind: str, checkpoints: str, folder: 
     accelerator = make_accelerator(
         name, mode if name == "megatron_ddp" else None, find_unused=False, gradient_accumulation_steps=2
     )
-    net = make_gpt2() if kind == "gpt2" else make_lora()
+    net = {"bert": make_bert, "gpt2": make_gpt2, "lora": make_lora}[kind]()
     if checkpoints:
         net.enable_input_require_grads()  # what re-entrant checkpoints need with a frozen base
         net.gradient_checkpointing_enable({"use_reentrant": checkpoints == "re-entrant"})
@@ -58,7 +77,7 @@ def train(name: str, mode: dict[str, Any], kind: str, checkpoints: str, folder: 
     losses = []
     for batch in data:
         with accelerator.accumulate(model):
-            loss = model(input_ids=batch, labels=batch).loss
+            loss = model(input_ids=batch, labels=batch[:, 0] % NUM_LABELS if kind == "bert" else batch).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1e6)
@@ -77,7 +96,8 @@ def train(name: str, mode: dict[str, Any], kind: str, checkpoints: str, folder: 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(
-    ("kind", "checkpoints"), [("gpt2", ""), ("gpt2", "re-entrant"), ("lora", ""), ("lora", "not re-entrant")]
+    ("kind", "checkpoints"),
+    [("bert", ""), ("gpt2", ""), ("gpt2", "re-entrant"), ("lora", ""), ("lora", "not re-entrant")],
 )
 def test_a_model_of_transformers_ends_in_the_bits_of_torch_ddp(
     worlds: Worlds, kind: str, checkpoints: str, mode: dict[str, Any], tmp_path: Path

@@ -491,7 +491,7 @@ def monitored_with_delays(
 ) -> tuple[Lines, float]:
     """What was logged, and the seconds that the fit took."""
 
-    def collectives(device: torch.device) -> DelayingCollectives:
+    def collectives(device: torch.device, agreed: bool) -> DelayingCollectives:
         return DelayingGathers(private_group(None, device), DELAY_S)
 
     start = time.perf_counter()

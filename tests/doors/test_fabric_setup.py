@@ -72,6 +72,41 @@ def test_model_and_optimizer_set_up_apart(ranks: Ranks, options: dict[str, Any],
     assert_like_ddp(ranks, set_up_apart, options, built_on=built_on)
 
 
+def set_up_before_its_model(name: str, strategy_options: dict[str, Any], precision: Any = "32-true") -> Loop:
+    fabric = make_fabric(name, strategy_options, precision=precision)
+    net = AwkwardNet()
+    optimizer = fabric.setup_optimizers(sgd(net.parameters()))
+    model = fabric.setup_module(net)
+    losses, norms = [], []
+    for features, tokens, targets in itertools.islice(make_data(fabric), 3):
+        loss = F.cross_entropy(model(features, tokens), targets)
+        fabric.backward(loss)
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert max(norms) > 0.5
+    return Loop(weights_of(net), losses, norms, state_of(fabric, optimizer))
+
+
+def test_an_optimizer_set_up_before_its_model_steps_whole_parameters(ranks: Ranks) -> None:
+    assert_like_ddp(ranks, set_up_before_its_model, MODES["all-reduce"])
+
+
+def test_an_optimizer_set_up_before_its_model_can_step_neither_shards_nor_main_params(ranks: Ranks) -> None:
+    refused = [(MODES["reduce-scatter"], "32-true"), (MODES["all-reduce"], "bf16-true")]
+    for options, precision in refused:
+        ranks.run(refuse_to_set_up_before_its_model, options, precision)
+
+
+def refuse_to_set_up_before_its_model(options: dict[str, Any], precision: str) -> None:
+    with pytest.raises(ValueError, match=r"fabric\.setup_module\(model\) before fabric\.setup_optimizers\(optimizer\)"):
+        set_up_before_its_model("megatron_ddp", options, precision)
+    again = make_fabric("megatron_ddp")
+    model, optimizer = again.setup(net := AwkwardNet(), sgd(net.parameters()))
+    step_with(again, model, optimizer)  # nothing is left behind
+
+
 def two_optimizers(name: str, strategy_options: dict[str, Any], shared: bool) -> Any:
     """Over disjoint halves of one model, or both over all of it; with a scheduler that Fabric passes through."""
     fabric = make_fabric(name, strategy_options)

@@ -178,9 +178,14 @@ def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path
     assert found == [(OURS, 100, True, "true")] * 2
 
 
-def test_a_module_and_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [("-m", "megastrategy.launch"), ("-c", MEGASTRATEGY, "launch", "--num_processes", "1")],
+    ids=["python -m megastrategy.launch", "megastrategy launch"],
+)
+def test_a_module_and_one_process(command: tuple[str, ...], tmp_path: Path) -> None:
     script = write_script(tmp_path)
-    [saw], _ = launched(tmp_path, "-m", "megastrategy.launch", "-m", "scripts.train", ranks=1)
+    [saw], _ = launched(tmp_path, *command, "-m", "scripts.train", ranks=1)
     assert (saw["made"], saw["ranks"], saw["bucket_size"]) == (OURS, 1, None)
     assert (saw["name"], saw["file"], saw["path"]) == ("__main__", str(script), str(tmp_path))
     assert saw["argv"][0] == str(script)

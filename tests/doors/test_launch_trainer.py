@@ -39,7 +39,8 @@ def train(out, checkpoint=None, dtype=torch.float32, **options):
     model = GPT2LMHeadModel(config).to(dtype)
     arguments = TrainingArguments(
         out, max_steps=6, save_steps=3, logging_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=1e-3, max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True, **options
+        optim="adamw_torch", learning_rate=1e-3, max_grad_norm=0.0, use_cpu=True, report_to=[], disable_tqdm=True,
+        **options,
     )
     trainer = Trainer(model, arguments, train_dataset=Tokens())
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms import Join
 from torch.nn import functional as F
 
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core.errors import DirectUseError
+
+from .fabric_loops import make_fabric
+from .features.manual import Manual
 from .fits import AwkwardModule, Fit, fit, loader, make_strategy, make_trainer
 from .rank_processes import Failure, Ranks
 
@@ -44,6 +51,69 @@ def test_lbfgs_is_refused_by_the_sharded_optimizer_with_the_way_out(ranks: Ranks
         assert outcome.kind == "OptimizerNotShardableError"
         assert "LBFGS" in outcome.message
         assert "use_distributed_optimizer=False" in outcome.message
+
+
+class EndsItsMessageWithAStop(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ValueError("Whole matrices only.")
+
+
+def test_an_optimizers_own_words_are_quoted_within_a_sentence(ranks: Ranks) -> None:
+    job = functools.partial(AwkwardModule, optimizer=functools.partial(EndsItsMessageWithAStop, lr=0.1))
+    for outcome in ranks.outcomes(fit_of, job):
+        assert "raised ValueError: Whole matrices only. Set use_distributed_optimizer=False" in outcome.message
+
+
+def fit_of(make_module: Any) -> Fit:
+    return fit("megatron_ddp", module=make_module())
+
+
+class StepsTheInnerOptimizer(Manual):
+    """Keeps what it made in ``configure_optimizers``, and steps that: under "ddp" it is what ``optimizers()`` wraps."""
+
+    def configure_optimizers(self) -> Any:
+        self.own = super().configure_optimizers()
+        return self.own
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.own.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.own.step()
+
+
+def test_stepping_the_inner_optimizer_names_the_right_one(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes(fit_of, StepsTheInnerOptimizer):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "DirectUseError"
+        assert "self.optimizers() in a LightningModule" in outcome.message
+
+
+def step_the_inner_optimizer() -> None:
+    fabric = make_fabric("megatron_ddp")
+    net = nn.Linear(3, 2)
+    inner = torch.optim.AdamW(net.parameters())
+    model, _ = fabric.setup(net, inner)
+    fabric.backward(model(torch.ones(1, 3)).sum())
+    with pytest.raises(DirectUseError, match=r"what fabric\.setup\(\) .*returned"):
+        inner.step()
+
+
+def test_stepping_the_inner_optimizer_in_fabric_names_what_setup_returned(ranks: Ranks) -> None:
+    ranks.run(step_the_inner_optimizer)
+
+
+def join_in_a_plain_loop() -> None:
+    make_fabric("ddp")  # for a process group
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+    for join in (model.join, lambda: Join([model, optimizer]), lambda: Join([optimizer])):
+        with pytest.raises(NotImplementedError, match=r"belongs to torch DDP.*DistributedSampler.*drop_last=True"):
+            join()
+    model.close()
+
+
+def test_join_of_torch_ddp_is_refused_with_the_way_out(ranks: Ranks) -> None:
+    ranks.run(join_in_a_plain_loop)
 
 
 class StrangersParameter(AwkwardModule):

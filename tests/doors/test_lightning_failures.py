@@ -6,11 +6,12 @@ The limit of each job is far below the process group's timeout (half an hour), s
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,25 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.nn import functional as F
 
 from megastrategy import MegatronDDPStrategy
 from megastrategy._waiting import WaitsInVain
 from megastrategy.core.errors import CollectiveError
 
 from .features.manual import Manual, manual
-from .fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
+from .fits import (
+    BATCHES_PER_EPOCH,
+    AwkwardModule,
+    assert_same_fit,
+    assert_same_tensors,
+    fit,
+    loader,
+    make_strategy,
+    make_trainer,
+)
 from .rank_processes import Failure, Ranks
 
 BATCH = 3
@@ -60,9 +69,7 @@ class RaisesIn(AwkwardModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self._raise("forward", batch_idx)
-        features, tokens, targets = batch
-        # logs nothing with sync_dist, which is a collective of Lightning's own: its error is torch's
-        loss = F.cross_entropy(self(features, tokens, use_side=batch_idx % 2 == 1), targets)
+        loss = super().training_step(batch, batch_idx)
         if self.where == "backward":
             loss.register_hook(lambda grad: self._raise("backward", batch_idx))
         return loss
@@ -140,6 +147,58 @@ def fit_saving_alone(directory: Path) -> None:
         fit_saving_on_exception("forward", 1, True, directory)
 
 
+class RaisesInValidation(AwkwardModule):
+    """On rank 1, in the second batch after the first epoch's training."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if self.global_rank == 1 and batch_idx == 1 and not self.trainer.sanity_checking:
+            raise OnPurposeError("rank 1")
+
+
+def test_a_checkpoint_on_exception_in_validation_is_whole_when_one_rank_alone_raises(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """ModelCheckpoint first asks for all metrics, of which the ranks have different ones left to reduce."""
+    first, second = ranks.run(fit_saving_in_validation, tmp_path / "run")
+    assert second == "rank 1"
+    assert first.endswith("was given up: rank 1: OnPurposeError: rank 1")
+    [path] = (tmp_path / "run").glob("*.ckpt")
+    state = torch.load(path, weights_only=True)
+    assert state["global_step"] == BATCHES_PER_EPOCH
+    trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
+    assert len(state["optimizer_states"][0]["state"]) == len(trainable)
+
+
+def fit_saving_in_validation(directory: Path) -> str:
+    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
+    with short_grace(), pytest.raises((OnPurposeError, CollectiveError)) as raised:
+        fit("megatron_ddp", module=RaisesInValidation(), callbacks=[checkpoint], enable_checkpointing=True)
+    return str(raised.value)
+
+
+class RaisesInTheFinder(AwkwardModule):
+    """Which cleans up behind an exception, in collectives of its own."""
+
+    lr = 1e-3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and batch_idx == BATCH:
+            raise OnPurposeError("rank 1")
+        return super().training_step(batch, batch_idx)
+
+
+def test_the_cause_is_told_where_a_rank_cleans_up_behind_it(ranks: Ranks, tmp_path: Path) -> None:
+    first, _ = ranks.run(fit_finding_a_rate, tmp_path)
+    assert first.endswith("was given up: rank 1: OnPurposeError: rank 1")
+
+
+def fit_finding_a_rate(directory: Path) -> str:
+    with short_grace(), pytest.raises((OnPurposeError, CollectiveError)) as raised:
+        fit("megatron_ddp", module=RaisesInTheFinder(), callbacks=[LearningRateFinder()], default_root_dir=directory)
+    return str(raised.value)
+
+
 def test_with_all_reduce_rank_0_saves_though_nobody_else_comes(ranks: Ranks, tmp_path: Path) -> None:
     """It has everything; the others are still waiting when its patience ends."""
     ranks.outcomes(fit_saving_impatiently, tmp_path / "run")
@@ -177,6 +236,75 @@ def fit_again_after_exception_on_rank_1(place: str) -> str:
         fit_raising(place, 1, True)
     again = fit("megatron_ddp")
     assert_same_tensors(again.weights, fit("ddp").weights)
+    return str(raised.value)
+
+
+class RaisesOutsideBatches(AwkwardModule):
+    """In the hook called ``where``, on rank 1."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        for name in HOOKS:
+            setattr(self, name, functools.partial(self._maybe_raise, name, getattr(self, name)))
+
+    def _maybe_raise(self, name: str, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name == self.where and self.trainer.global_rank == 1:
+            raise OnPurposeError(name)
+        return hook(*args, **kwargs)
+
+
+HOOKS = [
+    "setup",
+    "configure_model",
+    "configure_optimizers",
+    "on_fit_start",
+    "on_train_start",
+    "validation_step",
+    "on_train_epoch_end",
+    "on_save_checkpoint",
+]
+"""After each of them Lightning has a collective of its own, or makes its first ones."""
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_exception_outside_of_batches_is_noticed_by_all_and_the_next_fit_works(
+    ranks: Ranks, tmp_path: Path, hook: str
+) -> None:
+    """Rank 1's script catches it, so that nothing of the process ends that the other one waits for."""
+    first, second = ranks.run(fit_again_after_exception_in_hook, hook, tmp_path)
+    assert second == hook
+    assert first.endswith(f"was given up: rank 1: OnPurposeError: {hook}")
+
+
+def fit_again_after_exception_in_hook(hook: str, directory: Path) -> str:
+    with short_grace(), pytest.raises((OnPurposeError, CollectiveError)) as raised:
+        fit(
+            "megatron_ddp",
+            module=RaisesOutsideBatches(hook),
+            callbacks=[ModelCheckpoint(dirpath=directory)],
+            enable_checkpointing=True,
+            num_sanity_val_steps=1,
+        )
+    again = fit("megatron_ddp")
+    assert_same_tensors(again.weights, fit("ddp").weights)
+    return str(raised.value)
+
+
+def test_an_exception_in_validation_alone_is_noticed_by_all(ranks: Ranks) -> None:
+    first, second = ranks.run(validate_again_after_exception)
+    assert second == "validation_step"
+    assert first.endswith("was given up: rank 1: OnPurposeError: validation_step")
+
+
+def validate_again_after_exception() -> str:
+    with short_grace(), pytest.raises((OnPurposeError, CollectiveError)) as raised:
+        make_trainer(make_strategy("megatron_ddp")).validate(RaisesOutsideBatches("validation_step"), loader())
+    module = AwkwardModule()
+    ours, ddp = (
+        make_trainer(make_strategy(name)).validate(module, loader(), verbose=False) for name in ("megatron_ddp", "ddp")
+    )
+    assert ours == ddp
     return str(raised.value)
 
 
@@ -262,6 +390,54 @@ def test_a_batch_left_out_by_one_rank_is_noticed_by_all(ranks: Ranks, rank: int,
         assert "loss * 0.0" in message
 
 
+class ForRankZeroOnly(AwkwardModule):
+    """Code that is not for all ranks, although it waits for all."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def on_fit_start(self) -> None:
+        if self.what == "reduce" and self.global_rank == 0:
+            self.trainer.strategy.reduce(torch.ones(1))
+
+    def on_train_epoch_end(self) -> None:
+        if self.what == "log" and self.global_rank == 0:
+            self.log("number", 1.0, sync_dist=True)
+
+
+IN_VAIN = (
+    "rank 0 waits for all ranks, in a collective of the framework (all-reduce); rank 1 waits before the next batch"
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("log", [IN_VAIN, IN_VAIN]),
+        (
+            "reduce",
+            [
+                f"this rank calls {mine}() of the strategy, and another {theirs}()"
+                for mine, theirs in (("reduce", "barrier"), ("barrier", "reduce"))
+            ],
+        ),
+    ],
+)
+def test_a_collective_for_one_rank_only_is_noticed_by_all(ranks: Ranks, what: str, said: list[str]) -> None:
+    """Under "ddp" it is taken for whichever comes next on the other rank: that ends the processes, or both wait."""
+    for expected, message in zip(said, ranks.run(fit_for_rank_zero_only, what), strict=True):
+        assert expected in message
+        assert "sync_dist=True" in message
+
+
+def fit_for_rank_zero_only(what: str) -> str:
+    with pytest.raises(CollectiveError) as raised:
+        fit("megatron_ddp", module=ForRankZeroOnly(what))
+    assert_same_tensors(fit("megatron_ddp").weights, fit("ddp").weights)
+    return str(raised.value)
+
+
 class NothingToLearnOnRank1(Manual):
     """One rank has a batch without anything to learn from.
 
@@ -302,6 +478,33 @@ def test_a_checkpoint_on_exception_is_whole(ranks: Ranks, tmp_path: Path, place:
     assert state["global_step"] == BATCH
     trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
     assert len(state["optimizer_states"][0]["state"]) == len(trainable)
+
+
+class SavesUnderOneName(pl.Callback):
+    """Saves itself, under a name that rank 0 chooses, as tools do that put the time into it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.chosen: list[str] = []
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        name = trainer.strategy.broadcast(f"of-rank-{trainer.global_rank}")
+        stopped_by = trainer.strategy.broadcast(str(exception), src=1)
+        self.chosen = [name, stopped_by]
+        trainer.save_checkpoint(self.directory / f"{name}.ckpt")
+
+
+def test_what_one_rank_chooses_after_an_exception_reaches_the_others(ranks: Ranks, tmp_path: Path) -> None:
+    for chosen in ranks.run(choose_after_exception, tmp_path):
+        assert chosen == ["of-rank-0", "rank 1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["of-rank-0.ckpt"]
+
+
+def choose_after_exception(directory: Path) -> list[str]:
+    saves = SavesUnderOneName(directory)
+    with pytest.raises(OnPurposeError):
+        fit_raising("forward", None, True, (saves,))
+    return saves.chosen
 
 
 def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directory: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from .features.manual import (
     Manual,
     ToggledModel,
     TwiceSynchronised,
+    ZeroesAfterEachStep,
     manual,
 )
 from .fits import AwkwardModule, Fit, assert_same_tensors, fit, weights_of
@@ -192,22 +192,27 @@ def test_zeroing_the_module_after_the_backward_drops_the_gradients(ranks: Ranks)
     assert_same_tensors(ours[0].weights, theirs[0].weights)
 
 
-class StartsAnew(pl.Callback):
-    """Replaces the optimizer in mid-training."""
+class BacksItself(ZeroesAfterEachStep):
+    """``loss.backward()``, where Lightning asks for ``self.manual_backward(loss)``."""
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if trainer.current_epoch == 1:
-            trainer.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.1, momentum=0.9)]
+    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        loss.backward()
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_an_optimizer_that_is_assigned_in_mid_training_trains(ranks: Ranks, sharded: bool) -> None:
-    options = {"use_distributed_optimizer": sharded}
-    ours = ranks.run(fit, "megatron_ddp", callbacks=[StartsAnew()], strategy_options=options)
-    theirs = ranks.run(fit, "ddp", callbacks=[StartsAnew()])
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert mine.losses == expected.losses
-        assert_same_tensors(mine.weights, expected.weights)
+@EITHER_MODE
+def test_a_backward_that_is_not_lightnings_is_synchronised_which_it_is_not_under_ddp(ranks: Ranks, mode: str) -> None:
+    expected, _ = ranks.run(manual, "ddp", {}, ZeroesAfterEachStep)
+    for mine in ranks.run(manual, "megatron_ddp", MODES[mode], BacksItself):
+        assert_same_params(mine, expected)
+    zero, one = ranks.run(manual, "ddp", {}, BacksItself)
+    with pytest.raises(AssertionError):
+        assert_same_params(zero, one)
+
+
+def assert_same_params(actual: Fit, expected: Fit) -> None:
+    """BatchNorm's statistics are each rank's own."""
+    for name, _ in AwkwardModule().named_parameters():
+        torch.testing.assert_close(actual.weights[name], expected.weights[name], rtol=0, atol=0)
 
 
 class StepsAnOptimizerOfItsOwn(Manual):

@@ -182,9 +182,9 @@ class CountReductions(pl.Callback):
             delattr(trainer.strategy.model.collectives, name)
 
     def _counted(self, name: str, send: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
             self.counts[name] += 1
-            return send(*arguments)
+            return send(*arguments, **options)
 
         return counted
 

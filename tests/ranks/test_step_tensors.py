@@ -113,6 +113,10 @@ def without(left_out: int) -> list[int]:
     return [i for i in ALL if i != left_out]
 
 
+def fused(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1, fused=True)
+
+
 HISTORIES = {
     "all": [(ALL, 1.0)] * 4,
     "one comes late": [(ALL[:5] + ALL[6:], 1.0), (ALL, 2.0), (ALL, 1.0)],
@@ -131,7 +135,7 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("looks", [False, True], ids=["", "with a look at the state after each step"])
-@pytest.mark.parametrize("make", [adam, momentum, nadam])
+@pytest.mark.parametrize("make", [adam, momentum, nadam, fused])
 @pytest.mark.parametrize("history", HISTORIES)
 def test_parameters_that_miss_steps_have_the_state_that_torch_gives_them(
     history: str, make: Callable[[Any], torch.optim.Optimizer], looks: bool
@@ -152,6 +156,19 @@ def test_parameters_that_miss_steps_have_the_state_that_torch_gives_them(
 
     state, _ = run_ranks(2, run)
     assert_same_state(state, expected_state)
+
+
+def test_a_fused_kernel_that_rounds_the_last_elements_differently_gets_them_as_torch_gives_them() -> None:
+    """Parameters of 20 elements, whose neighbours begin at the next multiple of 64."""
+    expected, _ = reference(Many(200, 20), [(list(range(200)), 1.0)] * 4, fused)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(200, 20), fused, bucket_size=4000)
+        for _ in range(4):
+            setup.step(list(range(200)), 1.0)
+        assert all(map(torch.equal, setup.module.parameters(), expected))
+
+    run_ranks(2, run)
 
 
 def test_parameters_without_gradients_are_kept_apart_once_and_come_back_as_one() -> None:

@@ -22,6 +22,7 @@ def run(*arguments: str, answers: str = "") -> Result:
 
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("raise AssertionError('it ran')")
     monkeypatch.chdir(tmp_path)
 
 
@@ -88,6 +89,11 @@ def test_a_file_that_is_there_is_kept_unless_forced() -> None:
         ("colour: red", [], "one.yaml: unknown key 'colour', neither accelerate's nor megatron_ddp_config"),
         ("num_processes: 2", [], "accelerate: A `distributed_type` must be specified"),
         ("distributed_type: MULTI_GPUS", [], "accelerate: 'MULTI_GPUS' is not a valid DistributedType"),
+        ("distributed_type: DEEPSPEED", [], "one.yaml: distributed_type: DEEPSPEED: a model is trained by one engine"),
+        ("distributed_type: FSDP\nmegatron_ddp_config: {}", [], "one.yaml: distributed_type: FSDP: a model is trained"),
+        ("distributed_type: MEGATRON_LM", [], "one.yaml: distributed_type: MEGATRON_LM: a model is trained"),
+        ("distributed_type: 'NO'", ["--use_deepspeed"], "--use_deepspeed: a model is trained by one engine"),
+        ("distributed_type: 'NO'", ["--use_fsdp"], "--use_fsdp: a model is trained by one engine"),
     ],
 )
 def test_what_cannot_be_launched_is_one_line_and_exit_code_2(
@@ -99,6 +105,12 @@ def test_what_cannot_be_launched_is_one_line_and_exit_code_2(
     assert (result.exit_code, result.stdout) == (2, "")
     [line] = result.stderr.splitlines()
     assert message in line
+
+
+def test_a_script_that_does_not_exist_is_found_before_any_process_starts() -> None:
+    result = run("launch", "--num_processes", "2", "trian.py")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"Error: the script trian.py does not exist (in {Path.cwd()})\n"
 
 
 def test_a_wrong_variable_is_found_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,12 +62,15 @@ def test_torch_ddp_arguments_have_a_meaning_here() -> None:
         {
             "bucket_cap_mb": 25,
             "gradient_as_bucket_view": True,
+            "batched_grad_copy": True,
             "broadcast_buffers": False,
             "find_unused_parameters": True,
         }
     )
     assert config == DistributedDataParallelConfig(bucket_size=25 * 2**20 // 4, broadcast_buffers=False)
     assert config_from_arguments({"bucket_cap_mb": None}) == DistributedDataParallelConfig()
+    assert not config_from_arguments({"broadcast_buffers": True, "forward_sync_buffers": False}).broadcast_buffers
+    assert config_from_arguments({"forward_sync_buffers": None}) == DistributedDataParallelConfig()
     static = config_from_arguments({"static_graph": True, "find_unused_parameters": False})
     assert static == DistributedDataParallelConfig(static_graph=True)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from ..fabric_loops import AwkwardNet, Loop, make_data, make_fabric, sgd, state_of, train
 from ..fits import weights_of
@@ -36,6 +38,23 @@ def set_up_apart(name: str, strategy_options: dict[str, Any]) -> Loop:
     return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
 
 
+def clip_by_hand(name: str, strategy_options: dict[str, Any], clip: Callable[..., Any] | None, limit: float) -> Loop:
+    """With torch's own functions, as loops do that were written before they had a Fabric."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    losses = []
+    for features, tokens, targets in make_data(fabric):
+        loss = F.cross_entropy(model(features, tokens), targets)
+        fabric.backward(loss)
+        if clip is not None:
+            clip(model.parameters(), limit)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+
+
 def compiled(module: nn.Module) -> nn.Module:
     """Dynamo's graphs, without a C++ compiler."""
     return torch.compile(module, backend="eager")  # type: ignore[return-value]
@@ -53,6 +72,23 @@ FEATURES = [
         {"clip": {"max_norm": CLIP_NORM}},
         rtol=1e-6,
         note="the norm is summed by shards",
+    ),
+    Feature(
+        "Fabric",
+        "`torch.nn.utils.clip_grad_norm_` by hand",
+        clip_by_hand,
+        {"clip": clip_grad_norm_, "limit": CLIP_NORM},
+        differs="clips nothing: `.grad` is None",
+        like={"clip": None},
+        note="`fabric.clip_gradients(..., max_norm=...)` clips in every mode",
+    ),
+    Feature(
+        "Fabric",
+        "`torch.nn.utils.clip_grad_value_` by hand",
+        clip_by_hand,
+        {"clip": clip_grad_value_, "limit": CLIP_VALUE},
+        refused="Expected !nested_tensorlist[0].empty()",
+        note="torch's error where no gradient is; `fabric.clip_gradients(..., clip_val=...)` clips in every mode",
     ),
     Feature("Fabric", '`precision="bf16-mixed"`', train, {"precision": "bf16-mixed"}),
     Feature("Fabric", '`precision="64-true"`', train, {"precision": "64-true"}),

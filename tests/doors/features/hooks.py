@@ -150,6 +150,13 @@ class ZeroesInPlace(AwkwardModule):
         optimizer.zero_grad(set_to_none=False)
 
 
+class ZeroesNothing(AwkwardModule):
+    """Gradients of all batches add up under "ddp"."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        pass
+
+
 def changed(name: str, strategy_options: dict[str, Any], kind: type[AwkwardModule], **options: Any) -> Fit:
     return fit(name, strategy_options=strategy_options, module=kind(optimizer=sgd), max_epochs=1, **options)
 
@@ -233,6 +240,14 @@ FEATURES = [
     ),
     Feature(AREA, "backward and optimizer_step overridden", changed, {"kind": OwnBackward}),
     Feature(AREA, "optimizer.zero_grad(set_to_none=False)", changed, {"kind": ZeroesInPlace}),
+    Feature(
+        AREA,
+        "optimizer_zero_grad overridden to do nothing",
+        changed,
+        {"kind": ZeroesNothing},
+        differs="as with it: a step uses its gradients up",
+        like={"kind": AwkwardModule},
+    ),
     Feature(AREA, "Trainer(detect_anomaly=True)", plain, {"detect_anomaly": True}),
     Feature(AREA, "gradient penalty by the input", penalised, {"kind": GradientPenalty}),
     Feature(AREA, "gradient penalty by the weights", penalised, {"kind": WeightGradientPenalty}),

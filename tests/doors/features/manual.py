@@ -114,6 +114,30 @@ class Closures(Manual):
         optimizer.step(closure=closure)
 
 
+class StepsWithoutZeroing(TwiceSynchronised):
+    """Gradients of all batches add up under "ddp"."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+
+
+class ZeroesAfterEachStep(StepsWithoutZeroing):
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+
+
+class StepsTwice(ZeroesAfterEachStep):
+    """With the same gradients under "ddp"."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
 # --- two optimizers --------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +192,19 @@ class ToggledModel(TwoOptimizers):
     def configure_optimizers(self) -> Any:
         adam, other = super().configure_optimizers()
         return sgd(adam.param_groups[0]["params"]), other
+
+
+class StepsToggledOff(TwoOptimizers):
+    """One backward for both; the second optimizer steps while its parameters are frozen by the first one's toggle."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        with self.toggled_optimizer(first):
+            first.step()
+            second.step()
+        first.zero_grad()
+        second.zero_grad()
 
 
 class SharedInTurn(TwoOptimizers):
@@ -321,6 +358,18 @@ FEATURES = [
         note="before validation Lightning zeroes gradients, those that wait for a step too",
     ),
     row("optimizer.step(closure)", Closures),
+    row(
+        "a step without zero_grad",
+        StepsWithoutZeroing,
+        differs="as with zero_grad after it: a step uses its gradients up",
+        like={"kind": ZeroesAfterEachStep},
+    ),
+    row(
+        "two steps after one backward",
+        StepsTwice,
+        differs="the second finds no gradients: a step uses them up",
+        like={"kind": ZeroesAfterEachStep},
+    ),
     row("two optimizers, toggle_optimizer", TwoOptimizers),
     row("two optimizers, toggled_optimizer", ToggledInContext),
     row(
@@ -330,6 +379,7 @@ FEATURES = [
         note="what one accumulated is sent with the other's synchronised backward, and again with its own",
     ),
     row("two optimizers, not toggled", NotToggled),
+    row("an optimizer's step while its parameters are toggled off", StepsToggledOff),
     row("two optimizers over the same parameters, in turn", SharedInTurn),
     row("two optimizers over the same parameters, both step", SharedBothStep),
     row("the documentation's GAN", GAN, note=UNUSED),
@@ -343,5 +393,10 @@ BEYOND = [
         'The GAN of Lightning\'s documentation trains as it stands; `strategy="ddp"` raises in its second backward and '
         "asks for `find_unused_parameters=True`",
         "test_lightning_manual.py::test_the_documentations_gan_trains_which_it_does_not_under_ddp",
+    ),
+    Beyond(
+        "`loss.backward()` in manual optimization, without `self.manual_backward`: synchronised, where the ranks of "
+        '`"ddp"` part',
+        "test_lightning_manual.py::test_a_backward_that_is_not_lightnings_is_synchronised_which_it_is_not_under_ddp",
     ),
 ]

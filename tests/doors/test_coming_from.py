@@ -1,0 +1,69 @@
+"""``docs/coming_from.md`` names every setting of the other engines' plugins, and none that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import accelerate
+import pytest
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+)
+from transformers import TrainingArguments
+
+from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def rows(heading: str) -> list[tuple[str, str]]:
+    """Of the table whose first column has this heading."""
+    table = TEXT.split(f"| {heading} | here |\n|---|---|\n")[1].split("\n\n")[0]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    assert all(len(row) == 2 for row in cells), cells
+    return [(left, right) for left, right in cells]
+
+
+def headings() -> list[str]:
+    return re.findall(r"^\| (.+) \| here \|$", TEXT, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "plugin", [DistributedDataParallelKwargs, DeepSpeedPlugin, FullyShardedDataParallelPlugin, MegatronLMPlugin]
+)
+def test_every_setting_of_a_plugin_is_there_once(plugin: type) -> None:
+    named = [name for left, _ in rows(f"`{plugin.__name__}`") for name in re.findall(r"`(\w+)`", left)]
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(plugin))
+
+
+def test_what_is_said_to_be_here_is_here() -> None:
+    options = {field.name for field in dataclasses.fields(MegatronDDPPlugin)}
+    known = options | {field.name for field in dataclasses.fields(TrainingArguments)} | set(dir(Accelerator))
+    known |= set(inspect.signature(accelerate.Accelerator.__init__).parameters)
+    # values, and what stands on the left of the same row
+    known |= {"full", "sharded", "reduce_dtype", "comm_hook", "batch_size", "zero_allow_untested_optimizer"}
+    for heading in headings():
+        for _, right in rows(heading):
+            for name in re.findall(r"`(?:accelerator\.)?([a-z]\w+)(?:=\w+)?`", right):
+                assert name in known, f"{heading}: {name}"
+    assert options <= set(re.findall(r"`(\w+)", TEXT)), "and each option is somewhere"
+
+
+def test_links_lead_to_files() -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", TEXT):
+        assert (PAGE.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("name", ["check_reduction", "dim"])
+def test_what_is_said_to_be_refused_is(name: str) -> None:
+    value = {"check_reduction": True, "dim": 1}[name]
+    kwargs = DistributedDataParallelKwargs(**{name: value}).to_kwargs()
+    with pytest.raises(ValueError, match=name):
+        MegatronDDPPlugin().config(**kwargs)

@@ -1,0 +1,218 @@
+"""What the tests of ``transformers.Trainer`` fit: small models from configs, with dropout, and all that can be seen."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .accelerate_loops import weights_of
+from .test_accelerate_transformers import LENGTH, NUM_LABELS, NUM_TOKENS, make_bert, make_gpt2, make_lora
+
+NUM_SAMPLES = 43
+"""Of two a rank: 11 batches on two ranks, the last one filled up; in threes 3, 3, 3 and 2 of them."""
+
+BUCKET_SIZE = 600
+OF_A_CLOCK = ("runtime", "preparation_time", "samples_per_second", "steps_per_second", "total_flos")
+
+
+@dataclasses.dataclass
+class Run:
+    """What a Trainer left behind on one rank.
+
+    Attributes:
+        logged: without clocks and norms.
+        norms: of the gradients, as logged.
+        weights: the module's.
+        seen: what the callback was called with, by name and step.
+        best: the checkpoint that was loaded in the end.
+        frames: how many Python functions were compiled, where that was asked for.
+        optimizer: the class inside of accelerate's, and how many elements of state (but for counters) this rank has.
+    """
+
+    logged: list[dict[str, float]]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    seen: list[tuple[str, int]]
+    best: str = ""
+    frames: int = dataclasses.field(default=0, compare=False)
+    optimizer: tuple[str, int] = dataclasses.field(default=("", 0), compare=False)
+
+
+class Plain(nn.Module):
+    """A module that is not transformers': what a Trainer needs is a loss among the outputs. Compiled in no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(NUM_TOKENS, 20)
+        self.head = nn.Linear(20, NUM_TOKENS)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(torch.tanh(self.embed(input_ids)))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Plain,
+    "bert": make_bert,
+    "bert without dropout": functools.partial(make_bert, 0.0),
+    "gpt2": make_gpt2,
+    "lora": make_lora,
+}
+
+
+def make_data(kind: str, number: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for _ in range(number):
+        tokens = torch.randint(1, NUM_TOKENS, (LENGTH,), generator=generator)
+        sample: dict[str, Any] = {"input_ids": tokens}
+        if kind.startswith("bert"):
+            read = torch.randint(3, LENGTH + 1, (), generator=generator)
+            sample |= {"attention_mask": (torch.arange(LENGTH) < read).long(), "labels": int(tokens[0]) % NUM_LABELS}
+        else:
+            sample["labels"] = tokens
+        samples.append(sample)
+    return samples
+
+
+@contextlib.contextmanager
+def accelerators_of(name: str, mode: dict[str, Any]) -> Iterator[None]:
+    """``transformers.Trainer`` makes accelerate's own Accelerator, or ours; leaves the environment as it was."""
+    import transformers.trainer
+
+    from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
+
+    plugin = MegatronDDPPlugin(**{"bucket_size": BUCKET_SIZE, **mode})
+    environment, theirs = dict(os.environ), transformers.trainer.Accelerator
+    if name == "megatron_ddp":
+        transformers.trainer.Accelerator = functools.partial(Accelerator, megatron_ddp_plugin=plugin)
+    try:
+        yield
+    finally:
+        transformers.trainer.Accelerator = theirs
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def make_trainer(
+    folder: Path,
+    *,
+    model: str = "bert",
+    samples: int = NUM_SAMPLES,
+    inf_on: tuple[int, int] | None = None,
+    memory: int | None = None,
+    callbacks: tuple[Any, ...] = (),
+    **arguments: Any,
+) -> Any:
+    """A quiet Trainer of eight steps.
+
+    Args:
+        folder: where it writes.
+        model: which.
+        samples: to train on.
+        inf_on: (rank, step) of which the loss is infinite.
+        memory: of samples a batch, that is; with more of them training runs out of it.
+        callbacks: more than the one that keeps what it saw.
+        arguments: of TrainingArguments. ``fp16``, which accelerate leaves alone on a CPU, gets its scaler and autocast.
+    """
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    class Seen(TrainerCallback):
+        def __init__(self) -> None:
+            self.events: list[tuple[str, int]] = []
+
+    def keeping(event: str) -> Any:
+        def keep(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.events.append((event, state.global_step))
+
+        return keep
+
+    for event in [name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_init_end"]:
+        setattr(Seen, event, keeping(event))
+
+    class TestedTrainer(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            if self.args.fp16:
+                self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+                self.accelerator.native_amp = True
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if memory is not None and len(inputs["input_ids"]) > memory:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            here = (self.args.process_index, self.state.global_step) == inf_on and self.model.training
+            return loss * float("inf") if here else loss
+
+    options: dict[str, Any] = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 3,
+        # Trainer's own choice is fused, and rounds the last elements of a tensor differently on CPUs
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": [],
+    }
+    args = TrainingArguments(str(folder), **(options | arguments))
+    trainer = TestedTrainer(
+        MODELS[model](),
+        args,
+        train_dataset=make_data(model, samples),
+        eval_dataset=make_data(model, 17),
+        callbacks=[Seen(), *callbacks],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def result(trainer: Any) -> Run:
+    from megastrategy import DistributedOptimizer
+
+    history = trainer.state.log_history
+    entries = [{key: value for key, value in entry.items() if not key.endswith(OF_A_CLOCK)} for entry in history]
+    norms = [entry.pop("grad_norm") for entry in entries if "grad_norm" in entry]
+    inner = trainer.optimizer.optimizer
+    tensors = [value for values in inner.state.values() for value in values.values() if isinstance(value, Tensor)]
+    kind = "sharded" if isinstance(inner, DistributedOptimizer) else type(inner).__name__
+    [seen] = [item.events for item in trainer.callback_handler.callbacks if type(item).__name__ == "Seen"]
+    return Run(
+        entries,
+        norms,
+        weights_of(trainer.model),
+        list(seen),
+        os.path.basename(trainer.state.best_model_checkpoint or ""),
+        torch._dynamo.utils.counters["frames"]["ok"] if trainer.args.torch_compile else 0,
+        (kind, sum(value.numel() for value in tensors if value.numel() > 1)),
+    )
+
+
+def fit(
+    name: str, mode: dict[str, Any], folder: Path, *, resume: Path | None = None, again: bool = False, **options: Any
+) -> Run:
+    """Trains, under torch DDP or ours; ``again``: evaluates, and trains once more with the same Trainer."""
+    if options.get("torch_compile"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+    with accelerators_of(name, mode):
+        trainer = make_trainer(folder, **options)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        if again:
+            trainer.evaluate()
+            trainer.train()
+        return result(trainer)
