@@ -101,7 +101,9 @@ def _check_name(name: str, value: Any, where: str) -> None:
             raise ValueError(f"unknown argument {name!r}: did you mean {near[0]!r}?")
         config_from_arguments({name: value})  # knows the rest, and what torch DDP has and we have not
     except ValueError as error:
-        raise LaunchConfigError(f"{where}: {error}") from error
+        message, known, _ = str(error).partition("known are ")
+        options = ", ".join(_KNOWN) if known else ""  # the plugin's, of which the engine's are a part
+        raise LaunchConfigError(f"{where}: {message}{known}{options}") from error
 
 
 def _typed(name: str, value: Any) -> Any:

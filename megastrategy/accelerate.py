@@ -227,6 +227,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As accelerate's.
+
+        Raises:
+            RuntimeError: if gradients are reduced again and again and no optimizer was prepared, which alone finds
+                them.
+        """
+        super().backward(loss, **kwargs)
+        models = open_models()
+        idle = [model for model in models if model.trains_nothing()]
+        if not idle:
+            return
+        if not any(model.has_optimizer for model in models):
+            raise RuntimeError(_TRAINS_NOTHING.format(type(idle[0].module).__name__))
+        for model in idle:  # another one is trained through it, or its optimizer was forgotten
+            if id(model) not in self._warned:
+                self._warned.add(id(model))
+                warnings.warn(_TRAINS_NOTHING.format(type(model.module).__name__), stacklevel=2)
+
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: Module) -> Iterator[None]:
@@ -271,7 +290,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def _clip(self, parameters: Any, ours: Callable[[Any], Any], theirs: Callable[[Any], Any]) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         parts = trained_by([model for model in open_models() if model.is_sharded], params)
-        if not parts:
+        # within a window of accumulation each rank clips what it has so far, as under torch DDP
+        if not parts or (not self.sync_gradients and all(model.has_local_grads for model, _ in parts)):
             return theirs(params)
         own = {id(param) for _, group in parts for param in group}
         strangers = [param for param in params if id(param) not in own and param.grad is not None]

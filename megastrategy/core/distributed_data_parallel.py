@@ -187,6 +187,11 @@ class DistributedDataParallel(nn.Module):
         self.reducer.extend(self.layout, self.params)
         self.emit(EventKind.LAYOUT_EXTENDED, known)
 
+    @property
+    def has_local_grads(self) -> bool:
+        """Whether gradients were accumulated that no reduction has been started for, as under :meth:`no_sync`."""
+        return self.reducer.has_local_grads
+
     def trains_nothing(self) -> bool:
         """Whether gradients were reduced and scattered twice while there is no DistributedOptimizer to step with them.
 

@@ -234,6 +234,11 @@ class Reducer:
 
     # --- reduction ---------------------------------------------------------------------------------------------------
 
+    @property
+    def has_local_grads(self) -> bool:
+        """Whether something is accumulated of which nothing was sent."""
+        return self._has_local_grads and not self._handles
+
     def finish_grad_sync(self) -> None:
         """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
 
