@@ -223,6 +223,9 @@ class Alone(Collectives):
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self.all_reduce(tensor, scale)
 
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        raise AssertionError("one rank has no shards")
+
     def all_gather(self, tensor: Tensor) -> Handle:
         return _DONE
 

@@ -95,6 +95,10 @@ class GradBuffers(ABC):
     def publish(self, bucket: int) -> None:
         """The reduction of a sealed bucket is complete; ``has_grad`` holds what the ranks agreed on."""
 
+    def sums(self, bucket: int) -> Tensor | None:
+        """What a reduction adds to, where that is not the bucket itself: this rank's shard, owned by this object."""
+        return None
+
     def take(self, param: int) -> Tensor:
         """Hands over the gradient that arrived while the bucket was sealed; ``.grad`` is None again."""
         grad = self.params[param].grad
@@ -147,6 +151,7 @@ class ContiguousGradBuffers(GradBuffers):
         self._sharded = layout.num_shards > 1
         self.flats: list[Tensor] = []
         self._shards: list[tuple[int, int]] = []
+        self._sums: list[Tensor | None] = []
         self._reduced: list[bool] = []  # the bucket holds a result, outside this rank's shard rubbish
         self._stale: list[bool] = []  # to be zeroed before the next gradient is added
         self._addresses: list[int] = []
@@ -159,6 +164,10 @@ class ContiguousGradBuffers(GradBuffers):
         for bucket in layout.buckets[len(self._shards) :]:
             self._shards.append(layout.shard_range(bucket, self._dp_rank))
             self._reduced.append(False)
+            buffer, apart = layout.buffers[bucket.buffer], None
+            if buffer.sum_dtype != buffer.grad_dtype:
+                apart = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
+            self._sums.append(apart)
         for index, grad in enumerate(grads, first):
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
@@ -171,6 +180,22 @@ class ContiguousGradBuffers(GradBuffers):
         """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
         place = self.layout.buckets[bucket]
         return self.flats[place.buffer][place.start : place.end]
+
+    def sums(self, bucket: int) -> Tensor | None:
+        return self._sums[bucket]
+
+    def reduced(self, bucket: int, start: int, end: int) -> Tensor:
+        """Elements ``[start, end)`` of the bucket's buffer, in this rank's shard, after a reduction: a 1-D view."""
+        sums = self._sums[bucket]
+        if sums is None:
+            return self.flats[self.layout.buckets[bucket].buffer][start:end]
+        first = self._shards[bucket][0]
+        return sums[start - first : end - first]
+
+    def _owned_sums(self, param: int) -> Tensor | None:
+        """This rank's part of a parameter's reduced gradient, if that has memory of its own."""
+        bucket, owned = self.layout.slots[param].bucket, self.layout.owned_range(param, self._dp_rank)
+        return None if self._sums[bucket] is None or owned is None else self.reduced(bucket, *owned)
 
     def is_sharded(self, param: int) -> bool:
         """Whether only this rank's shard of the gradient means anything: after a reduce-scatter, until the next
@@ -196,11 +221,12 @@ class ContiguousGradBuffers(GradBuffers):
             in_reopened = self.layout.slots[index].bucket in reopened
             if grad is None:
                 if self.has_grad[index] and not in_reopened:
-                    view.zero_()  # the user set .grad = None, which means zero
+                    self._zero_view(index)  # the user set .grad = None, which means zero
                     self.has_grad[index] = False
             elif index == first and in_reopened:
                 view.add_(grad)  # autograd found .grad None; what was reduced before stays
             else:
+                self._zero_view(index)
                 copy_grad_(view, grad)
                 self.has_grad[index] = True
             param.grad = view
@@ -210,15 +236,18 @@ class ContiguousGradBuffers(GradBuffers):
 
         Afterwards a second reduction (mean over ranks) gives the first result plus the mean of what is added: the
         shard is multiplied by the number of ranks, the rest, which other ranks own, is zeroed. This takes no memory,
-        and is what torch DDP computes by averaging an average.
+        and is what torch DDP computes by averaging an average. Sums that lie apart stay, to be added to.
         """
         place = self.layout.buckets[bucket]
         flat = self.flats[place.buffer]
         shard_start, shard_end = self._shards[bucket]
         if any(self.has_grad[i] and not self._stale[i] for i in place.params):
-            flat[place.start : shard_start].zero_()
-            flat[shard_end : place.end].zero_()
-            flat[shard_start:shard_end].mul_(self.layout.num_shards)
+            if self._sums[bucket] is not None:
+                self.bucket(bucket).zero_()
+            else:
+                flat[place.start : shard_start].zero_()
+                flat[shard_end : place.end].zero_()
+                flat[shard_start:shard_end].mul_(self.layout.num_shards)
         else:
             self._mark_stale(place.params)
         self._zero_stale(bucket)
@@ -247,12 +276,13 @@ class ContiguousGradBuffers(GradBuffers):
             param, view = self.params[index], self._get_view(index)
             grad = param.grad
             if grad is None:
-                view.zero_()
+                self._zero_view(index)
                 self.has_grad[index] = False
             elif grad is not view or view.data_ptr() != self._addresses[index]:
                 # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
                 self.check_param(index)
                 self.views[index] = self._view(index)
+                self._zero_view(index)
                 copy_grad_(self._get_view(index), grad)
                 self.has_grad[index] = True
             param.grad = None
@@ -276,6 +306,8 @@ class ContiguousGradBuffers(GradBuffers):
         super().zero(params)
         for index in params:
             if self.has_grad[index]:
+                if (sums := self._owned_sums(index)) is not None:
+                    sums.zero_()
                 self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
 
     def adopt_written(self, params: Iterable[int]) -> None:
@@ -284,6 +316,9 @@ class ContiguousGradBuffers(GradBuffers):
             if param.grad is not None and self._sharded:
                 self.check_param(index)
                 copy_grad_(self._get_view(index), param.grad)
+                if (sums := self._owned_sums(index)) is not None:
+                    start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
+                    sums.copy_(self.flats[self.layout.slots[index].buffer][start:end])
                 self.has_grad[index], self._stale[index] = True, False
                 self.num_updates[index] += 1
                 param.grad = None
@@ -297,6 +332,7 @@ class ContiguousGradBuffers(GradBuffers):
     def close(self) -> None:
         super().close()
         self.views, self.flats = [None] * len(self.params), []
+        self._sums = [None] * len(self._sums)
 
     def _view(self, index: int) -> Tensor:
         spec, slot = self.layout.params[index], self.layout.slots[index]
@@ -307,6 +343,11 @@ class ContiguousGradBuffers(GradBuffers):
         assert view is not None
         return view
 
+    def _zero_view(self, index: int) -> None:
+        self._get_view(index).zero_()
+        if (sums := self._owned_sums(index)) is not None:
+            sums.zero_()
+
     def _mark_stale(self, params: Iterable[int]) -> None:
         for index in params:
             self._stale[index] = True
@@ -316,9 +357,11 @@ class ContiguousGradBuffers(GradBuffers):
         stale = [index for index in params if self._stale[index]]
         if len(stale) == len(params):
             self.bucket(bucket).zero_()
+            if (sums := self._sums[bucket]) is not None:
+                sums.zero_()
         else:
             for index in stale:
-                self._get_view(index).zero_()
+                self._zero_view(index)
         for index in stale:
             self._stale[index] = self.has_grad[index] = False
 

@@ -112,6 +112,11 @@ class Collectives(ABC):
         ``scale_sum``, ``scale`` times the sum); the rest is undefined."""
 
     @abstractmethod
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        """Adds to ``sums`` what :meth:`reduce_scatter` would leave in this rank's part of ``tensor``, computed in the
+        dtype of ``sums`` and in the order of the ranks; ``tensor`` is sent as it is, and undefined afterwards."""
+
+    @abstractmethod
     def all_gather(self, tensor: Tensor) -> Handle:
         """Every rank's own part (rank-th of ``size`` equal parts) reaches all ranks; ``tensor`` is then equal
         everywhere."""
@@ -225,6 +230,12 @@ class BackendCollectives(Collectives):
         options.reduceOp, then = self._reduction(tensor, own, scale, scale_sum)
         return _WorkHandle("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), self, then)
 
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        received = torch.empty_like(tensor)
+        work = self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
+        parts = received.chunk(self.size)
+        return _WorkHandle("reduce-scatter", work, self, lambda: add_parts_(sums, parts, scale, scale_sum))
+
     def _reduction(
         self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
     ) -> tuple[dist.ReduceOp, Callable[[], object] | None]:
@@ -278,6 +289,16 @@ class GlooCollectives(Collectives):
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self._start("reduce-scatter", lambda: self._ring_reduce_scatter(tensor, scale, scale_sum))
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        def run() -> None:
+            received = self._get_scratch(tensor.dtype, tensor.numel())
+            # as bytes: gloo has the numbers of some dtypes only
+            raw = received.view(torch.uint8), tensor.view(torch.uint8)
+            self.group.alltoall_base(*raw, [], [], dist.AllToAllOptions()).wait()
+            add_parts_(sums, received.chunk(self.size), scale, scale_sum)
+
+        return self._start("reduce-scatter", run)
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._start("all-gather", lambda: self._ring_all_gather(tensor))
@@ -376,6 +397,21 @@ class GlooCollectives(Collectives):
         if scratch is None or scratch.numel() < numel:
             scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype)
         return scratch[:numel]
+
+
+_PIECE_NUMEL = 2**16
+
+
+def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
+    """Adds ``scale`` times the sum of ``parts`` (1-D, as long as ``sums``) to ``sums``, in its dtype: first part first,
+    and the total to what was there. In pieces that stay in the cache."""
+    for start in range(0, sums.numel(), _PIECE_NUMEL):
+        piece = slice(start, start + _PIECE_NUMEL)
+        total = torch.zeros_like(sums[piece])
+        for part in parts:
+            addend = part[piece].to(sums.dtype)
+            total.add_(addend if scale_sum else addend.mul_(scale))
+        sums[piece].add_(total.mul_(scale) if scale_sum else total)
 
 
 class _WorkHandle(Handle):

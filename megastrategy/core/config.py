@@ -44,6 +44,12 @@ class DistributedDataParallelConfig:
     by its module's forward or by anybody else; ``DistributedDataParallel.finish_param_gather`` says what cannot wait by
     itself. False: after the step, and waited for. ``"step"`` is the default since nobody can tell it from False."""
 
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Send 16-bit gradients and sum them in fp32, in the order of the ranks, into an fp32 tensor for this rank's shard:
+    half the bytes of ``grad_reduce_in_fp32`` on the wire, and the same sum for gradients that come in 16 bits (one
+    microbatch a step). Costs 4/d bytes a parameter. Needs ``grad_reduce_in_fp32=False`` and the distributed optimizer;
+    fp32 gradients are sent as they always are."""
+
     average_in_collective: bool = False
     """Divide the sum over ranks by their number, not what each rank adds (on NCCL: the collective averages). Saves a
     pass over the gradients. Off by default: it is not what torch DDP computes, in the last bit where the number of
@@ -100,6 +106,17 @@ class DistributedDataParallelConfig:
                         f"are flattened and all-reduced after backward. Pass {name}=False as well, or leave "
                         "use_contiguous_buffers on"
                     )
+        if self.reduce_scatter_with_fp32_accumulation:
+            if self.grad_reduce_in_fp32:
+                raise ValueError(
+                    "reduce_scatter_with_fp32_accumulation=True contradicts grad_reduce_in_fp32=True: gradients are "
+                    "sent as fp32 already. Pass grad_reduce_in_fp32=False as well"
+                )
+            if not self.use_distributed_optimizer:
+                raise ValueError(
+                    "reduce_scatter_with_fp32_accumulation=True contradicts use_distributed_optimizer=False: an "
+                    "all-reduce has no shard to sum into. Pass one of the two"
+                )
         if self.static_graph and not self.find_unused_parameters:
             raise ValueError(
                 "static_graph=True contradicts find_unused_parameters=False: a static graph agrees once on the used "

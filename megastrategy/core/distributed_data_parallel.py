@@ -247,7 +247,7 @@ class DistributedDataParallel(nn.Module):
         if not grads.has_grad[index]:
             return None
         spec, slot = self.layout.params[index], self.layout.slots[index]
-        full = torch.zeros(spec.numel, dtype=spec.grad_dtype, device=self.device)
+        full = torch.zeros(spec.numel, dtype=self.layout.buffers[slot.buffer].sum_dtype, device=self.device)
         owned, own_grad = self.layout.owned_range(index, self.collectives.rank), self._owned_grad(index)
         if owned is not None and own_grad is not None:
             full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
@@ -279,7 +279,7 @@ class DistributedDataParallel(nn.Module):
         """This rank's part of a reduce-scattered gradient, a view."""
         grads, owned = self.grad_buffers, self.layout.owned_range(index, self.collectives.rank)
         assert isinstance(grads, ContiguousGradBuffers)
-        return None if owned is None else grads.flats[self.layout.slots[index].buffer][owned[0] : owned[1]]
+        return None if owned is None else grads.reduced(self.layout.slots[index].bucket, *owned)
 
     def emit(self, kind: EventKind, index: int) -> None:
         """Tells the listener, if there is one."""

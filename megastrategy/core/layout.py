@@ -86,11 +86,16 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A contiguous stretch of memory for all parameters of one dtype whose gradients have one dtype."""
+    """A contiguous stretch of memory for all parameters of one dtype whose gradients have one dtype.
+
+    ``sum_dtype`` is that of reduced gradients: another than ``grad_dtype`` where a rank's shards of them have memory of
+    their own.
+    """
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
     numel: int
+    sum_dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,13 +274,18 @@ def build_layout(specs: Sequence[ParamSpec], config: DistributedDataParallelConf
         ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel)
         for i, spec in enumerate(specs)
     )
+    num_shards = dp_size if config.use_distributed_optimizer else 1
+    sums_apart = config.reduce_scatter_with_fp32_accumulation and num_shards > 1
     return BufferLayout(
         params=tuple(specs),
         slots=slots,
-        buffers=tuple(Buffer(*kind, numel) for kind, numel in zip(kinds, numels, strict=True)),
+        buffers=tuple(
+            Buffer(dtype, grad_dtype, numel, torch.float32 if sums_apart and grad_dtype in SIXTEEN_BIT else grad_dtype)
+            for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True)
+        ),
         buckets=buckets,
         dp_size=dp_size,
-        num_shards=dp_size if config.use_distributed_optimizer else 1,
+        num_shards=num_shards,
     )
 
 

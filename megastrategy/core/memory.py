@@ -34,6 +34,9 @@ def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> Memory
     if not sharded:  # parameters stay where the module has them
         param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
     grad_bytes = sum(buffer.numel * buffer.grad_dtype.itemsize for buffer in layout.buffers)
+    for buffer in layout.buffers:
+        if buffer.sum_dtype != buffer.grad_dtype:
+            grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
     state_bytes = 0
     for index, spec in enumerate(layout.params):
         owned = layout.owned_range(index, dp_rank)

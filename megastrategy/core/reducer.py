@@ -280,6 +280,9 @@ class Reducer:
     def _start_reduction(self, bucket: int, tensor: Tensor) -> Handle:
         self._emit(EventKind.REDUCE_START, bucket)
         mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
+        sums = self.buffers.sums(bucket)
+        if sums is not None:
+            return self._collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
         if self.layout.num_shards > 1:
             return self._collectives.reduce_scatter(tensor, mean, scale_sum=average)
         return self._collectives.all_reduce(tensor, mean, scale_sum=average)

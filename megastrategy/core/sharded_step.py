@@ -156,7 +156,7 @@ class ShardedStep:
                 self.shards[index] = ParamShard(
                     index, start - slot.start, end - slot.start, main, weights, flat, start - base
                 )
-                self._grad_views[index] = grads.flats[buffer][start:end]
+                self._grad_views[index] = grads.reduced(slot.bucket, start, end)
 
     def names_by_id(self) -> dict[int, str]:
         """By ``id``, the names of the model's parameters, frozen ones too."""
@@ -253,7 +253,7 @@ class ShardedStep:
             assert isinstance(grads, ContiguousGradBuffers)
             shards = [[self.shards[index] for index in indices if index in self.shards] for indices in members]
             apart = {number for number, group in enumerate(groups) if group.get("fused") and self._is_on_cpu}
-            self._runs = build_runs(shards, apart, stepping, self.layout, buffers.flats, grads.flats, state, names)
+            self._runs = build_runs(shards, apart, stepping, self.layout, buffers.flats, grads.reduced, state, names)
         if not self._is_joined:
             for run in self._runs:
                 run.join_state(state, names, self._chunk_numel(run))

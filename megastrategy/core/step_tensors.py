@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ def build_runs(
     stepping: set[int],
     layout: BufferLayout,
     param_flats: Sequence[Tensor],
-    grad_flats: Sequence[Tensor],
+    reduced: Callable[[int, int, int], Tensor],
     state: Mapping[Tensor, State],
     names: set[str] | None,
 ) -> list[Run]:
@@ -188,7 +188,8 @@ def build_runs(
         apart: numbers of groups whose shards are not joined.
         stepping: the parameters that have a gradient now; a run's shards step together or not at all.
         layout: where they lie.
-        param_flats, grad_flats: the buffers.
+        param_flats: the parameters' buffers.
+        reduced: the reduced gradients in a bucket, from one element of its buffer to another.
         state, names: as for :meth:`Run.join_state`.
     """
 
@@ -226,7 +227,7 @@ def build_runs(
                 tuple(shards),
                 part_of(flat, (first.offset, last.offset + last.numel)),
                 part_of(param_flats[slot.buffer], span) if layout.params[first.param].has_main_param else None,
-                grad_flats[slot.buffer][slice(*span)],
+                reduced(slot.bucket, *span),
             )
         )
     return runs

@@ -76,6 +76,40 @@ def test_the_sum_may_be_scaled_instead_of_what_is_added(size: int, kind: type[Co
     run_ranks(size, run)
 
 
+@pytest.mark.parametrize("scale_sum", [False, True])
+@pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sixteen_bits_are_summed_in_fp32_in_the_order_of_the_ranks(
+    size: int, dtype: torch.dtype, kind: type[Collectives], scale_sum: bool
+) -> None:
+    """Numbers of very different sizes, so that another order or a rounding in between would show."""
+    numel, scale = 70_000, 1 / size
+
+    def addends(rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        exponents = torch.randint(-8, 9, (size * numel,), generator=generator)
+        return (torch.randn(size * numel, generator=generator) * 2.0**exponents).to(dtype)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = kind(group)
+        own = slice(rank * numel, (rank + 1) * numel)
+        sums = torch.full((numel,), 0.1)
+        for _ in range(2):
+            expected = torch.zeros(numel)
+            for other in range(size):
+                part = addends(other)[own].float()
+                expected += part if scale_sum else part * scale
+            expected = sums + (expected * scale if scale_sum else expected)
+            handle = collectives.reduce_scatter_into(sums, addends(rank), scale, scale_sum=scale_sum)
+            handle.wait()
+            handle.wait()
+            assert torch.equal(sums, expected)
+        collectives.close()
+
+    run_ranks(size, run)
+
+
 def test_many_at_once_run_in_order_and_other_sizes_share_scratch() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = make_collectives(group, CPU)

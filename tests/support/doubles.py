@@ -45,6 +45,10 @@ class RecordingCollectives(Collectives):
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self._do("reduce_scatter", tensor, scale, scale_sum=scale_sum)
 
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        self.calls.append(Call("reduce_scatter_into", tensor.numel(), tensor.nbytes, time.perf_counter_ns()))
+        return self._real.reduce_scatter_into(sums, tensor, scale, scale_sum=scale_sum)
+
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._do("all_gather", tensor)
 

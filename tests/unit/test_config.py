@@ -53,6 +53,12 @@ def test_contradictions_name_both_fields_and_the_remedy() -> None:
         DistributedDataParallelConfig(use_contiguous_buffers=False)
     with pytest.raises(ValueError, match=r"use_contiguous_buffers=False.*overlap_grad_reduce=False"):
         DistributedDataParallelConfig(use_contiguous_buffers=False, use_distributed_optimizer=False)
+    with pytest.raises(ValueError, match=r"fp32_accumulation=True contradicts grad_reduce_in_fp32=True"):
+        DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True)
+    with pytest.raises(ValueError, match=r"fp32_accumulation=True contradicts use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(
+            reduce_scatter_with_fp32_accumulation=True, grad_reduce_in_fp32=False, use_distributed_optimizer=False
+        )
     with pytest.raises(ValueError, match=r"static_graph=True.*find_unused_parameters=False"):
         DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
 

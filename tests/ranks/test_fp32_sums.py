@@ -1,0 +1,188 @@
+"""reduce_scatter_with_fp32_accumulation: 16 bits on the wire, and what fp32 on the wire would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core import memory_use
+from tests.support.doubles import RecordingCollectives
+from tests.support.ranks import run_ranks
+
+SUMS_IN_FP32 = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}
+
+
+class Setup:
+    def __init__(self, group: ProcessGroup, module: nn.Module, **options: Any) -> None:
+        self.collectives = RecordingCollectives(group)
+        config = DistributedDataParallelConfig(**{"bucket_size": 200, **options})
+        self.model = DistributedDataParallel(module, config, collectives=self.collectives)
+        self.optimizer = DistributedOptimizer(torch.optim.AdamW(self.model.parameters(), lr=0.01), self.model)
+        self.params = dict(module.named_parameters())
+
+
+class Branches(nn.Module):
+    """Every parameter is used once at most: autograd sums several uses in the gradient's dtype, which is what differs.
+    One layer on odd steps only, one on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.odd = nn.Linear(7, 33), nn.Linear(33, 33)
+        self.rank_zero, self.last = nn.Linear(33, 33), nn.Linear(33, 3)
+        generator = torch.Generator().manual_seed(0)
+        for param in self.parameters():
+            param.data = (torch.randn(param.shape, generator=generator) * 0.3).bfloat16()
+
+    def forward(self, x: Tensor, step: int, rank: int) -> Tensor:
+        x = torch.tanh(self.first(x))
+        x = torch.tanh(self.odd(x)) if step % 2 else x
+        x = torch.tanh(self.rank_zero(x)) if rank == 0 else x
+        return self.last(x).square().sum()
+
+
+def train(rank: int, group: ProcessGroup, options: dict[str, Any]) -> tuple[list[Tensor], int]:
+    module = Branches()
+    setup = Setup(group, module, **options)
+    for step in range(12):
+        setup.optimizer.zero_grad()
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(100 * step + rank)).bfloat16()
+        setup.model(x, step, rank).backward()
+        if step == 5:
+            setup.optimizer.clip_grad_norm_(0.1)
+        setup.optimizer.step()
+    state = setup.optimizer.main_params()
+    weights = [param.detach().clone() for param in module.parameters()]
+    sent = sum(call.nbytes for call in setup.collectives.named("reduce_scatter", "reduce_scatter_into"))
+    setup.model.close()
+    return [*weights, *state.values()], sent
+
+
+@pytest.mark.parametrize("options", [{}, {"average_in_collective": True}, {"overlap_param_gather": "forward"}], ids=str)
+def test_half_the_bytes_give_the_same_bits(options: dict[str, Any]) -> None:
+    """On two ranks, where the sum has one order, and for gradients of one microbatch, which come in 16 bits."""
+    expected = run_ranks(2, lambda rank, group: train(rank, group, {}))
+    for (tensors, sent), (others, twice) in zip(
+        run_ranks(2, lambda rank, group: train(rank, group, {**SUMS_IN_FP32, **options})), expected, strict=True
+    ):
+        assert all(map(torch.equal, tensors, others))
+        assert 2 * sent == twice
+    without = run_ranks(2, lambda rank, group: train(rank, group, {"grad_reduce_in_fp32": False}))
+    assert not all(map(torch.equal, without[0][0], expected[0][0])), "sums in 16 bits are others"
+
+
+def line(rank: int) -> nn.Module:
+    module = nn.Linear(33, 5).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    for param in module.parameters():
+        param.data = torch.randn(param.shape, generator=generator).bfloat16()
+    return module
+
+
+def grad_of(rank: int, factor: float) -> Tensor:
+    """The weight's gradient of one of the backwards below, as autograd rounds it."""
+    return (torch.ones(5, 33) * (1.0 + rank) * factor).bfloat16().float()
+
+
+ACTIONS: dict[str, tuple[Callable[[Setup, int], object], Callable[[Tensor], Tensor]]] = {
+    "nothing": (lambda setup, rank: None, lambda first: first),
+    "zero_grad": (lambda setup, rank: setup.optimizer.zero_grad(), lambda first: first * 0),
+    "zero_grad to zero": (lambda setup, rank: setup.optimizer.zero_grad(set_to_none=False), lambda first: first * 0),
+    "a gradient of one's own": (
+        lambda setup, rank: setattr(setup.params["weight"], "grad", torch.full((5, 33), 2.0).bfloat16()),
+        lambda first: first * 0 + 2.0,
+    ),
+    "a step": (lambda setup, rank: setup.optimizer.step(), lambda first: first * 0),
+    "a look": (lambda setup, rank: setup.model.full_grad(setup.params["weight"]), lambda first: first),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_several_synchronised_backwards_add_up(action: str, size: int) -> None:
+    do, then = ACTIONS[action]
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, line(rank), **SUMS_IN_FP32)
+        x = torch.ones(1, 33, dtype=torch.bfloat16)
+        first, second = (sum(grad_of(r, f) for r in range(size)) / size for f in (1.01, 0.003))
+        (setup.model(x) * (1.0 + rank) * torch.tensor(1.01).bfloat16()).sum().backward()
+        seen = setup.model.full_grad(setup.params["weight"])
+        assert seen is not None
+        assert seen.dtype == torch.float32
+        do(setup, rank)
+        (setup.model(x) * (1.0 + rank) * torch.tensor(0.003).bfloat16()).sum().backward()
+        total = setup.model.full_grad(setup.params["weight"])
+        assert total is not None
+        torch.testing.assert_close(seen, first, rtol=1e-2, atol=0)
+        torch.testing.assert_close(total, then(seen) + second, rtol=1e-2, atol=1e-4)
+        if action in ("nothing", "a look"):
+            assert not torch.equal(total, total.bfloat16().float()), "the sum has more than 16 bits"
+        setup.model.close()
+
+    run_ranks(size, run)
+
+
+def test_a_gradient_written_after_the_reduction_is_the_one_that_is_stepped() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = line(rank)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(**SUMS_IN_FP32), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        before = [param.detach().float() for param in module.parameters()]
+        model(torch.ones(1, 33, dtype=torch.bfloat16)).sum().backward()
+        for param in module.parameters():
+            param.grad = torch.full_like(param, 4.0)
+        optimizer.step()
+        for param, value in zip(module.parameters(), before, strict=True):
+            assert torch.equal(param.detach(), (value - 4.0).bfloat16())
+        model.close()
+
+    run_ranks(2, run)
+
+
+def test_a_parameter_that_one_optimizer_stepped_starts_anew_and_the_others_go_on() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = line(rank)
+        config = DistributedDataParallelConfig(**SUMS_IN_FP32)
+        model = DistributedDataParallel(module, config, group)
+        weight_only = DistributedOptimizer(torch.optim.SGD([module.weight], lr=0.0), model)
+        grads = []
+        for _ in range(2):
+            model(torch.ones(1, 33, dtype=torch.bfloat16)).sum().backward()
+            grads.append([model.full_grad(param) for param in (module.weight, module.bias)])
+            weight_only.step()
+        (first_weight, first_bias), (second_weight, second_bias) = grads
+        assert torch.equal(second_weight, first_weight)
+        assert torch.equal(second_bias, 2 * first_bias)
+        model.close()
+
+    run_ranks(2, run)
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, line(rank), **SUMS_IN_FP32)
+        numel = sum(buffer.numel for buffer in setup.model.layout.buffers)
+        assert memory_use(setup.model.layout, rank, 2).grad_bytes == 2 * numel + 4 * numel // 2
+        held = [setup.model.grad_buffers.bucket(b.index) for b in setup.model.layout.buckets]
+        sums = [setup.model.grad_buffers.sums(b.index) for b in setup.model.layout.buckets]
+        assert sum(tensor.nbytes for tensor in held + sums) == 2 * numel + 4 * numel // 2
+        setup.model.close()
+
+    run_ranks(2, run)
+
+
+def test_fp32_parameters_and_one_rank_need_no_sums_of_their_own() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = line(rank).float() if group.size() > 1 else line(rank)
+        setup = Setup(group, module, **SUMS_IN_FP32)
+        assert all(setup.model.grad_buffers.sums(bucket.index) is None for bucket in setup.model.layout.buckets)
+        setup.model.close()
+
+    run_ranks(1, run)
+    run_ranks(2, run)
