@@ -159,8 +159,10 @@ class Meeting:
         store, deadline = self._store, time.monotonic() + patience.total_seconds()
         store.set(f"{key}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
         store.add(f"{key}/arrived", 1)
+        others = [rank for rank in range(self._size) if rank != self._rank]
         while store.add(f"{key}/arrived", 0) < self._size and not store.check([f"{key}/outcome"]):
-            if time.monotonic() > deadline:
+            left = any(store.check([f"left/{rank}"]) and not store.check([f"{key}/{rank}"]) for rank in others)
+            if left or time.monotonic() > deadline:
                 store.compare_set(f"{key}/outcome", "", "given up")
             time.sleep(_POLL_S)
         if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":  # whoever writes first decides for all

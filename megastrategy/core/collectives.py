@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from .errors import CollectiveError, NotOnAllRanksError
 from .roll_call import RollCall
+from .tensor_parts import add_parts_, chunks_by_dtype
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
@@ -131,7 +132,7 @@ class Collectives(ABC):
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
-        for chunk in _chunks_by_dtype(tensors, BROADCAST_CHUNK_BYTES):
+        for chunk in chunks_by_dtype(tensors, BROADCAST_CHUNK_BYTES):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
             self.broadcast(flat).wait()
             start = 0
@@ -399,21 +400,6 @@ class GlooCollectives(Collectives):
         return scratch[:numel]
 
 
-_PIECE_NUMEL = 2**16
-
-
-def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
-    """Adds ``scale`` times the sum of ``parts`` (1-D, as long as ``sums``) to ``sums``, in its dtype: first part first,
-    and the total to what was there. In pieces that stay in the cache."""
-    for start in range(0, sums.numel(), _PIECE_NUMEL):
-        piece = slice(start, start + _PIECE_NUMEL)
-        total = torch.zeros_like(sums[piece])
-        for part in parts:
-            addend = part[piece].to(sums.dtype)
-            total.add_(addend if scale_sum else addend.mul_(scale))
-        sums[piece].add_(total.mul_(scale) if scale_sum else total)
-
-
 class _WorkHandle(Handle):
     def __init__(
         self, what: str, work: Any, collectives: Collectives, then: Callable[[], object] | None = None
@@ -502,21 +488,3 @@ def _failed(what: str, collectives: Collectives, error: RuntimeError) -> Collect
         "an error, was killed, or is stuck longer than the group's timeout: look at the first error among the "
         f"ranks. The backend said: {error}"
     )
-
-
-def _chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
-    """The tensors in groups of one dtype and device, each of at most ``max_bytes`` (or one tensor)."""
-    chunks: list[list[Tensor]] = []
-    kinds = list(dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors))
-    for kind in kinds:
-        current: list[Tensor] = []
-        current_bytes = 0
-        for tensor in (tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind and tensor.numel() > 0):
-            if current and current_bytes + tensor.nbytes > max_bytes:
-                chunks.append(current)
-                current, current_bytes = [], 0
-            current.append(tensor)
-            current_bytes += tensor.nbytes
-        if current:
-            chunks.append(current)
-    return chunks

@@ -114,10 +114,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The user's optimizer's state, keyed by this rank's shards."""
         self._impl.split_state()
         return self._impl.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """Loops that start anew assign an empty one."""
+        self._impl.split_state(replace=True)
+        self._impl.inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 _SHAPE = (6, 10)
 _CUTS = (0, 7, 33, 60)  # inside rows and between them
@@ -94,13 +95,26 @@ def steps_in_parts(optimizer: torch.optim.Optimizer, device: torch.device, dtype
 def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """What it keeps beside the state of tensors, as it is now."""
     own = {name: value for name, value in optimizer.__dict__.items() if name not in ("state", "param_groups")}
+    own.update({f"state.{key}": value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
     (group,) = optimizer.param_groups
     options = {f"param_groups.{name}": value for name, value in group.items() if name != "params"}
-    copies: dict[str, Any] = {}
-    for name, value in {**own, **options}.items():
-        is_container = isinstance(value, dict | list | set)
-        copies[name] = value.clone() if isinstance(value, Tensor) else copy.copy(value) if is_container else value
-    return copies
+    return {name: _own(value) for name, value in {**own, **options}.items()}
+
+
+def _own(value: Any) -> Any:
+    """A copy of what a step may change in place: tensors in containers, and containers."""
+    if isinstance(value, Parameter):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        shallow = copy.copy(value)  # of its class
+        for key, item in value.items():
+            shallow[key] = _own(item)
+        return shallow
+    if isinstance(value, list | set):
+        return type(value)(map(_own, value))
+    return value
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -145,12 +159,14 @@ def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: lis
     Its hooks and wrapped ``step`` stay behind, and so does its learning rate: at the start of a warm-up that is zero.
     """
     double = object.__new__(type(optimizer))
-    double.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+    shared = ("step", "state", "param_groups")
+    double.__dict__.update({name: _own(value) for name, value in optimizer.__dict__.items() if name not in shared})
     double.__dict__.update({name: collections.OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
     double.state = collections.defaultdict(dict)
     lr = group.get("lr")
     trial_lr = {"lr": torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR} if "lr" in group else {}
-    double.param_groups = [{**group, **trial_lr, "params": params}]
+    options = {name: _own(value) for name, value in group.items() if name != "params"}
+    double.param_groups = [{**options, **trial_lr, "params": params}]
     return double
 
 

@@ -12,7 +12,7 @@ them (an extension's kernel) is served by a hook on the modules that hold the pa
 from __future__ import annotations
 
 import sys
-import weakref
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -51,6 +51,7 @@ class ParamGather:
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the module
         self._holders: dict[int, list[nn.Module]] = {}  # by bucket
         self._num_held = -1  # parameters, when the holders were found
+        self._lock = threading.RLock()  # any thread may read a parameter first
 
     def start(self, bucket: int) -> None:
         """Launches a bucket's gather. Collective: the same buckets in the same order on every rank.
@@ -95,6 +96,10 @@ class ParamGather:
     def _wait_for(self, buckets: Sequence[int]) -> None:
         if not buckets:
             return
+        with self._lock:
+            self._wait_alone([bucket for bucket in buckets if bucket in self._handles])
+
+    def _wait_alone(self, buckets: Sequence[int]) -> None:
         self._emit(EventKind.WAIT_START, 1)
         try:
             for bucket in buckets:
@@ -111,8 +116,8 @@ class ParamGather:
 
     def _make_plain(self, bucket: int) -> None:
         for param in self._params_of(bucket):
-            if self._bucket_of.pop(id(param), None) is not None:
-                param.__class__ = type(param)._plain  # type: ignore[attr-defined]
+            if self._bucket_of.pop(id(param), None) is not None and isinstance(param, _Awaited):
+                param.__class__ = type(param)._plain  # type: ignore[assignment]
         for module in self._holders.get(bucket, ()):
             if id(module) in self._hooks and not any(map(self._is_awaited, module._parameters.values())):
                 self._hooks.pop(id(module)).remove()
@@ -138,7 +143,7 @@ class ParamGather:
 
     def _awaited(self, plain: type[Parameter]) -> type[Parameter]:
         if plain not in self._classes:
-            members = {"_plain": plain, "_gather": weakref.ref(self), "__slots__": ()}
+            members = {"_plain": plain, "_gather": self, "__slots__": ()}
             metaclass: Any = type(plain)
             self._classes[plain] = metaclass(plain.__name__, (_Awaited, plain), members)
         return self._classes[plain]
@@ -153,7 +158,7 @@ class _Awaited:
 
     __slots__ = ()
     _plain: type[Parameter]
-    _gather: weakref.ref[ParamGather]
+    _gather: ParamGather
 
     @classmethod
     def __torch_function__(
@@ -163,15 +168,19 @@ class _Awaited:
         if func in _READS_NO_ELEMENT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, _Awaited):
-                leaf._finish()
+        awaited = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Awaited)]
+        for leaf in awaited:
+            leaf._finish()
+        if not awaited:  # in a container that is no pytree, such as a subclass of list
+            for kind in types:
+                if issubclass(kind, _Awaited):
+                    kind._gather.finish()
         return func(*args, **kwargs)
 
     def _finish(self) -> None:
-        gather = type(self)._gather()
-        assert gather is not None, "closing the model finishes its gathers"
-        gather.finish_params([self])  # type: ignore[list-item]
+        self._gather.finish_params([self])  # type: ignore[list-item]
+        if isinstance(self, _Awaited):  # made by somebody from a parameter's class
+            self.__class__ = type(self)._plain  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._finish()

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .buffers import ContiguousGradBuffers, ParamBuffers, slice_view
@@ -31,11 +32,11 @@ from .clip_grads import total_grad_norm
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import probe_state_names, steps_in_parts
-from .errors import DirectUseError
+from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
 from .param_shard import ParamShard
-from .step_tensors import CHUNK_NUMEL, Run, build_runs
+from .step_tensors import CHUNK_NUMEL, Run, build_runs, own_state
 
 
 class ShardedStep:
@@ -58,11 +59,7 @@ class ShardedStep:
         self._is_joined = False  # whether state is that of the runs
         self._is_on_cpu = model.device.type == "cpu"
         self._element_names = probe_state_names(optimizer) if self.sharded else None
-        self._in_parts = (
-            self.sharded
-            and model.config.overlap_param_gather is not False
-            and steps_in_parts(optimizer, model.device, torch.float32)
-        )
+        self._keeps_state_only = self.sharded and steps_in_parts(optimizer, model.device, torch.float32)
         self.check_groups()
         self.follow_model()
 
@@ -230,6 +227,8 @@ class ShardedStep:
         if self._is_joined:
             for run in self._runs:
                 run.split_state(self.inner.state, self._element_names)
+                if self._element_names is not None:  # state may come into being later than the probe's first step
+                    self._element_names |= run.element_names(self._element_names)
             self._is_joined = False
         if replace:
             for run in self._runs:
@@ -252,19 +251,27 @@ class ShardedStep:
             assert buffers is not None
             assert isinstance(grads, ContiguousGradBuffers)
             shards = [[self.shards[index] for index in indices if index in self.shards] for indices in members]
-            apart = {number for number, group in enumerate(groups) if group.get("fused") and self._is_on_cpu}
+            apart = {number for number, group in enumerate(groups) if not self._may_join(group)}
+            was_joined = {shard.param for run in self._runs if len(run.shards) > 1 for shard in run.shards}
             self._runs = build_runs(shards, apart, stepping, self.layout, buffers.flats, grads.reduced, state, names)
+            for run in self._runs:
+                if len(run.shards) == 1 and run.shards[0].param in was_joined:
+                    own_state(state.get(run.main, {}))
         if not self._is_joined:
             for run in self._runs:
                 run.join_state(state, names, self._chunk_numel(run))
             self._is_joined = True
         return [run for run in self._runs if run.shards[0].param in stepping]
 
+    def _may_join(self, group: dict[str, Any]) -> bool:
+        """Whether shards may be stepped as one tensor: not if the optimizer may know tensors by their identity."""
+        return self._keeps_state_only and not (group.get("fused") and self._is_on_cpu)
+
     def _chunk_numel(self, run: Run) -> int:
         """How much of a run is stepped at once: all, unless the optimizer does single operations on the CPU."""
         group = self.inner.param_groups[run.group]
-        in_one_piece = not self._is_on_cpu or group.get("fused") or group.get("foreach")
-        return run.main.numel() if in_one_piece else CHUNK_NUMEL
+        in_chunks = self._may_join(group) and self._is_on_cpu and not group.get("foreach")
+        return CHUNK_NUMEL if in_chunks else run.main.numel()
 
     # --- step --------------------------------------------------------------------------------------------------------
 
@@ -340,10 +347,15 @@ class ShardedStep:
         overlap = model.config.overlap_param_gather
         self._begin_step()
         if overlap and runs and self._may_step_in_parts():
-            for bucket in sorted(changing | {run.bucket for run in runs}, reverse=True):
-                self._step_runs([run for run in runs if run.bucket == bucket])
-                if bucket in changing:
-                    model.param_gather.start(bucket)
+            try:
+                for bucket in sorted(changing | {run.bucket for run in runs}, reverse=True):
+                    self._step_runs([run for run in runs if run.bucket == bucket])
+                    if bucket in changing:
+                        model.param_gather.start(bucket)
+            except BaseException:  # whoever deals with it reads weights that are not on their way
+                with contextlib.suppress(CollectiveError):
+                    model.param_gather.finish()
+                raise
             model.emit(EventKind.STEP_END, 0)
         else:
             self._step_runs(runs, even_if_none=True)
@@ -359,6 +371,9 @@ class ShardedStep:
                 run.split_state(self.inner.state, self._element_names)
                 run.join_state(self.inner.state, self._element_names, self._chunk_numel(run))
         self._reductions.update((index, model.reducer.num_reductions[index]) for index in indices)
+        # a backward through a graph from before the step must raise, as it does where torch's optimizers step
+        stepped = [model.params[index] for index in indices if self.may_step(index)]
+        torch.autograd.graph.increment_version(stepped)
         self._stepped.update((index, model.grad_buffers.num_updates[index]) for index in indices)
         model.grad_buffers.use_up(indices)
 
@@ -374,6 +389,12 @@ class ShardedStep:
                 stepped[run.group] += run.tensors
             with self._groups_of(stepped):
                 self.inner.step()
+            for tensor in itertools.chain.from_iterable(stepped):
+                for name, value in self.inner.state.get(tensor, {}).items():
+                    if (
+                        isinstance(value, Tensor) and value is tensor.grad
+                    ):  # torch's next gradient would be another tensor, ours is not
+                        self.inner.state[tensor][name] = value.clone()
             for run in runs:
                 if run.weights is not None:
                     run.weights.copy_(run.main)
@@ -388,7 +409,10 @@ class ShardedStep:
         hooks = [*own_hooks, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
         # a scheduler's wrapper notes that there was a call; what somebody else's does is not known
         wrapper = inner.__dict__.get("step")
-        return self._in_parts and not hooks and (wrapper is None or hasattr(wrapper, "_wrapped_by_lr_sched"))
+        while getattr(getattr(wrapper, "__code__", None), "co_filename", None) == lr_scheduler.__file__:
+            wrapper = getattr(wrapper, "__wrapped__", None)
+        is_own_step = wrapper is None or wrapper is type(inner).step
+        return self._keeps_state_only and not hooks and is_own_step
 
     def _may_change(self, index: int) -> bool:
         """Whether some rank may step the parameter: not whether this rank does, which a gradient written on one rank

@@ -3,9 +3,9 @@
 [Note: runs]
 Between steps each parameter's shard has state of its own, as checkpoints want it. In a step the shards of one group
 that follow each other in a bucket are one flat tensor, a *run*: a model of 2,000 small parameters is stepped as a few
-tensors. Runs and shards are views of the same memory, and so are their states, so going from one to the other copies
-nothing but counters. The few elements between two parameters, there for alignment, are stepped along: weight, gradient
-and state are zero there.
+tensors. Runs and shards are views of the same memory, and so are their states: going from one to the other copies
+nothing but counters, unless other shards are joined than before. The few elements between two parameters, there for
+alignment, are stepped along: weight, gradient and state are zero there.
 
 A parameter that has no gradient in a step that its neighbours take is kept apart, and has another history from then on
 (its ``step`` counter, for one).
@@ -110,6 +110,11 @@ class Run:
             tensor.grad = grad[start : start + tensor.numel()]
             start += tensor.numel()
 
+    def element_names(self, names: set[str] | None) -> set[str]:
+        """Of what was split for each element."""
+        whole, numel = self._cut_for_shards.whole if self._cut_for_shards else {}, self.main.numel()
+        return {name for name, value in whole.items() if is_per_element(name, value, numel, names)}
+
     def forget_state(self) -> None:
         """Another state takes the place of the one that was split: it is kept alive no longer."""
         self._cut_for_shards = None
@@ -171,6 +176,11 @@ def part_of(flat: Tensor, span: Span) -> Tensor:
     return slice_view(flat, int(flat.storage_offset()) + start, (end - start,), (1,), end - start)
 
 
+def own_state(state: State) -> None:
+    """Copies what are parts of a larger tensor, so as not to keep that alive."""
+    state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
+
+
 def build_runs(
     groups: Sequence[Sequence[ParamShard]],
     apart: Collection[int],
@@ -225,7 +235,8 @@ def build_runs(
                 slot.bucket,
                 group,
                 tuple(shards),
-                part_of(flat, (first.offset, last.offset + last.numel)),
+                # the shard's own tensor where it is alone: an optimizer may know it by its identity
+                first.main if len(shards) == 1 else part_of(flat, (first.offset, last.offset + last.numel)),
                 part_of(param_flats[slot.buffer], span) if layout.params[first.param].has_main_param else None,
                 reduced(slot.bucket, *span),
             )

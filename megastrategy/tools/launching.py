@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import importlib.machinery
+import importlib.util
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -43,8 +45,7 @@ def launch(arguments: Sequence[str]) -> None:
     config = ours if has_section else None
     # what every rank would say
     plugin_from_launch(config, os.environ)
-    if not parsed.module and not os.path.exists(parsed.training_script):
-        raise LaunchConfigError(f"the script {parsed.training_script} does not exist (in {os.getcwd()})")
+    _check_target(parsed.training_script, is_module=parsed.module)
     parsed.training_script_args = [
         *(["--config", str(config)] if config else []),
         *(["-m"] if parsed.module else []),
@@ -60,6 +61,18 @@ def launch(arguments: Sequence[str]) -> None:
             launch_command(parsed)
         except ValueError as error:  # accelerate's; a script runs in processes of its own
             raise LaunchConfigError(f"accelerate: {error}") from error
+
+
+def _check_target(target: str, *, is_module: bool) -> None:
+    """The launcher would find out on every rank."""
+    if not is_module:
+        if not os.path.exists(target):
+            raise LaunchConfigError(f"the script {target} does not exist (in {os.getcwd()})")
+        return
+    top = target.partition(".")[0]
+    here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])  # where python -m looks first
+    if here is None and importlib.util.find_spec(top) is None:
+        raise LaunchConfigError(f"there is no module {target}")
 
 
 def _split(path: Path) -> tuple[dict[str, Any], bool]:

@@ -794,3 +794,72 @@ def alone_and_compiled() -> None:
 @pytest.mark.parametrize("job", [alone, alone_and_compiled])
 def test_one_process(worlds: Worlds, job: Callable[[], None]) -> None:
     worlds.run(job, size=1)
+
+
+def forget_the_optimizer() -> str:
+    accelerator = make_accelerator("megatron_ddp")
+    net = net_of()
+    model = accelerator.prepare(net)
+    optimizer = sgd(net.parameters())
+
+    def step() -> None:
+        accelerator.backward(model(inputs(accelerator)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with pytest.raises(RuntimeError, match="no prepared optimizer has its parameters") as caught:
+        step()
+    return str(caught.value)
+
+
+def test_an_optimizer_that_was_not_prepared_is_missed(worlds: Worlds) -> None:
+    for message in worlds.run(forget_the_optimizer):
+        assert "accelerator.prepare(optimizer)" in message
+        assert "use_distributed_optimizer=False" in message
+
+
+def train_one_through_another(name: str) -> dict[str, Tensor]:
+    """The second model is prepared, and nobody steps it: torch DDP reduces its gradients all the same."""
+    accelerator = make_accelerator(name)
+    nets = net_of(1), nn.Linear(3, 3)
+    with torch.no_grad():
+        nets[1].weight.copy_(torch.eye(3))
+        nets[1].bias.zero_()
+    first, second, optimizer = accelerator.prepare(*nets, sgd(nets[0].parameters()))
+    expected = pytest.warns(UserWarning, match="gradients of Linear") if name != "ddp" else contextlib.nullcontext()
+    with expected:
+        for _ in range(3):
+            out = first(inputs(accelerator))
+            accelerator.backward(second(out.reshape(-1)[:3]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(nets[0])
+
+
+def test_a_model_that_another_is_trained_through_is_not_an_error(worlds: Worlds) -> None:
+    ours, theirs = (worlds.run(train_one_through_another, name) for name in ("megatron_ddp", "ddp"))
+    assert_equal(ours, theirs)
+
+
+def clip_each_microbatch(name: str, mode: dict[str, Any]) -> dict[str, Tensor]:
+    """Without asking ``sync_gradients``: within a window each rank clips its own."""
+    accelerator = make_accelerator(name, with_mode(name, mode), gradient_accumulation_steps=3)
+    net = net_of()
+    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+    for step in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward((step + 1) * model(inputs(accelerator)).square().mean())
+            if step % 3 < 2:
+                accelerator.clip_grad_norm_(model.parameters(), 0.01)
+                accelerator.clip_grad_value_(model.parameters(), 0.004)
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_of(net)
+
+
+@both_modes
+def test_clipping_within_a_window_of_accumulation_is_of_what_each_rank_has(
+    worlds: Worlds, mode: dict[str, Any]
+) -> None:
+    assert_like_ddp(worlds, clip_each_microbatch, mode)

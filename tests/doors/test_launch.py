@@ -327,7 +327,10 @@ def test_values_are_read_as_the_fields_types(
 def test_every_option_can_be_set_in_the_environment() -> None:
     for name in field_names():
         value = "5" if name == "bucket_size" else "true"
-        plugin = plugin_from_launch(None, {f"MEGATRON_DDP_{name.upper()}": value, "MEGATRON_LM_TP_DEGREE": "2"})
+        others = {"MEGATRON_LM_TP_DEGREE": "2"}
+        if name == "reduce_scatter_with_fp32_accumulation":
+            others["MEGATRON_DDP_GRAD_REDUCE_IN_FP32"] = "false"
+        plugin = plugin_from_launch(None, {f"MEGATRON_DDP_{name.upper()}": value, **others})
         assert getattr(plugin, name) == (5 if name == "bucket_size" else True), name
 
 
@@ -377,6 +380,17 @@ def test_a_wrong_variable_is_refused_by_name(tmp_path: Path, variable: str, valu
     with pytest.raises(LaunchConfigError) as caught:
         options_of(tmp_path / "x.yaml", "megatron_ddp_config: {grad_reduce_in_fp32: false}", **{variable: value})
     assert str(caught.value).startswith(f"environment, MEGATRON_DDP_{variable}: {message}")
+
+
+def test_an_option_of_torch_ddp_that_has_nothing_to_do_is_no_option_of_the_file(tmp_path: Path) -> None:
+    with pytest.raises(LaunchConfigError, match="forward_sync_buffers is torch DDP's"):
+        options_of(tmp_path / "x.yaml", "megatron_ddp_config: {forward_sync_buffers: true}")
+
+
+def test_a_name_that_is_near_none_is_answered_with_all(tmp_path: Path) -> None:
+    with pytest.raises(LaunchConfigError) as caught:
+        options_of(tmp_path / "x.yaml", "megatron_ddp_config: {zzz: 1}")
+    assert all(name in str(caught.value) for name in (*field_names(), "state_dict_type", "bucket_cap_mb"))
 
 
 @pytest.mark.parametrize("name", _REFUSED_DDP_ARGUMENTS)

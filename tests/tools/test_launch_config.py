@@ -111,6 +111,8 @@ def test_a_script_that_does_not_exist_is_found_before_any_process_starts() -> No
     result = run("launch", "--num_processes", "2", "trian.py")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"Error: the script trian.py does not exist (in {Path.cwd()})\n"
+    result = run("launch", "--num_processes", "2", "-m", "trian.loop")
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "Error: there is no module trian.loop\n")
 
 
 def test_a_wrong_variable_is_found_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:

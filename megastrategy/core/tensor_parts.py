@@ -1,0 +1,40 @@
+"""Arithmetic on lists of tensors that collectives send or receive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_PIECE_NUMEL = 2**16
+
+
+def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
+    """Adds ``scale`` times the sum of ``parts`` (1-D, as long as ``sums``) to ``sums``, in its dtype: first part first,
+    and the total to what was there. In pieces that stay in the cache."""
+    for start in range(0, sums.numel(), _PIECE_NUMEL):
+        piece = slice(start, start + _PIECE_NUMEL)
+        total = torch.zeros_like(sums[piece])
+        for part in parts:
+            addend = part[piece].to(sums.dtype)
+            total.add_(addend if scale_sum else addend.mul_(scale))
+        sums[piece].add_(total.mul_(scale) if scale_sum else total)
+
+
+def chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:
+    """The tensors in groups of one dtype and device, each of at most ``max_bytes`` (or one tensor)."""
+    chunks: list[list[Tensor]] = []
+    kinds = list(dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors))
+    for kind in kinds:
+        current: list[Tensor] = []
+        current_bytes = 0
+        for tensor in (tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind and tensor.numel() > 0):
+            if current and current_bytes + tensor.nbytes > max_bytes:
+                chunks.append(current)
+                current, current_bytes = [], 0
+            current.append(tensor)
+            current_bytes += tensor.nbytes
+        if current:
+            chunks.append(current)
+    return chunks
