@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -122,6 +124,9 @@ def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
         file.seek(0)
         return torch.load(file, weights_only=False)
 
+    class Own(list[Tensor]):
+        """No pytree."""
+
     class Scaled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -142,8 +147,9 @@ def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
         ),
         "by address": lambda model, module: (module[4].weight.data_ptr(), {"4.weight": module[4].weight.detach()})[1],
         "an autograd function": lambda model, module: {"0.weight": Scaled.apply(module[0].weight)},
-        "iteration": lambda model, module: {"0.bias": torch.stack(list(module[0].bias))},
+        "in a list of its own class": lambda model, module: {"2.bias": torch.cat(Own([module[2].bias]))},
         "to": lambda model, module: module.to(torch.float32).state_dict(),
+        "iteration": lambda model, module: {"0.bias": torch.stack(list(module[0].bias))},
         "evaluation": lambda model, module: {"loss": model.eval()(torch.ones(1, 20)).detach()},
         "functional_call": lambda model, module: {
             "loss": torch.func.functional_call(module, dict(module.named_parameters()), (torch.ones(1, 20),)).detach()
@@ -219,6 +225,77 @@ def test_questions_that_need_no_element_do_not_wait() -> None:
         assert all(setup.awaited())
         setup.model.close()
         assert not any(setup.awaited())
+
+    run_ranks(2, run)
+
+
+def test_several_threads_may_read_at_once() -> None:
+    (weight, *_) = expected_weights()
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, delay_s=0.1)
+        start, read = threading.Barrier(4), []
+
+        def target() -> None:
+            start.wait()
+            read.append(setup.module[0].weight.detach().clone())
+
+        threads = [threading.Thread(target=target) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(read) == 4
+        assert all(torch.equal(value, weight) for value in read)
+        setup.model.close()
+
+    run_ranks(2, run)
+
+
+def test_a_parameter_made_of_the_class_of_one_on_its_way_is_a_plain_one() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group)
+        made = type(setup.module[0].weight)(torch.ones(3))
+        assert made.sum() == 3
+        assert type(made) is Parameter
+        setup.model.close()
+
+    run_ranks(2, run)
+
+
+def test_parameters_may_outlive_the_wrapper_and_the_module() -> None:
+    (weight, *_) = expected_weights()
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group)
+        param = setup.module[0].weight
+        del setup
+        gc.collect()
+        assert torch.equal(param.detach(), weight)
+
+    run_ranks(2, run)
+
+
+def test_a_step_that_fails_between_buckets_leaves_no_parameter_on_its_way() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, "step")
+        inner, calls = setup.optimizer.optimizer, []
+        step = type(inner).step
+
+        class Fails(type(inner)):  # type: ignore[misc]
+            def step(self, closure: Any = None) -> None:
+                calls.append(1)
+                if len(calls) == 2:
+                    raise ZeroDivisionError
+                step(self)
+
+        inner.__class__ = Fails
+        with pytest.raises(ZeroDivisionError):
+            setup.step()
+        assert not setup.model.param_gather._handles
+        first = {name: value.clone() for name, value in setup.module.state_dict().items()}
+        assert all(torch.equal(value, first[name]) for name, value in setup.module.state_dict().items())
+        setup.model.close()
 
     run_ranks(2, run)
 

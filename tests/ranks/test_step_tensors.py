@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -354,5 +356,177 @@ def test_a_counter_that_was_set_by_hand_counts_for_its_parameter_alone() -> None
                 setup.optimizer.state[shard.main]["step"].fill_(100.0)
             setup.step(ALL, 1.0)
         assert all(map(torch.equal, setup.module.parameters(), module.parameters()))
+
+    run_ranks(2, run)
+
+
+class OwnBuffers(torch.optim.Optimizer):
+    """Momentum in a dictionary of its own, by tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.buffers: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    buffer = self.buffers.setdefault(param, torch.zeros_like(param))
+                    param.sub_(buffer.mul_(0.9).add_(param.grad) * group["lr"])
+
+
+class CountsInATensor(torch.optim.Optimizer):
+    """The third step is half as long: whoever steps it on trial must not be counted."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01, "calls": [0]})
+        self.count = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["calls"][0] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * (group["lr"] * (0.5 if self.count == 3 and group["calls"][0] == 3 else 1)))
+
+
+class CountsInState(torch.optim.Optimizer):
+    """Under a key that is no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        count = self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * group["lr"] / count)
+
+
+class KeepsGradients(torch.optim.Optimizer):
+    """The last one, without a copy."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    last = self.state[param].get("last", torch.zeros_like(param))
+                    param.sub_((param.grad - 0.5 * last) * group["lr"])
+                    self.state[param]["last"] = param.grad
+
+
+@pytest.mark.parametrize("overlap", [False, "step"])
+@pytest.mark.parametrize("kind", [OwnBuffers, CountsInATensor, CountsInState, KeepsGradients])
+def test_optimizers_that_keep_things_in_their_own_way(
+    kind: Callable[[Any], torch.optim.Optimizer], overlap: bool | str
+) -> None:
+    steps = [(ALL, 1.0), (without(5), 0.7), (ALL, 1.3), (ALL, 0.9), (ALL, 1.1)]
+    expected, _ = reference(Many(12), steps, kind)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12), kind, bucket_size=300, overlap_param_gather=overlap)
+        for used, factor in steps:
+            setup.step(used, factor)
+        assert all(map(torch.equal, setup.module.parameters(), expected))
+
+    run_ranks(2, run)
+
+
+def test_momentum_that_is_switched_on_later_with_parameters_of_one_element() -> None:
+    def train(module: nn.Module, optimizer: Any, backward: Callable[[], None]) -> None:
+        for step in range(4):
+            optimizer.param_groups[0]["momentum"] = 0.9 if step > 0 else 0.0
+            optimizer.zero_grad()
+            backward()
+            optimizer.step()
+
+    def sgd(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.01)
+
+    plain = Many(12, 1)
+    train(plain, sgd(plain.parameters()), lambda: plain(ALL, 1.0).backward())
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12, 1), sgd)
+
+        def backward() -> None:
+            setup.model(ALL, 1.0).backward()
+            assert setup.optimizer.state is not None
+
+        train(setup.module, setup.optimizer, backward)
+        assert all(map(torch.equal, setup.module.parameters(), plain.parameters()))
+
+    run_ranks(2, run)
+
+
+def test_a_state_that_is_emptied_begins_anew() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12), bucket_size=300)
+        setup.step(ALL, 3.0)
+        setup.optimizer.state = collections.defaultdict(dict)
+        with torch.no_grad():
+            for param, value in zip(setup.module.parameters(), Many(12).parameters(), strict=True):
+                param.copy_(value)
+        setup.step(ALL, 1.0)
+        expected, _ = reference(Many(12), [(ALL, 1.0)], adam)
+        assert all(map(torch.equal, setup.module.parameters(), expected))
+
+    run_ranks(2, run)
+
+
+def test_a_shard_that_is_kept_apart_does_not_keep_its_neighbours_old_state_alive() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12), bucket_size=10**6)
+        setup.step(ALL, 1.0)
+        (joined,) = setup.optimizer._impl._runs
+        cut = joined._cut_for_tensors
+        assert cut is not None
+        whole = cut.whole["exp_avg"]
+        first, size = whole.data_ptr(), whole.nbytes
+        del joined, cut, whole
+        setup.step([i for i in ALL if i not in (2, 8)], 1.0)
+        states = [value for values in setup.optimizer.state.values() for value in values.values() if value.dim()]
+        assert len(states) == 12
+        assert not any(first <= value.data_ptr() < first + size for value in states)
+
+    run_ranks(2, run)
+
+
+def test_a_graph_from_before_a_step_is_refused_as_torch_refuses_it() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12))
+        loss = setup.model(ALL, 1.0)
+        loss.backward(retain_graph=True)
+        setup.optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    run_ranks(2, run)
+
+
+def test_somebodys_wrapper_around_step_is_called_once_a_step() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        setup = Setup(group, Many(12), bucket_size=300)
+        inner = setup.optimizer.optimizer
+        torch.optim.lr_scheduler.StepLR(inner, 1)
+        scheduled, calls = inner.step, []
+
+        @functools.wraps(scheduled)
+        def noting(*args: Any) -> Any:
+            calls.append(1)
+            return scheduled(*args)
+
+        inner.step = noting
+        setup.step(ALL, 1.0)
+        assert len(calls) == 1
 
     run_ranks(2, run)
