@@ -372,6 +372,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         After an exception on some rank the shards of the others may be out of reach: nothing is written then, rather
         than half a state, and the reason is logged on every rank.
         """
+        if (meeting := self._meet_if_interrupted()) is not None:
+            meeting.exchange(None, self.patience)  # a hook that fails on some rank keeps it from coming here
         if not self._may_save():
             assert self._meeting is not None
             _log.error(

@@ -212,6 +212,32 @@ def fit_saving_impatiently(directory: Path) -> None:
     fit_raising("forward", 0, False, (checkpoint,))
 
 
+class RaisesInEverySave(AwkwardModule):
+    """On rank 1: in the one that ModelCheckpoint makes on the exception, too."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.global_rank == 1:
+            raise OnPurposeError("in the save")
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_rank_that_fails_again_in_the_save_on_exception_keeps_nobody_waiting(
+    ranks: Ranks, tmp_path: Path, sharded: bool
+) -> None:
+    first, second = ranks.outcomes(fit_failing_in_every_save, tmp_path, sharded, timeout_s=60)
+    assert (second.kind, second.message) == ("OnPurposeError", "in the save")
+    assert first.kind != "died"
+
+
+def fit_failing_in_every_save(directory: Path, sharded: bool) -> None:
+    MegatronDDPStrategy.patience = timedelta(seconds=2)  # this process ends with the exception
+    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, every_n_train_steps=2)
+    options: dict[str, Any] = {"callbacks": [checkpoint], "enable_checkpointing": True}
+    mode = {"use_distributed_optimizer": sharded}
+    with short_grace():
+        fit("megatron_ddp", strategy_options=mode, module=RaisesInEverySave(), **options)
+
+
 @contextlib.contextmanager
 def short_grace() -> Iterator[None]:
     """These processes go on to other tests."""
