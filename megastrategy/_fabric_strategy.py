@@ -131,13 +131,13 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         """
         self._adapt_scaler()
         for wrapped in self._open_models():
-            if wrapped.module is module and _is_as_wrapped(wrapped):
+            if wrapped.module is module and wrapped.is_as_wrapped():
                 wrapped.collectives.broadcast_all([*module.parameters(), *module.buffers()])
                 return wrapped
             if wrapped.module is module:
                 wrapped.close()
         wrapped = DistributedDataParallel(module, self.config, collectives=engine_collectives(self.root_device))
-        if not _steps_params_themselves(wrapped) and (early := self._early_optimizer_of(wrapped)) is not None:
+        if not wrapped.steps_params_themselves() and (early := self._early_optimizer_of(wrapped)) is not None:
             wrapped.close()
             raise ValueError(
                 f"the {type(early).__name__} of this model was set up before it, when nothing told that the weights "
@@ -166,7 +166,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                     "again: build a new optimizer on its parameters"
                 )
         if len(owners) > 1:
-            if all(_steps_params_themselves(owner) for owner in owners):
+            if all(owner.steps_params_themselves() for owner in owners):
                 return optimizer
             raise ValueError(
                 f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models that were set up "
@@ -453,22 +453,8 @@ def _unwrapped(module: Module) -> Module:
 
 def _check_that_it_trains(model: Module, _: Any) -> None:
     assert isinstance(model, DistributedDataParallel)
-    if not model.is_closed and not model.has_optimizer and model.trains_nothing():
+    if not model.is_closed and model.trains_nothing():
         raise RuntimeError(TRAINS_NOTHING)
-
-
-def _is_as_wrapped(model: DistributedDataParallel) -> bool:
-    """Whether the module still has the parameters that the buffers were laid out for; others may have joined them."""
-    present = {id(param) for param in model.module.parameters()}
-    return all(
-        id(param) in present and param.dtype == spec.dtype and tuple(param.shape) == spec.shape
-        for param, spec in zip(model.params, model.layout.params, strict=True)
-    )
-
-
-def _steps_params_themselves(model: DistributedDataParallel) -> bool:
-    """Whether any torch optimizer may step the model's parameters: whole on every rank, and no main params."""
-    return model.layout.num_shards == 1 and not any(spec.has_main_param for spec in model.layout.params)
 
 
 def _is_floating_point(value: Any) -> bool:

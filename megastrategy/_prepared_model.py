@@ -106,18 +106,6 @@ class PreparedModel(DistributedDataParallel, _TorchDDPByName):  # type: ignore[m
         grads = [self._owned_grad(index) for index in indices if self.grad_buffers.has_grad[index]]
         return [grad for grad in grads if grad is not None]
 
-    def is_as_prepared(self) -> bool:
-        """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
-        present = {id(param) for param in self.module.parameters()}
-        return all(
-            id(param) in present and param.dtype == spec.dtype and tuple(param.shape) == spec.shape
-            for param, spec in zip(self.params, self.layout.params, strict=True)
-        )
-
-    def steps_params_themselves(self) -> bool:
-        """Whether an optimizer steps the Parameters: whole on every rank, and without main params."""
-        return not self.is_sharded and not any(spec.has_main_param for spec in self.layout.params)
-
 
 # --- what is prepared in this process --------------------------------------------------------------------------------
 
@@ -139,7 +127,7 @@ def prepared_model(module: Module, config: DistributedDataParallelConfig) -> Pre
     model = reference() if reference is not None else None
     if model is None or model.is_closed:
         return None
-    if model.config == config and model.is_as_prepared():
+    if model.config == config and model.is_as_wrapped():
         return model
     model.close()
     return None

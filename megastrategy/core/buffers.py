@@ -226,7 +226,7 @@ class ContiguousGradBuffers(GradBuffers):
             elif index == first and in_reopened:
                 view.add_(grad)  # autograd found .grad None; what was reduced before stays
             else:
-                self._zero_view(index)
+                self._zero_sums(index)
                 copy_grad_(view, grad)
                 self.has_grad[index] = True
             param.grad = view
@@ -282,7 +282,7 @@ class ContiguousGradBuffers(GradBuffers):
                 # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
                 self.check_param(index)
                 self.views[index] = self._view(index)
-                self._zero_view(index)
+                self._zero_sums(index)
                 copy_grad_(self._get_view(index), grad)
                 self.has_grad[index] = True
             param.grad = None
@@ -306,8 +306,7 @@ class ContiguousGradBuffers(GradBuffers):
         super().zero(params)
         for index in params:
             if self.has_grad[index]:
-                if (sums := self._owned_sums(index)) is not None:
-                    sums.zero_()
+                self._zero_sums(index)
                 self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
 
     def adopt_written(self, params: Iterable[int]) -> None:
@@ -345,6 +344,9 @@ class ContiguousGradBuffers(GradBuffers):
 
     def _zero_view(self, index: int) -> None:
         self._get_view(index).zero_()
+        self._zero_sums(index)
+
+    def _zero_sums(self, index: int) -> None:
         if (sums := self._owned_sums(index)) is not None:
             sums.zero_()
 

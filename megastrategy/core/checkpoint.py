@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .collectives import Collectives
-from .elementwise import probe_state_names
+from .elementwise import is_per_element, probe_state_names
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
@@ -239,8 +239,7 @@ def _describe_state(
     sharded: dict[int, list[tuple[str, torch.dtype]]] = {}
     for index, shard in shards.items():
         for key, value in optimizer.state.get(shard.main, {}).items():
-            is_whole_shard = isinstance(value, Tensor) and value.shape == shard.main.shape and value.dim() > 0
-            if is_whole_shard and (value.numel() > 1 or known is None or key in known):
+            if shard.main.dim() > 0 and is_per_element(key, value, shard.main.shape, known):
                 sharded.setdefault(index, []).append((key, value.dtype))
             elif isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
                 raise CheckpointError(

@@ -192,6 +192,18 @@ class DistributedDataParallel(nn.Module):
         """Whether gradients were accumulated that no reduction has been started for, as under :meth:`no_sync`."""
         return self.reducer.has_local_grads
 
+    def is_as_wrapped(self) -> bool:
+        """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
+        present = {id(param) for param in self.module.parameters()}
+        return all(
+            id(param) in present and param.dtype == spec.dtype and tuple(param.shape) == spec.shape
+            for param, spec in zip(self.params, self.layout.params, strict=True)
+        )
+
+    def steps_params_themselves(self) -> bool:
+        """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
+        return self.layout.num_shards == 1 and not any(spec.has_main_param for spec in self.layout.params)
+
     def trains_nothing(self) -> bool:
         """Whether gradients were reduced and scattered twice while there is no DistributedOptimizer to step with them.
 

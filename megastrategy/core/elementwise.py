@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,6 +126,15 @@ def equal(a: Any, b: Any) -> bool:
         return bool(a is b or a == b)
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+def is_per_element(name: str, value: Any, shape: Sequence[int], names: set[str] | None) -> bool:
+    """Whether a state value has a number for each element of a tensor of this shape.
+
+    ``names`` of those that do (:func:`probe_state_names`) decides for a tensor of one element, where it is known.
+    """
+    is_shaped = isinstance(value, Tensor) and value.shape == tuple(shape)
+    return is_shaped and (value.numel() > 1 or names is None or name in names)
 
 
 def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:

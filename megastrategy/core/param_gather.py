@@ -50,7 +50,8 @@ class ParamGather:
         self._classes: dict[type[Parameter], type[Parameter]] = {}
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the module
         self._holders: dict[int, list[nn.Module]] = {}  # by bucket
-        self._num_held = -1  # parameters, when the holders were found
+        self._is_scripted = False
+        self._num_held = -1  # parameters, when these were found
         self._lock = threading.RLock()  # any thread may read a parameter first
 
     def start(self, bucket: int) -> None:
@@ -73,8 +74,8 @@ class ParamGather:
         """From now on whoever first reads a parameter waits for its bucket."""
         if self._num_held != len(self._buffers.params):
             self._find_holders()
-        if any(isinstance(module, torch.jit.ScriptModule) for module in self._module.modules()):
-            self.finish()  # its code reads parameters unseen
+        if self._is_scripted:
+            self.finish()  # that code reads parameters unseen
         for bucket in self._handles:
             for param in self._params_of(bucket):
                 self._bucket_of[id(param)] = bucket
@@ -136,7 +137,9 @@ class ParamGather:
             id(param): slot.bucket for param, slot in zip(self._buffers.params, self._buffers.layout.slots, strict=True)
         }
         self._holders = {}
+        self._is_scripted = False
         for module in self._module.modules():
+            self._is_scripted |= isinstance(module, torch.jit.ScriptModule)
             for bucket in {bucket_of[id(p)] for p in module._parameters.values() if id(p) in bucket_of}:
                 self._holders.setdefault(bucket, []).append(module)
         self._num_held = len(self._buffers.params)

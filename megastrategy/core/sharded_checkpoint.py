@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .checkpoint import per_element_keys
 from .collectives import Collectives
-from .elementwise import probe_state_names
+from .elementwise import is_per_element, probe_state_names
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import BufferLayout, ParamSpec
@@ -74,13 +74,7 @@ def sharded_state_dict(
                 whole = spec.numel == 0  # of no elements there is no part
                 return value.view(spec.shape) if whole else FlatShard(value, shard.start, spec.shape, spec.stride)
 
-            per_element = {
-                key
-                for key, value in values.items()
-                if isinstance(value, Tensor)
-                and value.shape == shard.main.shape
-                and (value.numel() > 1 or known is None or key in known)
-            }
+            per_element = {key for key, value in values.items() if is_per_element(key, value, shard.main.shape, known)}
             values = {key: wrap(value) if sharded and key in per_element else value for key, value in values.items()}
             if spec.has_main_param:
                 main_params[names[id(param)]] = wrap(shard.main) if sharded else shard.main

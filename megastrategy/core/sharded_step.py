@@ -80,7 +80,7 @@ class ShardedStep:
     @property
     def has_shards(self) -> bool:
         """Whether stepping goes through tensors other than the model's Parameters."""
-        return self.sharded or any(spec.has_main_param for spec in self.layout.params)
+        return not self.model.steps_params_themselves()
 
     def check_groups(self) -> None:
         """Raises ValueError if the optimizer has a parameter that the model has not."""
@@ -186,7 +186,7 @@ class ShardedStep:
         in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
         return total if in_fp64 else total.to(torch.float32)
 
-    # --- step --------------------------------------------------------------------------------------------------------
+    # --- groups ------------------------------------------------------------------------------------------------------
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
         """What the optimizer has in its place: this rank's shard, itself if frozen, None if all of it is elsewhere."""
@@ -391,9 +391,8 @@ class ShardedStep:
                 self.inner.step()
             for tensor in itertools.chain.from_iterable(stepped):
                 for name, value in self.inner.state.get(tensor, {}).items():
-                    if (
-                        isinstance(value, Tensor) and value is tensor.grad
-                    ):  # torch's next gradient would be another tensor, ours is not
+                    # torch's next gradient would be another tensor, ours is not
+                    if isinstance(value, Tensor) and value is tensor.grad:
                         self.inner.state[tensor][name] = value.clone()
             for run in runs:
                 if run.weights is not None:

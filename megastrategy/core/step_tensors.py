@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .buffers import slice_view
-from .elementwise import equal
+from .elementwise import equal, is_per_element
 from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
 from .param_shard import ParamShard
 
@@ -113,7 +113,7 @@ class Run:
     def element_names(self, names: set[str] | None) -> set[str]:
         """Of what was split for each element."""
         whole, numel = self._cut_for_shards.whole if self._cut_for_shards else {}, self.main.numel()
-        return {name for name, value in whole.items() if is_per_element(name, value, numel, names)}
+        return {name for name, value in whole.items() if is_per_element(name, value, (numel,), names)}
 
     def forget_state(self) -> None:
         """Another state takes the place of the one that was split: it is kept alive no longer."""
@@ -127,7 +127,7 @@ class _Cut:
         self.whole, self.spans = whole, spans
         self.parts: list[State] = [whole] if len(spans) == 1 and spans[0] == (0, numel) else []
         if not self.parts:
-            per_element = {name for name, value in whole.items() if is_per_element(name, value, numel, names)}
+            per_element = {name for name, value in whole.items() if is_per_element(name, value, (numel,), names)}
             self.parts = [
                 {
                     name: part_of(value, span) if name in per_element else copy.deepcopy(value)
@@ -153,7 +153,7 @@ def _join(
         return states[0]
     whole: State = {}
     for name, value in states[0].items():
-        if not is_per_element(name, value, spans[0][1] - spans[0][0], names):
+        if not is_per_element(name, value, (spans[0][1] - spans[0][0],), names):
             whole[name] = copy.deepcopy(value)
         elif known is not None and known.still_has(name, states):
             whole[name] = known.whole[name]
@@ -162,12 +162,6 @@ def _join(
             for state, (start, end) in zip(states, spans, strict=True):
                 whole[name][start:end] = state[name]
     return whole
-
-
-def is_per_element(name: str, value: Any, numel: int, names: set[str] | None) -> bool:
-    """Whether a state value has a number for each of a flat tensor's elements. ``names`` of those that do decides for
-    a tensor of one element, where it is known."""
-    return isinstance(value, Tensor) and value.shape == (numel,) and (numel > 1 or names is None or name in names)
 
 
 def part_of(flat: Tensor, span: Span) -> Tensor:
@@ -250,8 +244,8 @@ def have_one_history(a: ParamShard, b: ParamShard, state: Mapping[Tensor, State]
     if one.keys() != other.keys():
         return False
     for name in one:
-        per_element = is_per_element(name, one[name], a.numel, names)
-        if per_element != is_per_element(name, other[name], b.numel, names):
+        per_element = is_per_element(name, one[name], (a.numel,), names)
+        if per_element != is_per_element(name, other[name], (b.numel,), names):
             return False
         if per_element and one[name].dtype != other[name].dtype:
             return False

@@ -33,6 +33,8 @@ from .rank_processes import SIZE, free_port
 _RECORD = struct.Struct("<qd")
 BUCKET_SIZE = 20_000
 """Elements: several buckets."""
+ENDLESS = 9_000
+"""More steps than a run does before it is killed, however fast the machine, and fewer than an epoch has."""
 
 
 def make_model() -> nn.Sequential:
@@ -159,7 +161,7 @@ class Kill:
     delay_s: float
 
 
-def draw_kills(seed: int, count: int, step_s: float) -> list[Kill]:
+def draw_kills(seed: int, count: int) -> list[Kill]:
     """One rank or both, at a random point of one of the first steps; some while they start and load.
 
     A rank alone is killed only once both are connected: before that its launcher ends the other, not we.
@@ -171,7 +173,7 @@ def draw_kills(seed: int, count: int, step_s: float) -> list[Kill]:
             kills.append(Kill((0, 1), 0, source.uniform(0.0, 0.5)))
         else:
             ranks = source.choice([(0,), (0,), (1,), (1,), (0, 1)])
-            kills.append(Kill(ranks, source.randint(1, 6), source.uniform(0.0, 1.5 * step_s)))
+            kills.append(Kill(ranks, source.randint(1, 6), source.uniform(0.0, 0.2)))
     return kills
 
 
@@ -218,13 +220,11 @@ def finish(job: Callable[[Path, int], dict[str, Tensor]], folder: Path, num_step
         end(processes)
 
 
-def run_and_kill(
-    job: Callable[[Path, int], dict[str, Tensor]], folder: Path, num_steps: int, kill: Kill, limit_s: float
-) -> Outcome:
+def run_and_kill(job: Callable[[Path, int], dict[str, Tensor]], folder: Path, kill: Kill, limit_s: float) -> Outcome:
     """Starts or resumes, kills, and waits for the rank that is left, which must end with an error of its own."""
     folder.mkdir(exist_ok=True)
     before = len(recorded(folder, kill.ranks[0]))
-    processes = start(job, folder, num_steps)
+    processes = start(job, folder, ENDLESS)
     try:
         deadline = time.monotonic() + limit_s
         while len(recorded(folder, kill.ranks[0])) < before + kill.num_steps:

@@ -132,14 +132,19 @@ def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: b
     assert waiting.seconds < 30
 
 
+def assert_whole(directory: Path, global_step: int) -> None:
+    """The one checkpoint there is of this step, with the state of every parameter."""
+    [path] = directory.glob("*.ckpt")
+    state = torch.load(path, weights_only=True)
+    assert state["global_step"] == global_step
+    trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
+    assert len(state["optimizer_states"][0]["state"]) == len(trainable)
+
+
 def test_a_checkpoint_on_exception_is_whole_when_one_rank_alone_raises(ranks: Ranks, tmp_path: Path) -> None:
     """The others give up waiting for it, and the shards of all ranks are those of the same step."""
     ranks.run(fit_saving_alone, tmp_path / "run")
-    [path] = (tmp_path / "run").glob("*.ckpt")
-    state = torch.load(path, weights_only=True)
-    assert state["global_step"] == BATCH
-    trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
-    assert len(state["optimizer_states"][0]["state"]) == len(trainable)
+    assert_whole(tmp_path / "run", BATCH)
 
 
 def fit_saving_alone(directory: Path) -> None:
@@ -163,11 +168,7 @@ def test_a_checkpoint_on_exception_in_validation_is_whole_when_one_rank_alone_ra
     first, second = ranks.run(fit_saving_in_validation, tmp_path / "run")
     assert second == "rank 1"
     assert first.endswith("was given up: rank 1: OnPurposeError: rank 1")
-    [path] = (tmp_path / "run").glob("*.ckpt")
-    state = torch.load(path, weights_only=True)
-    assert state["global_step"] == BATCHES_PER_EPOCH
-    trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
-    assert len(state["optimizer_states"][0]["state"]) == len(trainable)
+    assert_whole(tmp_path / "run", BATCHES_PER_EPOCH)
 
 
 def fit_saving_in_validation(directory: Path) -> str:

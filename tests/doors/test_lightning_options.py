@@ -18,8 +18,12 @@ FIELDS = [field.name for field in dataclasses.fields(DistributedDataParallelConf
 def test_every_config_field_is_a_strategy_argument(name: str) -> None:
     """A field is written once, in the config; the strategy must pass on each of them, also those that come later."""
     default = getattr(DistributedDataParallelConfig(), name)
-    value = not default if isinstance(default, bool) else 12_345
-    needed = {"use_contiguous_buffers": {"use_distributed_optimizer": False, "overlap_grad_reduce": False}}
+    others = {"bucket_size": 12_345, "overlap_param_gather": "forward"}
+    value = others.get(name, not default)
+    needed = {
+        "use_contiguous_buffers": {"use_distributed_optimizer": False, "overlap_grad_reduce": False},
+        "reduce_scatter_with_fp32_accumulation": {"grad_reduce_in_fp32": False},
+    }
     config = MegatronDDPStrategy(**{name: value}, **needed.get(name, {})).config
     assert getattr(config, name) == value != default
     untouched = [other for other in FIELDS if other != name and other not in needed.get(name, {})]
