@@ -213,17 +213,18 @@ class ContiguousGradBuffers(GradBuffers):
                 self.reopen(bucket.index)
             else:
                 self._zero_stale(bucket.index)
-        for index, param in enumerate(self.params):
-            view, grad = self._get_view(index), param.grad
+        specs, slots = self.layout.params, self.layout.slots
+        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            grad = param.grad
             if grad is view:
                 continue
-            self.check_param(index)
-            in_reopened = self.layout.slots[index].bucket in reopened
+            assert view is not None
+            check_unchanged(param, specs[index])
             if grad is None:
-                if self.has_grad[index] and not in_reopened:
+                if self.has_grad[index] and slots[index].bucket not in reopened:
                     self._zero_view(index)  # the user set .grad = None, which means zero
                     self.has_grad[index] = False
-            elif index == first and in_reopened:
+            elif index == first and slots[index].bucket in reopened:
                 view.add_(grad)  # autograd found .grad None; what was reduced before stays
             else:
                 self._zero_sums(index)
@@ -481,7 +482,7 @@ class ParamBuffers:
 
 def check_unchanged(param: Parameter, spec: ParamSpec) -> None:
     """Raises ParameterChangedError if dtype or shape differ from what the buffers were laid out for."""
-    if param.dtype != spec.dtype or tuple(param.shape) != spec.shape:
+    if param.dtype != spec.dtype or param.shape != spec.shape:
         raise ParameterChangedError(
             f"parameter {spec.name!r} was {spec.dtype} of shape {spec.shape} when the model was wrapped and is now "
             f"{param.dtype} of shape {tuple(param.shape)}. Change dtypes and shapes before wrapping, or wrap the "

@@ -119,7 +119,7 @@ class DistributedDataParallel(nn.Module):
         if self.param_buffers is not None:
             self.param_gather.before_forward()
         if self._buffers_differ and self.config.broadcast_buffers:
-            self.collectives.broadcast_all(list(self.module.buffers()))
+            self.collectives.broadcast_all(self._module_buffers())
         outputs = self.module(*args, **kwargs)
         sync = self.require_backward_grad_sync
         self._buffers_differ = training and sync
@@ -352,12 +352,18 @@ class DistributedDataParallel(nn.Module):
         if any(param.requires_grad for param in self._frozen):
             self.include_trainable()
 
+    def _module_buffers(self) -> list[Tensor]:
+        """The module's buffers, once each; walking its modules before every forward would take milliseconds."""
+        found = {id(b): b for buffers in self._buffer_holders for b in buffers.values() if b is not None}
+        return list(found.values())
+
     def _find_holders(self) -> list[tuple[dict[str, Parameter | None], str]]:
         """For each parameter the module dictionary that holds it and its key there.
 
         Parameters may move between modules (pruning, weight norm), but not be replaced.
         """
         holders: dict[int, tuple[dict[str, Parameter | None], str]] = {}
+        self._buffer_holders = [child._buffers for child in self.module.modules()]
         for child in self.module.modules():
             for key, param in child._parameters.items():
                 holders.setdefault(id(param), (child._parameters, key))
@@ -392,6 +398,7 @@ _ENGINE = (
     "_buffers_differ",
     "_frozen",
     "_holders",
+    "_buffer_holders",
 )
 """What a wrapper does not hand to its copies."""
 

@@ -49,6 +49,7 @@ class ShardedStep:
         model.has_optimizer = True
         self.sharded = self.layout.num_shards > 1
         self.shards: dict[int, ParamShard] = {}
+        self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
         self._passing_through = False
         self._grad_views: dict[int, Tensor] = {}
         self.num_steps_begun = self.num_steps_done = 0
@@ -101,11 +102,12 @@ class ShardedStep:
         """
         if not self.has_shards or self.model.is_closed:
             return
+        index_by_id, followed = self.index_by_id, self._followed
         params = {
             index: param
             for group in self.inner.param_groups
             for param in group["params"]
-            if (index := self.index_by_id.get(id(param))) is not None and index not in self.shards
+            if (index := index_by_id.get(id(param))) is not None and index not in followed
         }
         if not params:
             return
@@ -122,6 +124,7 @@ class ShardedStep:
             if state and index in self.shards:
                 shard = self.shards[index]
                 self.inner.state[shard.main] = shard_state(self.inner, state, self.layout.params[index], shard)
+        followed.update(params)
 
     def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
         """Makes this rank's shards of these parameters; main params of neighbours in one piece of memory."""
@@ -163,8 +166,9 @@ class ShardedStep:
 
     def param_indices(self) -> list[int]:
         """The layout's indices of this optimizer's parameters."""
-        ids = dict.fromkeys(id(param) for group in self.inner.param_groups for param in group["params"])
-        return [self.index_by_id[key] for key in ids if key in self.index_by_id]
+        index_by_id = self.index_by_id
+        ids = {id(param): None for group in self.inner.param_groups for param in group["params"]}
+        return [index_by_id[key] for key in ids if key in index_by_id]
 
     def owned_grads(self) -> list[Tensor]:
         """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient
@@ -236,9 +240,9 @@ class ShardedStep:
 
     def _join_state(self) -> list[Run]:
         """Makes the state that of the runs, and returns those that have gradients to step with."""
-        groups = self.inner.param_groups
-        members = [[self.index_by_id.get(id(param), -1) for param in group["params"]] for group in groups]
-        stepping = {index for indices in members for index in indices if index in self.shards and self.may_step(index)}
+        groups, index_by_id, may_step = self.inner.param_groups, self.index_by_id, self.may_step
+        members = [[index_by_id.get(id(param), -1) for param in group["params"]] for group in groups]
+        stepping = {index for indices in members for index in indices if index in self.shards and may_step(index)}
         state, names = self.inner.state, self._element_names
         if members != self._members or any(
             len({shard.param in stepping for shard in run.shards}) > 1
@@ -343,7 +347,7 @@ class ShardedStep:
         model.param_gather.finish()
         model.param_buffers.recapture()
         runs = self._join_state()
-        changing = {self.layout.slots[index].bucket for index in indices if self._may_change(index)}
+        changing = self._changing_buckets(indices)
         overlap = model.config.overlap_param_gather
         self._begin_step()
         if overlap and runs and self._may_step_in_parts():
@@ -370,11 +374,12 @@ class ShardedStep:
             if run.begins:
                 run.split_state(self.inner.state, self._element_names)
                 run.join_state(self.inner.state, self._element_names, self._chunk_numel(run))
-        self._reductions.update((index, model.reducer.num_reductions[index]) for index in indices)
+        num_reductions, num_updates = model.reducer.num_reductions, model.grad_buffers.num_updates
+        self._reductions.update({index: num_reductions[index] for index in indices})
         # a backward through a graph from before the step must raise, as it does where torch's optimizers step
         stepped = [model.params[index] for index in indices if self.may_step(index)]
         torch.autograd.graph.increment_version(stepped)
-        self._stepped.update((index, model.grad_buffers.num_updates[index]) for index in indices)
+        self._stepped.update({index: num_updates[index] for index in indices})
         model.grad_buffers.use_up(indices)
 
     def _step_runs(self, runs: Sequence[Run], *, even_if_none: bool = False) -> None:
@@ -413,11 +418,17 @@ class ShardedStep:
         is_own_step = wrapper is None or wrapper is type(inner).step
         return self._keeps_state_only and not hooks and is_own_step
 
-    def _may_change(self, index: int) -> bool:
-        """Whether some rank may step the parameter: not whether this rank does, which a gradient written on one rank
-        alone would change. What was frozen after its gradient was reduced is stepped all the same."""
-        since = self._reductions.get(index, 0)
-        return self.model.params[index].requires_grad or self.model.reducer.num_reductions[index] != since
+    def _changing_buckets(self, indices: Sequence[int]) -> set[int]:
+        """The buckets of which some rank may step a parameter: not those of which this rank does, which a gradient
+        written on one rank alone would change. What was frozen after its gradient was reduced is stepped all the same.
+        """
+        params, slots, since = self.model.params, self.layout.slots, self._reductions
+        num_reductions = self.model.reducer.num_reductions
+        return {
+            slots[index].bucket
+            for index in indices
+            if params[index].requires_grad or num_reductions[index] != since.get(index, 0)
+        }
 
     def refuse_direct_use(self, *_: Any) -> None:
         """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards."""
