@@ -323,6 +323,15 @@ class ContiguousGradBuffers(GradBuffers):
                 self.num_updates[index] += 1
                 param.grad = None
 
+    def take_over(self, other: ContiguousGradBuffers, shards: Mapping[int, Tensor]) -> None:
+        """Takes the place of ``other``, of another layout, in which gradients were reduced and scattered; ``shards``,
+        by parameter: this rank's parts here."""
+        self.has_grad[:], self._stale[:], self.num_updates[:] = other.has_grad, other._stale, other.num_updates
+        self._reduced[:] = [True] * len(self._reduced)
+        for index, shard in shards.items():
+            start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
+            self.reduced(self.layout.slots[index].bucket, start, end).copy_(shard)
+
     def detach_unused(self) -> None:
         if not all(self.has_grad):
             for index, param in enumerate(self.params):

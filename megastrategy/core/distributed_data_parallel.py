@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from .events import Event, EventKind, Listener
 from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
 from .param_gather import ParamGather
 from .reducer import Reducer, inside_backward, is_wrapped
+from .relayout import ShardHolder, relayout
 
 
 class DistributedDataParallel(nn.Module):
@@ -47,6 +49,7 @@ class DistributedDataParallel(nn.Module):
     Attributes:
         module: the wrapped module.
         has_optimizer: whether a DistributedOptimizer was made for it.
+        shard_holders: those that were, in the order of their making; a dead reference for one that is gone.
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
 
     Raises:
@@ -89,6 +92,7 @@ class DistributedDataParallel(nn.Module):
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
             self.param_gather = ParamGather(self.param_buffers, collectives, module, listener)
         self.has_optimizer = False
+        self.shard_holders: list[weakref.ref[ShardHolder]] = []
         self.require_backward_grad_sync = True
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
         self.reducer = Reducer(
@@ -99,6 +103,7 @@ class DistributedDataParallel(nn.Module):
             config,
             lambda: self.require_backward_grad_sync,
             listener,
+            lambda layout: relayout(self, layout),
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -395,6 +400,7 @@ _ENGINE = (
     "grad_buffers",
     "param_gather",
     "reducer",
+    "shard_holders",
     "_buffers_differ",
     "_frozen",
     "_holders",

@@ -37,6 +37,8 @@ class EventKind(enum.Enum):
     """It goes on (index as for WAIT_START). What lies between the two is exposed communication."""
     LAYOUT_EXTENDED = "layout_extended"
     """Parameters joined, with buckets of their own (index: the first of them)."""
+    LAYOUT_CHANGED = "layout_changed"
+    """All parameters have moved to other buckets (index: how many buckets there are now)."""
     BACKWARD_END = "backward_end"
     """A backward ended; index 1 if it was synchronised, else 0."""
     STEP_START = "step_start"

@@ -4,7 +4,8 @@ The layout is a pure function of parameter specs, configuration and ``dp_size``;
 compare a digest before the first collective. Rules, after Megatron-LM's ``_ParamAndGradBuffer``
 (https://github.com/NVIDIA/Megatron-LM, megatron/core/distributed/param_and_grad_buffer.py):
 
-* parameters are laid out in reverse order of registration, which is about the order in which backward finishes them;
+* parameters are laid out in reverse order of registration, which is about the order in which backward finishes them,
+  or in the order that was seen (:mod:`~megastrategy.core.bucket_order`);
 * one buffer for each pair of parameter dtype and gradient dtype;
 * a parameter starts on a multiple of 64 elements, a bucket ends on a multiple of ``lcm(dp_size, 128)``, so that every
   shard has the same size and starts on an aligned address;
@@ -233,8 +234,20 @@ def default_bucket_size(total_numel: int, dp_size: int) -> int:
     return min(max(total_numel // 8, 2**18), megatron)
 
 
-def build_layout(specs: Sequence[ParamSpec], config: DistributedDataParallelConfig, dp_size: int) -> BufferLayout:
-    """Places every parameter. ``specs``: trainable parameters, tied ones once, in order of registration.
+def build_layout(
+    specs: Sequence[ParamSpec],
+    config: DistributedDataParallelConfig,
+    dp_size: int,
+    order: Sequence[int] | None = None,
+) -> BufferLayout:
+    """Places every parameter.
+
+    Args:
+        specs: trainable parameters, tied ones once, in order of registration.
+        config: the options.
+        dp_size: number of data-parallel ranks.
+        order: every index into ``specs`` once, the first to be complete in a backward first; None for the reverse of
+            registration.
 
     Raises:
         ValueError: if two specs share a name or ``dp_size`` is not positive.
@@ -248,12 +261,14 @@ def build_layout(specs: Sequence[ParamSpec], config: DistributedDataParallelConf
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
     alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, for_nccl)
 
+    order = range(len(specs))[::-1] if order is None else order
+    assert sorted(order) == list(range(len(specs))), "every parameter has one place in the order"
     kinds = list(dict.fromkeys((spec.dtype, spec.grad_dtype) for spec in specs))
     numels = [0] * len(kinds)
     starts: dict[int, int] = {}
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
-        members = [i for i in reversed(range(len(specs))) if (specs[i].dtype, specs[i].grad_dtype) == kind]
+        members = [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind]
         bucket_start = position = 0
         current: list[int] = []
         for place, index in enumerate(members):
@@ -266,8 +281,9 @@ def build_layout(specs: Sequence[ParamSpec], config: DistributedDataParallelConf
                 drafts.append((number, bucket_start, position, tuple(current)))
                 bucket_start, current = position, []
         numels[number] = position
-    # A bucket is complete when its first-registered parameter is, so that decides the order between dtypes.
-    drafts.sort(key=lambda draft: -min(draft[3]))
+    # A bucket is complete when its last parameter is, so that decides the order between dtypes.
+    completed = {index: place for place, index in enumerate(order)}
+    drafts.sort(key=lambda draft: completed[draft[3][-1]])
     buckets = tuple(Bucket(index, *draft) for index, draft in enumerate(drafts))
     bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
     slots = tuple(

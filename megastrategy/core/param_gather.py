@@ -62,6 +62,11 @@ class ParamGather:
         self._emit(EventKind.GATHER_START, bucket)
         self._handles[bucket] = self._collectives.all_gather(self._buffers.bucket(bucket))
 
+    def follow(self, buffers: ParamBuffers) -> None:
+        """The parameters have moved, while no gather was under way."""
+        assert not self._handles, "a gather would write where the parameters were"
+        self._buffers, self._num_held = buffers, -1
+
     def finish(self) -> None:
         """Returns when all parameters are whole (on CUDA: for work queued from now on).
 

@@ -13,6 +13,12 @@ has taken the view away), the ranks agree that the bucket is late, and it is red
 same mean, nothing lost. From then on this rank launches that bucket only at the end of backward. A launch order that
 is fixed is what makes this a local decision.
 
+[Note: buckets in the order seen]
+In the first synchronised backward each rank notes in which order gradients arrive. If buckets that are filled in that
+order could be launched materially earlier (on any rank, which it says with what was used), all ranks take rank 0's, and
+everything moves to a layout in it when the reductions of that backward have ended. That moment is the same on all ranks
+by construction, which a forward is not: a rank may run one for itself.
+
 [Note: which backward synchronises]
 As in torch DDP the last forward decides (``no_sync`` around forward and backward). A backward that no forward of the
 wrapper has ended before (Lightning's manual optimization runs them inside one) is decided when it starts.
@@ -31,12 +37,13 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .bucket_order import better_layout_order
 from .buffers import ContiguousGradBuffers, GradBuffers
 from .collectives import Collectives, Handle
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
-from .layout import BufferLayout
+from .layout import BufferLayout, build_layout
 from .nonfinite import NonFinite, describe_nonfinite, find_in_bucket, find_in_grad
 
 NO_TASK = -1
@@ -54,6 +61,8 @@ class Reducer:
         config: the options.
         should_sync: asked when a backward starts that no forward has decided for.
         listener: gets every event, or None.
+        relayout: moves everything to a layout that fits the order in which gradients arrive; collective. None where
+            that shall not be.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class Reducer:
         config: DistributedDataParallelConfig,
         should_sync: Callable[[], bool],
         listener: Listener | None = None,
+        relayout: Callable[[BufferLayout], object] | None = None,
     ) -> None:
         self.buffers = buffers
         self._params: list[Parameter] = []
@@ -72,6 +82,7 @@ class Reducer:
         self._config = config
         self._should_sync = should_sync
         self._listener = listener
+        self._relayout = relayout
 
         self._active = False  # a backward is under way and has reached a parameter
         self._syncing = False
@@ -84,7 +95,7 @@ class Reducer:
         self._handles: list[Handle] = []  # in launch order
         self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
         self._late_grads: dict[int, Tensor] = {}
-        self._deferred: set[int] = set()  # buckets that wait for the end of backward
+        self._deferred: set[int] = set()  # parameters whose bucket waits for the end of backward
         self._nonfinite: list[NonFinite] = []  # found on this rank in this backward
         self.microbatch = 0
         """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
@@ -95,7 +106,11 @@ class Reducer:
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
         self._hooks: list[RemovableHandle] = []
+        self._arrived: list[int] | None = None  # parameters, while the first synchronised backward is to come or runs
+        self._order: list[int] | None = None  # which the ranks have agreed on, until the buckets are laid out in it
         self.extend(layout, params)
+        if relayout is not None and self._collectives.size > 1 and config.overlap_grad_reduce:
+            self._arrived = []
 
     def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
         """Watches the parameters that ``layout`` has beyond those known so far; the buffers have them already."""
@@ -107,8 +122,15 @@ class Reducer:
         self.num_reductions += [0] * (len(params) - first)
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
+        self._arrived = None  # what has joined lies apart, and stays there
         for index, param in enumerate(params[first:], first):
             self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, index)))
+
+    def follow(self, layout: BufferLayout, buffers: GradBuffers) -> None:
+        """Everything has moved to another layout, between two backwards."""
+        assert not self._handles, "nothing is on the wire"
+        self.layout, self.buffers = layout, buffers
+        self._bucket_of = [slot.bucket for slot in layout.slots]
 
     def close(self) -> None:
         """Removes the hooks. Reductions in flight are left alone: after an error elsewhere they might never end."""
@@ -177,6 +199,8 @@ class Reducer:
                 return
             self.buffers.adopt(index)
         self.buffers.has_grad[index] = True
+        if self._arrived is not None and self._syncing:
+            self._arrived.append(index)
         if self._listener is not None:
             self._listener(Event(EventKind.GRAD_READY, index))
         if self._syncing and self._seen[index] != self._epoch:
@@ -193,7 +217,10 @@ class Reducer:
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
         if needed != self._needed:
             self._needed, self._static_used = needed, None
-        self._missing = [sum(needed[i] for i in b.params) + (b.index in self._deferred) for b in self.layout.buckets]
+        deferred = {self._bucket_of[index] for index in self._deferred}
+        self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
+        if self._arrived:
+            self._arrived = []  # of a backward that ended in an exception
         self._has_local_grads = True
         self.buffers.open(first)
         if self._watched == NO_TASK:
@@ -230,7 +257,9 @@ class Reducer:
                 "can agree to reduce the bucket again, or use checkpoint(use_reentrant=False)"
             )
         self._late.add(index)
-        self._deferred.add(bucket)
+        self._deferred.add(index)
+        if self._arrived is not None:
+            self._arrived.append(index)
 
     # --- reduction ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +295,10 @@ class Reducer:
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
+        order, self._order = self._order, None
+        if order is not None:
+            assert self._relayout is not None, "or none would have been recorded"
+            self._relayout(build_layout(self.layout.params, self._config, self._collectives.size, order))
 
     def _launch_ready(self) -> None:
         while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
@@ -308,7 +341,10 @@ class Reducer:
         has_grad = self.buffers.has_grad
         if not agrees and self._static_used is not None:
             has_grad[:] = self._static_used
+        is_first, own_order = self._propose_order()
         if not agrees and not self._config.check_for_nan_in_grad:
+            if is_first and any(self._max_over_ranks([own_order is not None])):
+                self._order = self._order_of_rank_zero(own_order)
             return []
         local = list(has_grad)
         late_buckets = {self._bucket_of[index] for index in self._late}
@@ -317,20 +353,41 @@ class Reducer:
             self._note_nonfinite_late_grads()
         microbatch = self.microbatch % 256
         # the maximum over ranks of a number and of its complement are complements only if all ranks have the same
-        flags = [*local, *late, microbatch, 255 - microbatch, bool(self._nonfinite)]
-        tensor = torch.tensor(flags, dtype=torch.uint8, device=self._device)
-        self._collectives.all_reduce_max(tensor).wait()
-        *agreed, last, complement, has_nonfinite = tensor.tolist()
+        flags = [*local, *late, microbatch, 255 - microbatch, bool(self._nonfinite), own_order is not None]
+        *agreed, last, complement, has_nonfinite, moves = self._max_over_ranks(flags)
         if last != 255 - complement:
             self._raise_microbatch_mismatch()
         if has_nonfinite:
             self._raise_nonfinite()
+        if moves:
+            self._order = self._order_of_rank_zero(own_order)
         if not agrees:
             return []
         has_grad[:] = [bool(flag) for flag in agreed[: len(local)]]
         if self._config.static_graph:
             self._static_used, self._static_local = list(has_grad), local
         return [bucket for bucket, flag in enumerate(agreed[len(local) :]) if flag]
+
+    def _max_over_ranks(self, numbers: Sequence[int]) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.uint8, device=self._device)
+        self._collectives.all_reduce_max(tensor).wait()
+        return [int(number) for number in tensor.tolist()]
+
+    def _propose_order(self) -> tuple[bool, list[int] | None]:
+        """Whether this is the first synchronised backward of a model that may move, and the order in which its
+        gradients came here if buckets laid out in it could be launched earlier."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is None or len(self.layout.buckets) == 1:
+            return False, None
+        arrived = [index for index in arrived if index not in self._deferred]  # what waits for the end goes last
+        return True, better_layout_order(self.layout, self._config, arrived, self._needed)
+
+    def _order_of_rank_zero(self, own: list[int] | None) -> list[int] | None:
+        """What rank 0 proposes, by which all ranks go; None if it is content. Only where one of them is not."""
+        order = torch.tensor(own or [-1] * len(self._params), dtype=torch.int64, device=self._device)
+        self._collectives.broadcast(order).wait()
+        agreed = [int(index) for index in order.tolist()]
+        return None if agreed[0] < 0 else agreed
 
     def _agrees(self) -> bool:
         """Whether a synchronised backward ends with an exchange of what was used."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -31,15 +32,19 @@ from .checkpoint import shard_state
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import probe_state_names, steps_in_parts
+from .elementwise import is_per_element, probe_state_names, steps_in_parts
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
 from .param_shard import ParamShard
+from .relayout import Contents, PerElement, ShardHolder
 from .step_tensors import CHUNK_NUMEL, Run, build_runs, own_state
 
+_MAIN_PARAM = "(main param)"
+"""Among the names of a parameter's state, when it moves to another layout."""
 
-class ShardedStep:
+
+class ShardedStep(ShardHolder):
     """The optimizer of one :class:`~megastrategy.DistributedOptimizer`, its model, and this rank's shards between
     them."""
 
@@ -47,6 +52,7 @@ class ShardedStep:
         self.inner = optimizer
         self.model = model
         model.has_optimizer = True
+        model.shard_holders.append(weakref.ref(self))
         self.sharded = self.layout.num_shards > 1
         self.shards: dict[int, ParamShard] = {}
         self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
@@ -276,6 +282,45 @@ class ShardedStep:
         group = self.inner.param_groups[run.group]
         in_chunks = self._may_join(group) and self._is_on_cpu and not group.get("foreach")
         return CHUNK_NUMEL if in_chunks else run.main.numel()
+
+    # --- another layout ----------------------------------------------------------------------------------------------
+
+    def describe(self) -> Contents | None:
+        if not self._keeps_state_only:
+            return None
+        self.split_state()
+        contents: Contents = {}
+        for index, shard in self.shards.items():
+            contents[index] = (
+                {_MAIN_PARAM: PerElement(torch.float32)} if self.layout.params[index].has_main_param else {}
+            )
+            for name, value in self.inner.state.get(shard.main, {}).items():
+                if is_per_element(name, value, shard.main.shape, self._element_names):
+                    value = PerElement(value.dtype)
+                elif isinstance(value, Tensor) and value.numel() > 1:
+                    return None  # no part of it is known to be this shard's
+                contents[index][name] = value
+        return contents
+
+    def part(self, param: int, name: str) -> Tensor | None:
+        shard = self.shards.get(param)
+        if shard is None or name == _MAIN_PARAM:
+            return shard.main if shard is not None else None
+        part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
+        return part
+
+    def take(self, contents: Contents) -> None:
+        buffers, state = self.model.param_buffers, self.inner.state
+        assert buffers is not None, "sharded"
+        for shard in self.shards.values():
+            state.pop(shard.main, None)
+        self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
+        self._add_shards(contents, buffers)
+        for index, values in contents.items():
+            if (main := values.pop(_MAIN_PARAM, None)) is not None:
+                self.shards[index].main.copy_(main)
+            if values:
+                state[self.shards[index].main] = values
 
     # --- step --------------------------------------------------------------------------------------------------------
 
