@@ -177,6 +177,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         state_tensors = probe_state_tensors(optimizer)
         distributed = DistributedOptimizer(optimizer, model)
         self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
+        model.on_message = rank_zero_info
         rank_zero_info(
             describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
         )

@@ -181,6 +181,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
             return
         self._signal_agreement = SignalAgreement(trainer, agreement_collectives())
         real = [opt.optimizer for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+        model.on_message = rank_zero_info
         state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)
         rank_zero_info(
             describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)

@@ -210,6 +210,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         state_tensors = probe_state_tensors(optimizer)
         distributed = DistributedOptimizer(optimizer, model)
         optimizer._megatron_ddp = distributed, model  # type: ignore[attr-defined] # found when it is prepared again
+        model.on_message = _log.info
         _log.info(describe_setup(model.layout, model.collectives.rank, model.config.overlap_grad_reduce, state_tensors))
         return distributed
 

@@ -18,12 +18,16 @@ class DistributedDataParallelConfig:
             names the field, the value and the remedy.
     """
 
-    bucket_size: int | None = None
+    bucket_size: int | str | None = None
     """Soft minimum of a bucket, in elements: a bucket is closed by the parameter that reaches it. ``None`` takes an
     eighth of the model's trainable elements, at least 2**18 (1 MB in fp32) and at most Megatron-LM's
     ``max(40_000_000, 1_000_000 * dp_size)``. Why an eighth: the bucket filled last cannot overlap with backward, so its
     share of the traffic is always exposed; more buckets than that pay latency for little, and below 1 MB a
-    collective costs more in latency than in bytes. From 320M elements on the bucket is Megatron-LM's."""
+    collective costs more in latency than in bytes. From 320M elements on the bucket is Megatron-LM's. ``"auto"`` times
+    a few collectives at the start and the first backwards, takes the size that leaves the least communication exposed
+    by these measurements, and says why (:mod:`~megastrategy.core.bucket_tuning`); that costs up to a second or two at
+    the start, and runs are then not equal to the bit from one to the next on more than two ranks, where the order of
+    sums follows the buckets."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in fp32 (4 bytes a parameter); off: in the parameter's
@@ -93,12 +97,18 @@ class DistributedDataParallelConfig:
         if self.overlap_param_gather is True:
             object.__setattr__(self, "overlap_param_gather", "forward")
         size = self.bucket_size
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size <= 0):
+        is_number = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        if size is not None and size != "auto" and not is_number:
             raise ValueError(
-                f"bucket_size={size!r}: expected a positive number of elements, or None for the default "
-                "(an eighth of the model, between 2**18 and 40 million elements)"
+                f"bucket_size={size!r}: expected a positive number of elements, 'auto' for a measured one, or None for "
+                "the default (an eighth of the model, between 2**18 and 40 million elements)"
             )
         if not self.use_contiguous_buffers:
+            if size == "auto":
+                raise ValueError(
+                    "use_contiguous_buffers=False contradicts bucket_size='auto': nothing overlaps there that another "
+                    "size could hide. Pass a number of elements, or None"
+                )
             for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
                 if getattr(self, name):
                     raise ValueError(

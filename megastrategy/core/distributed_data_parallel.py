@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from .bucket_tuning import BucketSizeTuner
 from .buffers import ContiguousGradBuffers, FlattenedGradBuffers, GradBuffers, ParamBuffers
 from .clip_grads import norms_over_owners
 from .collectives import Collectives, destroy_group, make_collectives, private_group
@@ -48,6 +50,8 @@ class DistributedDataParallel(nn.Module):
 
     Attributes:
         module: the wrapped module.
+        on_message: gets what the engine has to say to the user (on rank 0: why a bucket size was chosen); None for the
+            logger "megastrategy", at level INFO.
         has_optimizer: whether a DistributedOptimizer was made for it.
         shard_holders: those that were, in the order of their making; a dead reference for one that is gone.
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
@@ -92,6 +96,7 @@ class DistributedDataParallel(nn.Module):
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
             self.param_gather = ParamGather(self.param_buffers, collectives, module, listener)
         self.has_optimizer = False
+        self.on_message: Callable[[str], None] | None = None
         self.shard_holders: list[weakref.ref[ShardHolder]] = []
         self.require_backward_grad_sync = True
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
@@ -105,6 +110,8 @@ class DistributedDataParallel(nn.Module):
             listener,
             lambda layout: relayout(self, layout),
         )
+        if config.bucket_size == "auto" and collectives.size > 1 and self.params:
+            self.reducer.tuner = BucketSizeTuner(self.layout, config, collectives, self.device, self._tell)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -297,6 +304,13 @@ class DistributedDataParallel(nn.Module):
         grads, owned = self.grad_buffers, self.layout.owned_range(index, self.collectives.rank)
         assert isinstance(grads, ContiguousGradBuffers)
         return None if owned is None else grads.reduced(self.layout.slots[index].bucket, *owned)
+
+    def _tell(self, text: str) -> None:
+        """What the user should read, once, of rank 0."""
+        if self.on_message is not None:
+            self.on_message(text)
+        else:
+            logging.getLogger("megastrategy").info(text)
 
     def emit(self, kind: EventKind, index: int) -> None:
         """Tells the listener, if there is one."""

@@ -257,7 +257,9 @@ def build_layout(
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
-    bucket_size = config.bucket_size or default_bucket_size(sum(spec.numel for spec in specs), dp_size)
+    bucket_size = config.bucket_size
+    if not isinstance(bucket_size, int):
+        bucket_size = default_bucket_size(sum(spec.numel for spec in specs), dp_size)
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
     alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, for_nccl)
 

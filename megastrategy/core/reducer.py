@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .bucket_order import better_layout_order
+from .bucket_tuning import BucketSizeTuner
 from .buffers import ContiguousGradBuffers, GradBuffers
 from .collectives import Collectives, Handle
 from .config import DistributedDataParallelConfig
@@ -74,7 +75,7 @@ class Reducer:
         config: DistributedDataParallelConfig,
         should_sync: Callable[[], bool],
         listener: Listener | None = None,
-        relayout: Callable[[BufferLayout], object] | None = None,
+        relayout: Callable[[BufferLayout], bool] | None = None,
     ) -> None:
         self.buffers = buffers
         self._params: list[Parameter] = []
@@ -107,6 +108,8 @@ class Reducer:
         self._static_local: list[bool] = []
         self._hooks: list[RemovableHandle] = []
         self._arrived: list[int] | None = None  # parameters, while the first synchronised backward is to come or runs
+        self.tuner: BucketSizeTuner | None = None
+        """Measures the first backwards, with ``bucket_size="auto"``; None when it has made its choice."""
         self._order: list[int] | None = None  # which the ranks have agreed on, until the buckets are laid out in it
         self.extend(layout, params)
         if relayout is not None and self._collectives.size > 1 and config.overlap_grad_reduce:
@@ -122,7 +125,7 @@ class Reducer:
         self.num_reductions += [0] * (len(params) - first)
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
-        self._arrived = None  # what has joined lies apart, and stays there
+        self._arrived = self.tuner = None  # what has joined lies apart, and stays there
         for index, param in enumerate(params[first:], first):
             self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, index)))
 
@@ -201,6 +204,8 @@ class Reducer:
         self.buffers.has_grad[index] = True
         if self._arrived is not None and self._syncing:
             self._arrived.append(index)
+        if self.tuner is not None and self._syncing:
+            self.tuner.note(index)
         if self._listener is not None:
             self._listener(Event(EventKind.GRAD_READY, index))
         if self._syncing and self._seen[index] != self._epoch:
@@ -222,6 +227,8 @@ class Reducer:
         if self._arrived:
             self._arrived = []  # of a backward that ended in an exception
         self._has_local_grads = True
+        if self.tuner is not None and self._syncing:
+            self.tuner.start()
         self.buffers.open(first)
         if self._watched == NO_TASK:
             self._emit(EventKind.BACKWARD_START, 0)
@@ -242,6 +249,8 @@ class Reducer:
         self._active = False
         synced, self._syncing = self._syncing, False
         if synced:
+            if self.tuner is not None:
+                self.tuner.stop()
             self.finish_grad_sync()
         else:
             self.buffers.detach_unused()
@@ -299,6 +308,8 @@ class Reducer:
         if order is not None:
             assert self._relayout is not None, "or none would have been recorded"
             self._relayout(build_layout(self.layout.params, self._config, self._collectives.size, order))
+        if self.tuner is not None and self._relayout is not None and self.tuner.propose(self.layout, self._relayout):
+            self.tuner = None
 
     def _launch_ready(self) -> None:
         while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:

@@ -19,8 +19,9 @@ DOORS = {path.stem for path in PACKAGE.glob("[a-z]*.py")} | SHARED_BY_DOORS
 RANKS = [
     {"config", "events", "errors", "flat_shard", "tensor_parts"},
     {"layout"},
-    {"memory", "elementwise", "param_shard", "nonfinite", "roll_call", "bucket_order"},
+    {"memory", "elementwise", "param_shard", "nonfinite", "roll_call", "bucket_order", "bucket_choice"},
     {"collectives", "buffers"},
+    {"bucket_tuning"},
     {"reducer", "param_gather", "clip_grads", "checkpoint", "step_tensors", "relayout"},
     {"sharded_checkpoint"},
     {"distributed_data_parallel"},

@@ -32,6 +32,17 @@ def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
         DistributedDataParallelConfig(bucket_size=value)  # type: ignore[arg-type]
 
 
+def test_a_bucket_size_may_be_measured_where_something_overlaps() -> None:
+    assert DistributedDataParallelConfig(bucket_size="auto").bucket_size == "auto"
+    with pytest.raises(ValueError, match="use_contiguous_buffers=False contradicts bucket_size='auto'"):
+        DistributedDataParallelConfig(
+            bucket_size="auto",
+            use_contiguous_buffers=False,
+            use_distributed_optimizer=False,
+            overlap_grad_reduce=False,
+        )
+
+
 @pytest.mark.parametrize(
     "name", [name for name in field_names() if name not in ("bucket_size", "overlap_param_gather")]
 )
