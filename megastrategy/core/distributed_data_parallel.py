@@ -415,6 +415,7 @@ _ENGINE = (
     "param_gather",
     "reducer",
     "shard_holders",
+    "on_message",
     "_buffers_differ",
     "_frozen",
     "_holders",
