@@ -21,10 +21,7 @@ def layout_of(
 ) -> BufferLayout:
     """Of 1-D parameters "0", "1", ..., for two ranks."""
     kinds = dtypes or [torch.float32] * len(numels)
-    specs = [
-        ParamSpec(str(i), (n,), (1,), kind, torch.float32)
-        for i, (n, kind) in enumerate(zip(numels, kinds, strict=True))
-    ]
+    specs = [ParamSpec(str(i), (n,), (1,), kinds[i], torch.float32) for i, n in enumerate(numels)]
     return build_layout(specs, config, 2, order)
 
 
