@@ -5,9 +5,10 @@ Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, whose doors put
 
 from __future__ import annotations
 
-import collections
 import math
 import time
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -60,7 +61,7 @@ class TrainerMonitor(_Base):
     """The package's own; set by the class that is made from this one."""
 
     def __init__(self) -> None:
-        self._record = _Record(_HostClock())
+        self._record = _Record(_HostClock(), lambda *_: 0)
         self._first_step = self._logged_step = self._logger_step = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -75,8 +76,14 @@ class TrainerMonitor(_Base):
                 f"strategy is {type(strategy).__module__}.{type(strategy).__qualname__}: choose that strategy, or "
                 "leave the callback out"
             )
-        device = strategy.root_device
-        self._record = _Record(_CudaClock(device) if device.type == "cuda" else _HostClock())
+        device, owner = strategy.root_device, weakref.ref(strategy)
+
+        def sent_bytes(kind: EventKind, bucket: int) -> int:
+            model = getattr(owner(), "model", None)
+            assert isinstance(model, DistributedDataParallel), "it has just told"
+            return _sent_bytes(model.layout, kind, bucket)
+
+        self._record = _Record(_CudaClock(device) if device.type == "cuda" else _HostClock(), sent_bytes)
         strategy.add_listener(self._record)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,10 +118,9 @@ class TrainerMonitor(_Base):
         model, step = trainer.strategy.model, self._step(trainer)
         assert isinstance(model, DistributedDataParallel), "the fit is going on"
         num_steps, self._logged_step = step - self._logged_step, step
-        total_ms, launched = self._record.take()
+        total_ms, sent_bytes = self._record.take()
         gradients_ms, parameters_ms = (total_ms[what] / num_steps for what in _WAITS)
         exposed_ms, batch_ms = gradients_ms + parameters_ms, total_ms[_BATCH]
-        sent_bytes = sum(count * _sent_bytes(model.layout, *launch) for launch, count in launched.items())
         values = {
             "exposed_ms": exposed_ms,
             "exposed_gradients_ms": gradients_ms,
@@ -180,12 +186,17 @@ class _Record:
     """The listener: collects what happens until it is taken. Times are subtracted only then, since on CUDA that
     waits.
 
+    Args:
+        clock: of the device.
+        sent_bytes: what a collective over a bucket sends, asked when it starts, since buckets may change.
+
     Attributes:
         num_updates: how often an optimizer has changed weights, since the reset.
     """
 
-    def __init__(self, clock: _HostClock | _CudaClock) -> None:
+    def __init__(self, clock: _HostClock | _CudaClock, sent_bytes: Callable[[EventKind, int], int]) -> None:
         self._clock: Any = clock
+        self._bytes_of = sent_bytes
         self.reset()
 
     def reset(self) -> None:
@@ -194,12 +205,12 @@ class _Record:
         self._started: dict[str, Any] = {}
         self._intervals: list[tuple[str, Any, Any]] = []
         self._total_ms: dict[str, float] = dict.fromkeys((*_WAITS, _BATCH), 0.0)
-        self._launched: collections.Counter[tuple[EventKind, int]] = collections.Counter()
+        self._sent_bytes = 0
 
     def __call__(self, event: Event) -> None:
         kind = event.kind
         if kind is EventKind.REDUCE_START or kind is EventKind.GATHER_START:
-            self._launched[kind, event.index] += 1
+            self._sent_bytes += self._bytes_of(kind, event.index)
         elif kind is EventKind.WAIT_START:
             self.start(_WAITS[event.index])
         elif kind is EventKind.WAIT_END:
@@ -218,12 +229,12 @@ class _Record:
         if len(self._intervals) >= 2 * _KEPT_INTERVALS:  # the older half has ended on the device as well: no waiting
             self._add_up(_KEPT_INTERVALS)
 
-    def take(self) -> tuple[dict[str, float], collections.Counter[tuple[EventKind, int]]]:
-        """The milliseconds of each kind of interval, and how often each bucket was launched, since the last call."""
+    def take(self) -> tuple[dict[str, float], int]:
+        """The milliseconds of each kind of interval, and the bytes sent, since the last call."""
         self._add_up(len(self._intervals))
         total_ms, self._total_ms = self._total_ms, dict.fromkeys(self._total_ms, 0.0)
-        launched, self._launched = self._launched, collections.Counter()
-        return total_ms, launched
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return total_ms, sent_bytes
 
     def _add_up(self, count: int) -> None:
         for what, start, end in self._intervals[:count]:

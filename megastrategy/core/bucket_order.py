@@ -21,7 +21,8 @@ round change it by less, in a model of more than a few layers; a model whose lay
 def launch_cost(layout: BufferLayout, arrival: Sequence[int]) -> int:
     """How late elements are sent: the sum over buckets of their size times what has arrived when they can be launched.
 
-    A bucket can be launched when its gradients and those of all buckets before it have arrived.
+    A bucket can be launched when its gradients and those of all buckets before it have arrived. Padding does not count:
+    a scalar that has a bucket of its own at the wrong end is not worth a move.
 
     Args:
         layout: the buckets.
@@ -30,7 +31,7 @@ def launch_cost(layout: BufferLayout, arrival: Sequence[int]) -> int:
     cost = launched = 0
     for bucket in layout.buckets:
         launched = max(launched, *(arrival[index] for index in bucket.params))
-        cost += bucket.numel * launched
+        cost += sum(layout.params[index].numel for index in bucket.params) * launched
     return cost
 
 

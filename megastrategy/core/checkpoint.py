@@ -81,21 +81,20 @@ def gather_main_params(
     collectives: Collectives | None,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The fp32 main params of the 16-bit ones among ``params``, by name, whole, on rank 0's host memory; nothing on
-    other ranks.
+    """The fp32 main params of the 16-bit ones among ``params``, by name in the order of registration, whole, on rank
+    0's host memory; nothing on other ranks.
 
     Collective if ``collectives`` is given; one bucket is gathered at a time.
     """
-    main_params: dict[str, Tensor] = {}
+    main_params: dict[int, Tensor] = {}
     scratch: dict[torch.dtype, Tensor] = {}
     for bucket in layout.buckets:
         members = [i for i in bucket.params if i in params and layout.params[i].has_main_param]
         if members:
             own = {i: shards[i].main for i in members if i in shards}
             gathered = _gather_bucket(bucket, members, own, torch.float32, shards, layout, collectives, device, scratch)
-            for index, full in gathered:
-                main_params[layout.params[index].name] = full
-    return main_params
+            main_params.update(gathered)
+    return {layout.params[index].name: main_params[index] for index in sorted(main_params)}
 
 
 def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, ParamShard], layout: BufferLayout) -> None:

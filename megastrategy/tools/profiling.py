@@ -116,6 +116,10 @@ class Recorder:
             self._is_complete = True
         elif event.kind is EventKind.LAYOUT_EXTENDED:
             self._note_buckets(model)
+        elif event.kind is EventKind.LAYOUT_CHANGED:
+            self._note_buckets(model)
+            self._start_after_this_step()
+            return
         if self._num_steps >= self._skip:
             self._events.append(event)
             if self._clock is not None:
@@ -124,6 +128,14 @@ class Recorder:
         if self._num_steps >= self._end and event.kind in (EventKind.FORWARD_END, EventKind.BACKWARD_START):
             self.is_done = True
             self._on_done()
+
+    def _start_after_this_step(self) -> None:
+        """What there is so far is of other buckets."""
+        later = max(0, self._num_steps + 1 - self._skip)
+        self._skip, self._end = self._skip + later, self._end + later
+        self._events = []
+        if self._clock is not None:
+            self._clock.forget()
 
     def _note_buckets(self, model: DistributedDataParallel) -> None:
         layout = model.layout
@@ -160,6 +172,9 @@ class _CudaClock:
 
     def stamp(self) -> None:
         self._stamps.append(self._record())
+
+    def forget(self) -> None:
+        self._stamps = []
 
     def timed(self, events: Sequence[Event]) -> list[Event]:
         torch.cuda.synchronize(self._device)

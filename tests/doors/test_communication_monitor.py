@@ -516,7 +516,7 @@ class CountingClock:
 
 def test_a_rare_log_keeps_no_more_intervals_and_adds_up_all() -> None:
     """On CUDA each holds two events."""
-    record = _Record(CountingClock())  # type: ignore[arg-type]
+    record = _Record(CountingClock(), lambda kind, bucket: 0)  # type: ignore[arg-type]
     for _ in range(5 * _KEPT_INTERVALS):
         record(Event(EventKind.WAIT_START, 1))
         record(Event(EventKind.WAIT_END, 1))
