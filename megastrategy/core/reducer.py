@@ -15,11 +15,13 @@ is fixed is what makes this a local decision.
 
 [Note: which backward synchronises]
 As in torch DDP the last forward decides (``no_sync`` around forward and backward). A backward that no forward of the
-wrapper has ended before (Lightning's manual optimization runs them inside one) is decided when it starts.
+wrapper has ended before (Lightning's manual optimization runs them inside one) is decided when it starts. Pooled
+gradients cannot accumulate on a rank, so that with them every backward synchronises.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,13 +33,13 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .buffers import ContiguousGradBuffers, GradBuffers
+from .buffers import GradBuffers
 from .collectives import Collectives, Handle
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout
-from .nonfinite import NonFinite, describe_nonfinite, find_in_bucket, find_in_grad
+from .nonfinite import NonFinite, describe_nonfinite, find_in_grad
 
 NO_TASK = -1
 """torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
@@ -81,7 +83,8 @@ class Reducer:
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
         self._missing: list[int] = []  # gradients still to come, by bucket
-        self._handles: list[Handle] = []  # in launch order
+        self._handles: list[Handle] = []  # by bucket, in launch order
+        self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
         self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
         self._late_grads: dict[int, Tensor] = {}
         self._deferred: set[int] = set()  # buckets that wait for the end of backward
@@ -116,6 +119,7 @@ class Reducer:
             hook.remove()
         self._hooks = []
         self._handles = []
+        self._in_flight.clear()
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +193,8 @@ class Reducer:
         self._active = True
         self._epoch += 1
         decision = self._forward_decision
-        self._syncing = self._should_sync() if decision is None else decision
+        wanted = self._should_sync() if decision is None else decision
+        self._syncing = wanted or self.buffers.reduces_every_backward
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
         if needed != self._needed:
             self._needed, self._static_used = needed, None
@@ -263,6 +268,7 @@ class Reducer:
                 self._reduce_again(bucket)
         finally:
             self._emit(EventKind.WAIT_END, 0)
+            self._in_flight.clear()
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
@@ -272,15 +278,25 @@ class Reducer:
             self._launch(len(self._handles))
 
     def _launch(self, bucket: int) -> None:
-        tensor = self.buffers.seal(bucket)
+        self.buffers.seal(bucket)
         if self._config.check_for_nan_in_grad:
-            self._nonfinite += find_in_bucket(tensor, bucket, self.layout, self._collectives.rank)
-        self._handles.append(self._start_reduction(bucket, tensor))
+            self._nonfinite += self.buffers.find_nonfinite(bucket, self._collectives.rank)
+        self._handles.append(self._start_reduction(bucket))
 
-    def _start_reduction(self, bucket: int, tensor: Tensor) -> Handle:
+    def _start_reduction(self, bucket: int) -> Handle:
+        """Of a sealed bucket. Waits for the oldest piece on its way where no more may be."""
         self._emit(EventKind.REDUCE_START, bucket)
+        pieces: list[Handle] = []
+        for piece in range(self.buffers.num_pieces(bucket)):
+            if len(self._in_flight) == self.buffers.max_in_flight:
+                self._in_flight.popleft().wait()
+            pieces.append(self._send(*self.buffers.stage(bucket, piece)))
+            if self.buffers.max_in_flight is not None:
+                self._in_flight.append(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else _Pieces(pieces)
+
+    def _send(self, tensor: Tensor, sums: Tensor | None) -> Handle:
         mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
-        sums = self.buffers.sums(bucket)
         if sums is not None:
             return self._collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
         if self.layout.num_shards > 1:
@@ -289,6 +305,7 @@ class Reducer:
 
     def _wait_for_launched(self, *, publish: bool = False) -> None:
         handles, self._handles = self._handles, []
+        self._in_flight.clear()
         for bucket, handle in enumerate(handles):
             handle.wait()
             self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
@@ -360,12 +377,10 @@ class Reducer:
     def _reduce_again(self, bucket: int) -> None:
         """Adds late gradients to a reduced bucket, on the ranks that have them, and reduces it once more, on all."""
         buffers = self.buffers
-        assert isinstance(buffers, ContiguousGradBuffers), (
-            "other buffers are launched at the end, when nothing can be late"
-        )
         late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
         buffers.add_to_reduced(bucket, late)
-        handle = self._start_reduction(bucket, buffers.seal(bucket))
+        buffers.seal(bucket)
+        handle = self._start_reduction(bucket)
         handle.wait()
         self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
         buffers.publish(bucket)
@@ -396,6 +411,20 @@ class Reducer:
     def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:
             self._listener(Event(kind, index, ran_ns=ran_ns))
+
+
+class _Pieces(Handle):
+    """A bucket that went in several collectives."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        ran = [handle.ran_ns for handle in self._handles]
+        if ran[0] is not None and ran[-1] is not None:
+            self.ran_ns = ran[0][0], ran[-1][1]
 
 
 class _GradHook:
