@@ -327,7 +327,7 @@ class Reducer:
             has_grad[:] = self._static_used
         if not agrees and not self._config.check_for_nan_in_grad:
             return []
-        local = list(has_grad)
+        local, used = list(has_grad), self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
         late = [bucket.index in late_buckets for bucket in self.layout.buckets]
         if self._config.check_for_nan_in_grad:
@@ -346,15 +346,21 @@ class Reducer:
             return []
         has_grad[:] = [bool(flag) for flag in agreed[: len(local)]]
         if self._config.static_graph:
-            self._static_used, self._static_local = list(has_grad), local
+            self._static_used, self._static_local = list(has_grad), used
         return [bucket for bucket, flag in enumerate(agreed[len(local) :]) if flag]
 
     def _agrees(self) -> bool:
         """Whether a synchronised backward ends with an exchange of what was used."""
         return self._config.find_unused_parameters and self._static_used is None
 
+    def _used_locally(self) -> list[bool]:
+        """Which parameters this rank has gradients for that were not reduced yet."""
+        if self.buffers.reduces_every_backward:  # has_grad tells of the backwards before this one too
+            return [seen == self._epoch for seen in self._seen]
+        return list(self.buffers.has_grad)
+
     def _check_promises(self) -> None:
-        has_grad = self.buffers.has_grad
+        has_grad = self._used_locally()
         if self._static_used is not None:
             changed = [i for i, used in enumerate(has_grad) if used != self._static_local[i]]
             promise = "static_graph=True: the same parameters as in the first synchronised backward must be used"
