@@ -227,7 +227,8 @@ def test_gradients_that_arrive_in_other_orders_on_other_ranks(delay_s: float) ->
 
     def reference(rank: int, group: ProcessGroup) -> list[Any]:
         module = EitherOrder(orders[rank])
-        TorchDDP(module, process_group=group)(torch.full((3, 17), 0.1 * (rank + 1))).backward()
+        model = TorchDDP(module, process_group=group)
+        model(torch.full((3, 17), 0.1 * (rank + 1))).backward()
         return [param.grad for param in module.parameters()]
 
     assert_equal(run_ranks(2, run), run_ranks(2, reference))
