@@ -77,6 +77,7 @@ class Reducer:
 
         self._active = False  # a backward is under way and has reached a parameter
         self._syncing = False
+        self._is_finishing = False  # between the WAIT_START and the WAIT_END at the end of a reduction
         self._forward_decision: bool | None = None
         self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
         self._ends: list[weakref.ref[Callable[[], None]]] = []  # what was queued with backwards, while they last
@@ -259,6 +260,7 @@ class Reducer:
         while len(self._handles) < len(self.layout.buckets):
             self._launch(len(self._handles))
         self._emit(EventKind.WAIT_START, 0)
+        self._is_finishing = True
         try:
             late_buckets = self._agree()
             for index, used in enumerate(self.buffers.has_grad):
@@ -267,6 +269,7 @@ class Reducer:
             for bucket in late_buckets:
                 self._reduce_again(bucket)
         finally:
+            self._is_finishing = False
             self._emit(EventKind.WAIT_END, 0)
             self._in_flight.clear()
             self._late.clear()
@@ -289,11 +292,22 @@ class Reducer:
         pieces: list[Handle] = []
         for piece in range(self.buffers.num_pieces(bucket)):
             if len(self._in_flight) == self.buffers.max_in_flight:
-                self._in_flight.popleft().wait()
+                self._wait_for_oldest()
             pieces.append(self._send(*self.buffers.stage(bucket, piece)))
             if self.buffers.max_in_flight is not None:
                 self._in_flight.append(pieces[-1])
         return pieces[0] if len(pieces) == 1 else _Pieces(pieces)
+
+    def _wait_for_oldest(self) -> None:
+        waits_anyhow = self._is_finishing
+        if not waits_anyhow:
+            self._emit(EventKind.WAIT_START, 0)
+        try:
+            self._in_flight[0].wait()  # and taken out when that has ended: nobody else may know of it
+            self._in_flight.popleft()
+        finally:
+            if not waits_anyhow:
+                self._emit(EventKind.WAIT_END, 0)
 
     def _send(self, tensor: Tensor, sums: Tensor | None) -> Handle:
         mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
@@ -305,7 +319,7 @@ class Reducer:
 
     def _wait_for_launched(self, *, publish: bool = False) -> None:
         handles, self._handles = self._handles, []
-        self._in_flight.clear()
+        pieces, self._in_flight = self._in_flight, collections.deque()
         for bucket, handle in enumerate(handles):
             handle.wait()
             self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
@@ -313,6 +327,8 @@ class Reducer:
                 for index in self._late.intersection(self.layout.buckets[bucket].params):
                     self._late_grads[index] = self.buffers.take(index)
                 self.buffers.publish(bucket)
+        for handle in pieces:  # of a bucket that did not get as far as having a handle
+            handle.wait()
 
     def _agree(self) -> list[int]:
         """Makes ``has_grad`` say what any rank used, and returns the buckets in which any rank has late gradients.

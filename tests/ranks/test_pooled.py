@@ -234,6 +234,33 @@ def test_gradients_that_arrive_in_other_orders_on_other_ranks(delay_s: float) ->
     assert_equal(run_ranks(2, run), run_ranks(2, reference))
 
 
+def test_waiting_for_a_staging_buffer_is_exposed_communication() -> None:
+    """As long as two pieces are on their way the third waits, between events of its own, in backward and after it."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        events: list[Event] = []
+        collectives = DelayingCollectives(group, 0.02)
+        model = DistributedDataParallel(
+            one_large(), config(bucket_size=1000), collectives=collectives, listener=events.append
+        )
+        model(batch(rank)).sum().backward()
+        num_pieces = len(collectives.named("reduce_scatter_into"))
+        waits = [e for e in events if e.kind in (EventKind.WAIT_START, EventKind.WAIT_END)]
+        assert [event.kind for event in waits] == [EventKind.WAIT_START, EventKind.WAIT_END] * (num_pieces - 2 + 1)
+        last_grad = max(event.time_ns for event in events if event.kind is EventKind.GRAD_READY)
+        assert sum(event.time_ns < last_grad for event in waits) > num_pieces, "nearly all of them inside backward"
+        waited = sum(end.time_ns - start.time_ns for start, end in zip(waits[::2], waits[1::2], strict=True))
+        assert waited > (num_pieces - 1) * 0.015e9, "but for the first, each piece's delay is waited for"
+        reductions = [e for e in events if e.kind is EventKind.REDUCE_END]
+        large = max(model.layout.buckets, key=lambda bucket: bucket.numel).index
+        assert reductions[large].ran_ns is not None
+        began, ended = reductions[large].ran_ns
+        assert ended - began > 5 * 0.015e9, "from the first piece to the last"
+        model.close()
+
+    run_ranks(2, run)
+
+
 def test_a_failing_reduction_ends_backward_with_a_reason_on_all_ranks() -> None:
     """Rank 1 dies in its backward; rank 0 waits for a staging buffer there, and does not wait for ever."""
     died = threading.Event()
