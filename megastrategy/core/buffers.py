@@ -1,4 +1,5 @@
-"""Contiguous storage for gradients and parameters: the only file that assigns ``param.data`` and ``param.grad``.
+"""Contiguous storage for gradients and parameters. The only file that assigns ``param.data``, and with the other kinds
+of gradient buffers (flattened, pooled) the only one that assigns ``param.grad``.
 
 [Note: views with a storage of their own]
 A parameter (or gradient) in a flat buffer is made from a *slice of the buffer's storage*, not from a view of the
@@ -24,6 +25,7 @@ from torch.nn import Parameter
 
 from .errors import ParameterChangedError
 from .layout import BufferLayout, ParamSpec
+from .nonfinite import NonFinite, find_in_bucket
 
 
 def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:
@@ -50,7 +52,12 @@ class GradBuffers(ABC):
         has_grad: whether a parameter received a gradient since it was last cleared (after a synchronised backward: on
             any rank).
         num_updates: how often a parameter's gradient was completed, so that an optimizer steps each once.
+        reduces_every_backward: whether nothing can accumulate on a rank beyond one backward.
+        max_in_flight: how many pieces may be on their way at once; None where each has memory of its own.
     """
+
+    reduces_every_backward = False
+    max_in_flight: int | None = None
 
     def __init__(self) -> None:
         self.params: list[Parameter] = []
@@ -87,17 +94,40 @@ class GradBuffers(ABC):
         """Takes in a gradient that autograd or the user put somewhere other than the view."""
 
     @abstractmethod
-    def seal(self, bucket: int) -> Tensor:
-        """Ends accumulation in a bucket and returns what to reduce: 1-D, ``bucket.numel`` elements, owned by this
-        object."""
+    def seal(self, bucket: int) -> None:
+        """Ends accumulation in a bucket."""
+
+    def num_pieces(self, bucket: int) -> int:
+        """In how many reductions a sealed bucket goes."""
+        return 1
+
+    @abstractmethod
+    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
+        """What to reduce of a sealed bucket, 1-D and owned by this object, and what the result is to be added to where
+        that is not this rank's part of it. Pieces are staged in order, each once.
+        """
+
+    def find_nonfinite(self, bucket: int, dp_rank: int) -> list[NonFinite]:
+        """This rank's gradients in a sealed bucket, before it is staged, that are not finite."""
+        return find_in_bucket(self.stage(bucket, 0)[0], bucket, self.layout, dp_rank)
 
     @abstractmethod
     def publish(self, bucket: int) -> None:
         """The reduction of a sealed bucket is complete; ``has_grad`` holds what the ranks agreed on."""
 
-    def sums(self, bucket: int) -> Tensor | None:
-        """What a reduction adds to, where that is not the bucket itself: this rank's shard, owned by this object."""
-        return None
+    def is_sharded(self, param: int) -> bool:
+        """Whether only this rank's shard of the gradient means anything: after a reduce-scatter, until the next
+        backward."""
+        return False
+
+    def reduced(self, bucket: int, start: int, end: int) -> Tensor:
+        """Elements ``[start, end)`` of the bucket's buffer, in this rank's shard, after a reduction: a 1-D view."""
+        raise NotImplementedError("parameters are sharded only where gradients are scattered")
+
+    def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
+        """Adds local gradients, by parameter, to a bucket that is reduced already; it must then be sealed and reduced
+        again."""
+        raise NotImplementedError("what is launched after backward meets no late gradient")
 
     def take(self, param: int) -> Tensor:
         """Hands over the gradient that arrived while the bucket was sealed; ``.grad`` is None again."""
@@ -165,7 +195,7 @@ class ContiguousGradBuffers(GradBuffers):
             self._shards.append(layout.shard_range(bucket, self._dp_rank))
             self._reduced.append(False)
             buffer, apart = layout.buffers[bucket.buffer], None
-            if buffer.sum_dtype != buffer.grad_dtype:
+            if buffer.sums_apart:
                 apart = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
             self._sums.append(apart)
         for index, grad in enumerate(grads, first):
@@ -182,10 +212,10 @@ class ContiguousGradBuffers(GradBuffers):
         return self.flats[place.buffer][place.start : place.end]
 
     def sums(self, bucket: int) -> Tensor | None:
+        """What a reduction adds to, where that is not the bucket itself: this rank's shard, owned by this object."""
         return self._sums[bucket]
 
     def reduced(self, bucket: int, start: int, end: int) -> Tensor:
-        """Elements ``[start, end)`` of the bucket's buffer, in this rank's shard, after a reduction: a 1-D view."""
         sums = self._sums[bucket]
         if sums is None:
             return self.flats[self.layout.buckets[bucket].buffer][start:end]
@@ -198,8 +228,6 @@ class ContiguousGradBuffers(GradBuffers):
         return None if self._sums[bucket] is None or owned is None else self.reduced(bucket, *owned)
 
     def is_sharded(self, param: int) -> bool:
-        """Whether only this rank's shard of the gradient means anything: after a reduce-scatter, until the next
-        backward."""
         return self._sharded and self._reduced[self.layout.slots[param].bucket]
 
     def use_up(self, params: Iterable[int]) -> None:
@@ -255,8 +283,6 @@ class ContiguousGradBuffers(GradBuffers):
         self._reduced[bucket] = False
 
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        """Adds local gradients, by parameter, to a bucket that is reduced already; it must then be sealed and reduced
-        again."""
         if self._sharded:
             self.reopen(bucket)
         for index in self.layout.buckets[bucket].params:
@@ -272,7 +298,7 @@ class ContiguousGradBuffers(GradBuffers):
         copy_grad_(view, grad)
         self.params[param].grad = view
 
-    def seal(self, bucket: int) -> Tensor:
+    def seal(self, bucket: int) -> None:
         for index in self.layout.buckets[bucket].params:
             param, view = self.params[index], self._get_view(index)
             grad = param.grad
@@ -287,7 +313,9 @@ class ContiguousGradBuffers(GradBuffers):
                 copy_grad_(self._get_view(index), grad)
                 self.has_grad[index] = True
             param.grad = None
-        return self.bucket(bucket)
+
+    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
+        return self.bucket(bucket), self._sums[bucket]
 
     def publish(self, bucket: int) -> None:
         self._reduced[bucket] = True
@@ -376,60 +404,6 @@ class ContiguousGradBuffers(GradBuffers):
                 self._zero_view(index)
         for index in stale:
             self._stale[index] = self.has_grad[index] = False
-
-
-class FlattenedGradBuffers(GradBuffers):
-    """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is
-    reduced."""
-
-    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-        self._flats: dict[int, Tensor] = {}
-        self.extend(layout, params)
-
-    def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
-        for index, grad in enumerate(grads, first):
-            self.params[index].grad, self.has_grad[index] = grad, grad is not None
-
-    def open(self, first: int | None = None) -> None:
-        for index, param in enumerate(self.params):
-            if index != first:
-                self.has_grad[index] = param.grad is not None
-
-    def adopt(self, param: int) -> None:
-        self.check_param(param)
-
-    def seal(self, bucket: int) -> Tensor:
-        place = self.layout.buckets[bucket]
-        flat = torch.zeros(place.numel, dtype=self.layout.buffers[place.buffer].grad_dtype, device=self._device)
-        for index in place.params:
-            grad = self.params[index].grad
-            self.has_grad[index] = grad is not None
-            if grad is not None:
-                copy_grad_(self._view_in(flat, index), grad)
-        self._flats[bucket] = flat
-        return flat
-
-    def publish(self, bucket: int) -> None:
-        flat = self._flats.pop(bucket)
-        for index in self.layout.buckets[bucket].params:
-            param = self.params[index]
-            if not self.has_grad[index]:
-                continue
-            if param.grad is None or param.grad.layout != param.layout:  # a mean over ranks is dense
-                param.grad = torch.empty_like(param, dtype=flat.dtype)
-            param.grad.copy_(self._view_in(flat, index))
-
-    def clear(self, params: Iterable[int]) -> None:
-        for index in params:
-            self.params[index].grad = None
-            self.has_grad[index] = False
-
-    def _view_in(self, flat: Tensor, index: int) -> Tensor:
-        spec, slot = self.layout.params[index], self.layout.slots[index]
-        start = slot.start - self.layout.buckets[slot.bucket].start
-        return flat[start : start + spec.numel].as_strided(spec.shape, spec.stride)
 
 
 class ParamBuffers:

@@ -416,6 +416,7 @@ class _WorkHandle(Handle):
         self._work = None
         if self._then is not None:
             self._then()
+            self._then = None  # and with it the memory that it reads
 
 
 class _FutureHandle(Handle):

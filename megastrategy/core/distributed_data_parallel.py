@@ -16,14 +16,16 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from .bucket_tuning import BucketSizeTuner
-from .buffers import ContiguousGradBuffers, FlattenedGradBuffers, GradBuffers, ParamBuffers
+from .buffers import ContiguousGradBuffers, GradBuffers, ParamBuffers
 from .clip_grads import norms_over_owners
 from .collectives import Collectives, destroy_group, make_collectives, private_group
 from .config import DistributedDataParallelConfig
 from .errors import ClosedError, LayoutMismatchError, ParameterChangedError
 from .events import Event, EventKind, Listener
+from .flattened_buffers import FlattenedGradBuffers
 from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
 from .param_gather import ParamGather
+from .pooled_buffers import PooledGradBuffers
 from .reducer import Reducer, inside_backward, is_wrapped
 from .relayout import ShardHolder, relayout
 
@@ -88,7 +90,9 @@ class DistributedDataParallel(nn.Module):
         collectives.broadcast_all([*module.parameters(), *module.buffers()])
         self.param_buffers: ParamBuffers | None = None
         self.grad_buffers: GradBuffers
-        if config.use_contiguous_buffers:
+        if self.layout.is_pooled:
+            self.grad_buffers = PooledGradBuffers(self.layout, self.params, collectives.rank, self.device)
+        elif config.use_contiguous_buffers:
             self.grad_buffers = ContiguousGradBuffers(self.layout, self.params, collectives.rank, self.device)
         else:
             self.grad_buffers = FlattenedGradBuffers(self.layout, self.params, self.device)
@@ -142,7 +146,10 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forward and backward inside are accumulated and not sent, as under torch DDP's ``no_sync``."""
+        """Gradients of forward and backward inside are accumulated and not sent, as under torch DDP's ``no_sync``.
+
+        With ``grad_buffer="pooled"`` they are sent all the same, and accumulate in the shards.
+        """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
@@ -265,7 +272,7 @@ class DistributedDataParallel(nn.Module):
                 f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of the wrapped module"
             )
         grads = self.grad_buffers
-        if not isinstance(grads, ContiguousGradBuffers) or not grads.is_sharded(index):
+        if not grads.is_sharded(index):
             return None if param.grad is None else param.grad.detach().clone()
         grads.adopt_written([index])
         if not grads.has_grad[index]:
@@ -285,7 +292,7 @@ class DistributedDataParallel(nn.Module):
         """
         self.check_open()
         grads, every = self.grad_buffers, range(len(self.params))
-        sharded = [i for i in every if grads.is_sharded(i)] if isinstance(grads, ContiguousGradBuffers) else []
+        sharded = [i for i in every if grads.is_sharded(i)]
         grads.adopt_written(sharded)
         norms = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
         own = norms.clone()
@@ -301,9 +308,8 @@ class DistributedDataParallel(nn.Module):
 
     def _owned_grad(self, index: int) -> Tensor | None:
         """This rank's part of a reduce-scattered gradient, a view."""
-        grads, owned = self.grad_buffers, self.layout.owned_range(index, self.collectives.rank)
-        assert isinstance(grads, ContiguousGradBuffers)
-        return None if owned is None else grads.reduced(self.layout.slots[index].bucket, *owned)
+        owned = self.layout.owned_range(index, self.collectives.rank)
+        return None if owned is None else self.grad_buffers.reduced(self.layout.slots[index].bucket, *owned)
 
     def _tell(self, text: str) -> None:
         """What the user should read, once, of rank 0."""

@@ -29,6 +29,10 @@ PARAM_ALIGNMENT_NUMEL = 64
 BUCKET_ALIGNMENT_NUMEL = 128
 NCCL_ALIGNMENT_NUMEL = 2**16
 """Of a bucket, with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
+STAGING_BUFFERS = 2
+"""With pooled gradients, how many pieces of buckets may be on their way at once. Two are the fewest that keep the wire
+busy: while one piece is sent the next is queued behind it, and the one after that is staged in time if its gradients
+are there. If they come faster than the wire takes them, backward waits, and a longer queue would end no earlier."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -89,14 +93,15 @@ class Bucket:
 class Buffer:
     """A contiguous stretch of memory for all parameters of one dtype whose gradients have one dtype.
 
-    ``sum_dtype`` is that of reduced gradients: another than ``grad_dtype`` where a rank's shards of them have memory of
-    their own.
+    ``sum_dtype`` is that of reduced gradients. ``sums_apart``: a rank's shards of them have memory of their own, to
+    which each reduction adds; else they are where the gradients were.
     """
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
     numel: int
     sum_dtype: torch.dtype
+    sums_apart: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +115,8 @@ class BufferLayout:
         buckets: in launch order.
         dp_size: number of data-parallel ranks.
         num_shards: ``dp_size`` when buckets are owned in shards, 1 when every rank owns all of every bucket.
+        piece_numel: with pooled gradients the most elements that are sent at once; None where gradients have buffers
+            of their own.
     """
 
     params: tuple[ParamSpec, ...]
@@ -118,6 +125,7 @@ class BufferLayout:
     buckets: tuple[Bucket, ...]
     dp_size: int
     num_shards: int
+    piece_numel: int | None = None
 
     def __post_init__(self) -> None:
         alignment = math.lcm(self.dp_size, BUCKET_ALIGNMENT_NUMEL)
@@ -138,6 +146,32 @@ class BufferLayout:
         assert [bucket.index for bucket in self.buckets] == list(range(len(self.buckets)))
         placed = sorted(index for bucket in self.buckets for index in bucket.params)
         assert placed == list(range(len(self.params))), "every parameter is in exactly one bucket"
+        assert self.piece_numel is None or self.piece_numel % alignment == 0, "a piece divides into equal shards"
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether gradients have no buffers of their own, and are reduced in every backward."""
+        return self.piece_numel is not None
+
+    def pieces(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """The parts ``[start, end)`` of every shard of the bucket that one collective carries: as few, and as equal, as
+        it takes for the parts of all shards to have at most ``piece_numel`` elements."""
+        shard_numel = bucket.numel // self.num_shards
+        if self.piece_numel is None or bucket.numel == 0:
+            return [(0, shard_numel)]
+        num_pieces = -(-bucket.numel // self.piece_numel)
+        numel = -(-shard_numel // num_pieces)
+        return [(start, min(start + numel, shard_numel)) for start in range(0, shard_numel, numel)]
+
+    @property
+    def staging_nbytes(self) -> list[int]:
+        """The bytes of each staging buffer: of the largest piece, in as many as there are pieces for."""
+        nbytes = [
+            (end - start) * self.num_shards * self.buffers[bucket.buffer].grad_dtype.itemsize
+            for bucket in self.buckets
+            for start, end in self.pieces(bucket)
+        ]
+        return [max(nbytes)] * min(STAGING_BUFFERS, len(nbytes)) if self.is_pooled and nbytes else []
 
     def shard_range(self, bucket: Bucket, dp_rank: int) -> tuple[int, int]:
         """Elements ``[start, end)`` of the bucket's buffer that ``dp_rank`` owns."""
@@ -184,6 +218,7 @@ class BufferLayout:
             ),
             dp_size=self.dp_size,
             num_shards=self.num_shards,
+            piece_numel=self.piece_numel,
         )
 
     def describe(self) -> dict[str, list[list[object]]]:
@@ -293,17 +328,20 @@ def build_layout(
         for i, spec in enumerate(specs)
     )
     num_shards = dp_size if config.use_distributed_optimizer else 1
-    sums_apart = config.reduce_scatter_with_fp32_accumulation and num_shards > 1
+    pooled = config.grad_buffer == "pooled" and num_shards > 1
+    sums_in_fp32 = pooled or (config.reduce_scatter_with_fp32_accumulation and num_shards > 1)
+    buffers = []
+    for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True):
+        sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT else grad_dtype
+        buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, pooled or sum_dtype != grad_dtype))
     return BufferLayout(
         params=tuple(specs),
         slots=slots,
-        buffers=tuple(
-            Buffer(dtype, grad_dtype, numel, torch.float32 if sums_apart and grad_dtype in SIXTEEN_BIT else grad_dtype)
-            for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True)
-        ),
+        buffers=tuple(buffers),
         buckets=buckets,
         dp_size=dp_size,
         num_shards=num_shards,
+        piece_numel=_round_up(bucket_size, alignment) if pooled else None,
     )
 
 

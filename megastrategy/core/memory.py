@@ -10,11 +10,15 @@ from .layout import BufferLayout
 
 @dataclasses.dataclass(frozen=True)
 class MemoryUse:
-    """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params."""
+    """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params.
+
+    ``staging_bytes`` come on top while a backward is reduced, with pooled gradients.
+    """
 
     param_bytes: int
     grad_bytes: int
     state_bytes: int
+    staging_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -33,9 +37,11 @@ def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> Memory
     param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
     if not sharded:  # parameters stay where the module has them
         param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
-    grad_bytes = sum(buffer.numel * buffer.grad_dtype.itemsize for buffer in layout.buffers)
+    grad_bytes = 0
     for buffer in layout.buffers:
-        if buffer.sum_dtype != buffer.grad_dtype:
+        if not layout.is_pooled:
+            grad_bytes += buffer.numel * buffer.grad_dtype.itemsize
+        if buffer.sums_apart:
             grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
     state_bytes = 0
     for index, spec in enumerate(layout.params):
@@ -44,7 +50,7 @@ def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> Memory
         main_itemsize = max(spec.dtype.itemsize, 4)
         main_param_numel = numel if spec.has_main_param else 0
         state_bytes += main_itemsize * (main_param_numel + state_tensors * numel)
-    return MemoryUse(param_bytes, grad_bytes, state_bytes)
+    return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes))
 
 
 def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
@@ -57,6 +63,7 @@ def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
 def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tensors: int | None) -> str:
     """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's."""
     numels = [bucket.numel for bucket in layout.buckets]
+    use = memory_use(layout, dp_rank, state_tensors or 0)
     reduction = (
         "reduce-scatter, sharded optimizer" if layout.num_shards > 1 else "all-reduce, whole optimizer on every rank"
     )
@@ -72,7 +79,7 @@ def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tens
         f"  {'bytes a rank':<16}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'total':>14}",
     ]
     rows = [
-        ("megatron_ddp", memory_use(layout, dp_rank, state_tensors or 0)),
+        ("megatron_ddp", use),
         ("ddp", memory_use_of_ddp(layout, state_tensors or 0)),
     ]
     for name, use in rows:
@@ -80,6 +87,11 @@ def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tens
             (_mib(use.state_bytes), _mib(use.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
         )
         lines.append(f"  {name:<16}{_mib(use.param_bytes):>14}{_mib(use.grad_bytes):>14}{state:>14}{total:>14}")
+    if layout.is_pooled:
+        lines.append(
+            "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
+            f"runs {_mib(use.staging_bytes)} of staging buffers and the gradients of incomplete buckets come on top"
+        )
     return "\n".join(lines)
 
 

@@ -21,11 +21,13 @@ by construction, which a forward is not: a rank may run one for itself.
 
 [Note: which backward synchronises]
 As in torch DDP the last forward decides (``no_sync`` around forward and backward). A backward that no forward of the
-wrapper has ended before (Lightning's manual optimization runs them inside one) is decided when it starts.
+wrapper has ended before (Lightning's manual optimization runs them inside one) is decided when it starts. Pooled
+gradients cannot accumulate on a rank, so that with them every backward synchronises.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,13 +41,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .bucket_order import better_layout_order
 from .bucket_tuning import BucketSizeTuner
-from .buffers import ContiguousGradBuffers, GradBuffers
+from .buffers import GradBuffers
 from .collectives import Collectives, Handle
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout, build_layout
-from .nonfinite import NonFinite, describe_nonfinite, find_in_bucket, find_in_grad
+from .nonfinite import NonFinite, describe_nonfinite, find_in_grad
 
 NO_TASK = -1
 """torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
@@ -87,13 +89,15 @@ class Reducer:
 
         self._active = False  # a backward is under way and has reached a parameter
         self._syncing = False
+        self._is_finishing = False  # between the WAIT_START and the WAIT_END at the end of a reduction
         self._forward_decision: bool | None = None
         self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
         self._ends: list[weakref.ref[Callable[[], None]]] = []  # what was queued with backwards, while they last
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
         self._missing: list[int] = []  # gradients still to come, by bucket
-        self._handles: list[Handle] = []  # in launch order
+        self._handles: list[Handle] = []  # by bucket, in launch order
+        self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
         self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
         self._late_grads: dict[int, Tensor] = {}
         self._deferred: set[int] = set()  # parameters whose bucket waits for the end of backward
@@ -141,6 +145,7 @@ class Reducer:
             hook.remove()
         self._hooks = []
         self._handles = []
+        self._in_flight.clear()
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +223,8 @@ class Reducer:
         self._active = True
         self._epoch += 1
         decision = self._forward_decision
-        self._syncing = self._should_sync() if decision is None else decision
+        wanted = self._should_sync() if decision is None else decision
+        self._syncing = wanted or self.buffers.reduces_every_backward
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
         if needed != self._needed:
             self._needed, self._static_used = needed, None
@@ -292,6 +298,7 @@ class Reducer:
         while len(self._handles) < len(self.layout.buckets):
             self._launch(len(self._handles))
         self._emit(EventKind.WAIT_START, 0)
+        self._is_finishing = True
         try:
             late_buckets = self._agree()
             for index, used in enumerate(self.buffers.has_grad):
@@ -300,7 +307,9 @@ class Reducer:
             for bucket in late_buckets:
                 self._reduce_again(bucket)
         finally:
+            self._is_finishing = False
             self._emit(EventKind.WAIT_END, 0)
+            self._in_flight.clear()
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
@@ -316,15 +325,36 @@ class Reducer:
             self._launch(len(self._handles))
 
     def _launch(self, bucket: int) -> None:
-        tensor = self.buffers.seal(bucket)
+        self.buffers.seal(bucket)
         if self._config.check_for_nan_in_grad:
-            self._nonfinite += find_in_bucket(tensor, bucket, self.layout, self._collectives.rank)
-        self._handles.append(self._start_reduction(bucket, tensor))
+            self._nonfinite += self.buffers.find_nonfinite(bucket, self._collectives.rank)
+        self._handles.append(self._start_reduction(bucket))
 
-    def _start_reduction(self, bucket: int, tensor: Tensor) -> Handle:
+    def _start_reduction(self, bucket: int) -> Handle:
+        """Of a sealed bucket. Waits for the oldest piece on its way where no more may be."""
         self._emit(EventKind.REDUCE_START, bucket)
+        pieces: list[Handle] = []
+        for piece in range(self.buffers.num_pieces(bucket)):
+            if len(self._in_flight) == self.buffers.max_in_flight:
+                self._wait_for_oldest()
+            pieces.append(self._send(*self.buffers.stage(bucket, piece)))
+            if self.buffers.max_in_flight is not None:
+                self._in_flight.append(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else _Pieces(pieces)
+
+    def _wait_for_oldest(self) -> None:
+        waits_anyhow = self._is_finishing
+        if not waits_anyhow:
+            self._emit(EventKind.WAIT_START, 0)
+        try:
+            self._in_flight[0].wait()  # and taken out when that has ended: nobody else may know of it
+            self._in_flight.popleft()
+        finally:
+            if not waits_anyhow:
+                self._emit(EventKind.WAIT_END, 0)
+
+    def _send(self, tensor: Tensor, sums: Tensor | None) -> Handle:
         mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
-        sums = self.buffers.sums(bucket)
         if sums is not None:
             return self._collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
         if self.layout.num_shards > 1:
@@ -333,6 +363,7 @@ class Reducer:
 
     def _wait_for_launched(self, *, publish: bool = False) -> None:
         handles, self._handles = self._handles, []
+        pieces, self._in_flight = self._in_flight, collections.deque()
         for bucket, handle in enumerate(handles):
             handle.wait()
             self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
@@ -340,6 +371,8 @@ class Reducer:
                 for index in self._late.intersection(self.layout.buckets[bucket].params):
                     self._late_grads[index] = self.buffers.take(index)
                 self.buffers.publish(bucket)
+        for handle in pieces:  # of a bucket that did not get as far as having a handle
+            handle.wait()
 
     def _agree(self) -> list[int]:
         """Makes ``has_grad`` say what any rank used, and returns the buckets in which any rank has late gradients.
@@ -357,7 +390,7 @@ class Reducer:
             if is_first and any(self._max_over_ranks([own_order is not None])):
                 self._order = self._order_of_rank_zero(own_order)
             return []
-        local = list(has_grad)
+        local, used = list(has_grad), self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
         late = [bucket.index in late_buckets for bucket in self.layout.buckets]
         if self._config.check_for_nan_in_grad:
@@ -376,7 +409,7 @@ class Reducer:
             return []
         has_grad[:] = [bool(flag) for flag in agreed[: len(local)]]
         if self._config.static_graph:
-            self._static_used, self._static_local = list(has_grad), local
+            self._static_used, self._static_local = list(has_grad), used
         return [bucket for bucket, flag in enumerate(agreed[len(local) :]) if flag]
 
     def _max_over_ranks(self, numbers: Sequence[int]) -> list[int]:
@@ -404,8 +437,14 @@ class Reducer:
         """Whether a synchronised backward ends with an exchange of what was used."""
         return self._config.find_unused_parameters and self._static_used is None
 
+    def _used_locally(self) -> list[bool]:
+        """Which parameters this rank has gradients for that were not reduced yet."""
+        if self.buffers.reduces_every_backward:  # has_grad tells of the backwards before this one too
+            return [seen == self._epoch for seen in self._seen]
+        return list(self.buffers.has_grad)
+
     def _check_promises(self) -> None:
-        has_grad = self.buffers.has_grad
+        has_grad = self._used_locally()
         if self._static_used is not None:
             changed = [i for i, used in enumerate(has_grad) if used != self._static_local[i]]
             promise = "static_graph=True: the same parameters as in the first synchronised backward must be used"
@@ -428,12 +467,10 @@ class Reducer:
     def _reduce_again(self, bucket: int) -> None:
         """Adds late gradients to a reduced bucket, on the ranks that have them, and reduces it once more, on all."""
         buffers = self.buffers
-        assert isinstance(buffers, ContiguousGradBuffers), (
-            "other buffers are launched at the end, when nothing can be late"
-        )
         late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
         buffers.add_to_reduced(bucket, late)
-        handle = self._start_reduction(bucket, buffers.seal(bucket))
+        buffers.seal(bucket)
+        handle = self._start_reduction(bucket)
         handle.wait()
         self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
         buffers.publish(bucket)
@@ -464,6 +501,20 @@ class Reducer:
     def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:
             self._listener(Event(kind, index, ran_ns=ran_ns))
+
+
+class _Pieces(Handle):
+    """A bucket that went in several collectives."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        ran = [handle.ran_ns for handle in self._handles]
+        if ran[0] is not None and ran[-1] is not None:
+            self.ran_ns = ran[0][0], ran[-1][1]
 
 
 class _GradHook:

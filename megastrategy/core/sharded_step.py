@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .buffers import ContiguousGradBuffers, ParamBuffers, slice_view
+from .buffers import ParamBuffers, slice_view
 from .checkpoint import shard_state
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
@@ -148,7 +148,6 @@ class ShardedStep(ShardHolder):
             else:
                 neighbours.append([index])
         grads = self.model.grad_buffers
-        assert isinstance(grads, ContiguousGradBuffers), "parameters are sharded only with persistent gradient buffers"
         for members in neighbours:
             buffer, base = slots[members[0]].buffer, 0
             flat = buffers.flats[buffer]
@@ -259,7 +258,6 @@ class ShardedStep(ShardHolder):
             self._members = members
             buffers, grads = self.model.param_buffers, self.model.grad_buffers
             assert buffers is not None
-            assert isinstance(grads, ContiguousGradBuffers)
             shards = [[self.shards[index] for index in indices if index in self.shards] for indices in members]
             apart = {number for number, group in enumerate(groups) if not self._may_join(group)}
             was_joined = {shard.param for run in self._runs if len(run.shards) > 1 for shard in run.shards}

@@ -18,7 +18,7 @@ FIELDS = [field.name for field in dataclasses.fields(DistributedDataParallelConf
 def test_every_config_field_is_a_strategy_argument(name: str) -> None:
     """A field is written once, in the config; the strategy must pass on each of them, also those that come later."""
     default = getattr(DistributedDataParallelConfig(), name)
-    others = {"bucket_size": 12_345, "overlap_param_gather": "forward"}
+    others = {"bucket_size": 12_345, "overlap_param_gather": "forward", "grad_buffer": "pooled"}
     value = others.get(name, not default)
     needed = {
         "use_contiguous_buffers": {"use_distributed_optimizer": False, "overlap_grad_reduce": False},

@@ -58,6 +58,7 @@ def test_fit_equals_ddp_bit_for_bit(ranks: Ranks, sharded: bool, accumulate: int
         {"bucket_size": None, "bucket_cap_mb": 0.001},
         {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
         {"broadcast_buffers": False},
+        {"grad_buffer": "pooled"},
     ],
     ids=lambda options: "-".join(options),
 )
@@ -155,6 +156,17 @@ class Checkpointed(pl.LightningModule):
 
     def configure_optimizers(self) -> Optimizer:
         return adamw(self.parameters())
+
+
+def test_validation_within_a_window_drops_pooled_gradients_too(ranks: Ranks) -> None:
+    """Lightning zeroes the raw module before it validates, where all of them are None already, and in the shards."""
+    options = {"accumulate_grad_batches": 3, "val_check_interval": 2}
+    ours = ranks.run(fit, "megatron_ddp", strategy_options={"grad_buffer": "pooled"}, **options)
+    theirs = ranks.run(fit, "ddp", **options)
+    whole = ranks.run(fit, "ddp", accumulate_grad_batches=3)
+    for mine, other, undropped in zip(ours, theirs, whole, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=1e-5)
+        assert mine.losses != pytest.approx(undropped.losses, rel=1e-3), "what was accumulated is dropped"
 
 
 # --- collectives -----------------------------------------------------------------------------------------------------

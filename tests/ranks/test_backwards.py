@@ -16,6 +16,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
 from megastrategy.core.errors import BucketInFlightError, UnusedParameterError
 from tests.support.doubles import DelayingCollectives, RecordingCollectives
 from tests.support.gradients import (
+    ENGINE_IDS,
     ENGINES,
     assert_equal,
     batch,
@@ -33,6 +34,9 @@ def recomputed(function: Callable[[Tensor], Tensor], x: Tensor, reentrant: bool)
     """
     result: Tensor = checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
     return result
+
+
+WAYS = [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}]
 
 
 class Checkpointed(nn.Module):
@@ -57,7 +61,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("engine", ENGINES, ids=["sharded", "sharded_late", "all_reduce", "flattened"])
+@pytest.mark.parametrize("engine", ENGINES, ids=ENGINE_IDS)
 def test_a_layer_in_two_checkpoints(reentrant: bool, engine: dict[str, Any]) -> None:
     """torch DDP needs static_graph for the re-entrant kind; the plain model is the same function, and the reference."""
 
@@ -86,13 +90,13 @@ def second_backward(module: Any) -> None:
         (module[2].weight.sum() * 5.0).backward()
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_gradient_that_comes_while_its_bucket_is_in_flight_is_not_lost(sharded: bool) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_gradient_that_comes_while_its_bucket_is_in_flight_is_not_lost(way: dict[str, Any]) -> None:
     """On one rank only, and with the reduction held up, so that the bucket is surely on the wire."""
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor | None]:
         module = two_layers()
-        config = DistributedDataParallelConfig(bucket_size=1, use_distributed_optimizer=sharded)
+        config = DistributedDataParallelConfig(bucket_size=1, **way)
         model = DistributedDataParallel(module, config, collectives=DelayingCollectives(group, 0.05))
         hidden = torch.tanh(module[0](batch(rank)))
         if rank == 1:
@@ -211,8 +215,8 @@ def _raise(grad: Tensor) -> Tensor:
     raise ZeroDivisionError("in the middle of backward")
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_backward_that_is_tried_again_after_an_error(sharded: bool) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_backward_that_is_tried_again_after_an_error(way: dict[str, Any]) -> None:
     def retried(model: Any, rank: int) -> None:
         out = model(batch(rank))
         handle = out.register_hook(_raise)
@@ -233,7 +237,7 @@ def test_a_backward_that_is_tried_again_after_an_error(sharded: bool) -> None:
             loss.backward(retain_graph=True)
         loss.backward()
 
-    ours = grads_with_ours(two_layers, retried, use_distributed_optimizer=sharded, bucket_size=1)
+    ours = grads_with_ours(two_layers, retried, **way, bucket_size=1)
     assert_equal(ours, grads_with_ddp(two_layers, one_backward))
 
 
@@ -245,8 +249,8 @@ class Output:
     name: str = "output"
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_backward_of_one_output_inside_that_of_another(sharded: bool) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_backward_of_one_output_inside_that_of_another(way: dict[str, Any]) -> None:
     def nested(model: Any, rank: int) -> None:
         first, second = model(batch(rank, 0)), model(batch(rank, 1))
         tries: list[int] = []
@@ -263,7 +267,7 @@ def test_a_backward_of_one_output_inside_that_of_another(sharded: bool) -> None:
     def one_after_the_other(model: Any, rank: int) -> None:
         (model(batch(rank, 0)).square().sum() + model(batch(rank, 1)).square().sum()).backward()
 
-    ours = grads_with_ours(two_layers, nested, use_distributed_optimizer=sharded, bucket_size=1)
+    ours = grads_with_ours(two_layers, nested, **way, bucket_size=1)
     assert_equal(ours, grads_with_ddp(two_layers, one_after_the_other), 1e-6)
 
 

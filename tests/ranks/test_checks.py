@@ -23,6 +23,7 @@ from ..support.ranks import run_ranks, try_ranks
 
 MODES = {
     "reduce-scatter": {},
+    "pooled": {"grad_buffer": "pooled"},
     "all-reduce": {"use_distributed_optimizer": False},
     "flattened": {
         "use_distributed_optimizer": False,
@@ -55,6 +56,7 @@ def poison(model: DistributedDataParallel, value: float, elements: int) -> None:
     [
         ("reduce-scatter", 1, math.nan),
         ("reduce-scatter", 3, -math.inf),
+        ("pooled", 3, math.nan),
         ("all-reduce", 1, math.inf),
         ("all-reduce", 3, math.nan),
         ("flattened", 1, -math.inf),
@@ -81,7 +83,8 @@ def test_a_gradient_that_is_not_finite_is_traced_to_rank_parameter_and_bucket(
         assert re.search(rf"before they were reduced: {place}", str(outcome)), str(outcome)
 
 
-def test_a_late_gradient_is_looked_at_too() -> None:
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled"])
+def test_a_late_gradient_is_looked_at_too(mode: str) -> None:
     """A parameter used by two re-entrant checkpoints: its second part comes when its bucket is gone already."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -97,7 +100,7 @@ def test_a_late_gradient_is_looked_at_too() -> None:
                 return grad
 
         collectives = DelayingCollectives(group, 0.05)
-        config = DistributedDataParallelConfig(bucket_size=1, check_for_nan_in_grad=True)
+        config = DistributedDataParallelConfig(bucket_size=1, check_for_nan_in_grad=True, **MODES[mode])
         model = DistributedDataParallel(two_layers(), config, collectives=collectives)
         hidden = Late.apply(torch.tanh(model.module[0](torch.ones(2, 10))))
         loss = model.module[2](hidden).sum()
@@ -161,7 +164,7 @@ def test_without_the_check_nothing_more_is_sent_and_nan_spreads() -> None:
     assert all(spread for _, spread in run_ranks(2, run))
 
 
-@pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_gradients_of_different_microbatches_are_not_mixed(mode: str) -> None:
     """Rank 1 skips the backward of microbatch 300; 256 more than 44 would look alike in one byte, 1 more does not."""
 
@@ -193,7 +196,7 @@ def test_microbatches_that_nobody_counts_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_norms_of_every_parameter_are_those_of_ddps_gradients(mode: str, norm_type: float, size: int) -> None:
     def run(rank: int, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
@@ -255,7 +258,7 @@ def test_a_gradient_written_after_the_reduction_is_what_norms_and_steps_see() ->
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_two_optimizers_over_one_parameter_step_with_the_same_gradient(mode: str) -> None:
     """As under torch DDP, where ``.grad`` is there for both."""
 

@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -40,15 +41,18 @@ def wide(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(100, 333), nn.Linear(333, 77), nn.Linear(77, 1, bias=False)).to(dtype)
 
 
+WAYS = [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_tensors_held_equal_the_formula_to_the_byte(size: int, sharded: bool, dtype: torch.dtype) -> None:
+def test_tensors_held_equal_the_formula_to_the_byte(size: int, way: dict[str, Any], dtype: torch.dtype) -> None:
     """Parameters, gradients and optimizer state of every rank after two steps of Adam."""
 
     def run(rank: int, group: ProcessGroup) -> tuple[int, int, int]:
         module = wide(dtype)
-        config = DistributedDataParallelConfig(bucket_size=5000, use_distributed_optimizer=sharded)
+        config = DistributedDataParallelConfig(bucket_size=5000, **way)
         model = DistributedDataParallel(module, config, group)
         optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
         for _ in range(2):
@@ -70,12 +74,13 @@ def test_tensors_held_equal_the_formula_to_the_byte(size: int, sharded: bool, dt
 
     per_rank = run_ranks(size, run)
     numel = sum(param.numel() for param in wide(dtype).parameters())
-    shares = size if sharded else 1
+    shares = size if way.get("use_distributed_optimizer", True) else 1
     of_params, of_grads, of_state = {torch.float32: (4, 4, 8), torch.bfloat16: (2, 4, 12)}[dtype]
     padding = 4 * (math.lcm(size, 128) + 6 * 64)  # at most, in elements: 4 buckets, 5 parameters
+    grads_shares = size if way.get("grad_buffer") == "pooled" else 1
     for params, grads, _ in per_rank:
         assert of_params * numel <= params <= of_params * (numel + padding)
-        assert of_grads * numel <= grads <= of_grads * (numel + padding)
+        assert of_grads * numel <= grads * grads_shares <= of_grads * (numel + padding)
     total_state = sum(state for _, _, state in per_rank)
     assert total_state == of_state * numel * (size // shares), "every element's state is on one rank (or on all)"
 
@@ -128,19 +133,29 @@ def bytes_received() -> dict[int, int]:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
-@pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(("dtype", "bytes_a_param"), [(torch.float32, 8), (torch.bfloat16, 6)])
-def test_bytes_on_the_wire_are_at_the_floor(size: int, sharded: bool, dtype: torch.dtype, bytes_a_param: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "bytes_a_param", "way"),
+    [
+        (torch.float32, 8, {}),
+        (torch.bfloat16, 6, {}),
+        (torch.float32, 8, {"use_distributed_optimizer": False}),
+        (torch.bfloat16, 8, {"use_distributed_optimizer": False}),  # gradients alone, in fp32, and twice
+        (torch.bfloat16, 6, {"grad_buffer": "pooled"}),
+        (torch.bfloat16, 4, {"grad_buffer": "pooled", "grad_reduce_in_fp32": False}),
+    ],
+    ids=str,
+)
+def test_bytes_on_the_wire_are_at_the_floor(
+    size: int, way: dict[str, Any], dtype: torch.dtype, bytes_a_param: int
+) -> None:
     """Within 1 % of 8(d-1)/d bytes a parameter a rank in fp32; 6(d-1)/d with bf16 weights and fp32 gradients."""
-    if not sharded:
-        bytes_a_param = 8  # gradients alone, in fp32, and twice
     steps = 3
     elsewhere = bytes_received().keys()
 
     def run(rank: int, group: ProcessGroup) -> tuple[int, int]:
         module = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).to(dtype)
-        config = DistributedDataParallelConfig(bucket_size=300_000, use_distributed_optimizer=sharded)
+        config = DistributedDataParallelConfig(bucket_size=300_000, **way)
         model = DistributedDataParallel(module, config, group)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         counts = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,16 @@ class RecordingCollectives(Collectives):
         self._real = make_collectives(group, torch.device("cpu"))
         self.calls: list[Call] = []
 
-    def _do(self, name: str, tensor: Tensor, *args: float, **options: bool) -> Handle:
+    def _do(
+        self,
+        name: str,
+        tensor: Tensor,
+        *args: float,
+        start: Callable[..., Handle] | None = None,
+        **options: bool,
+    ) -> Handle:
         self.calls.append(Call(name, tensor.numel(), tensor.nbytes, time.perf_counter_ns()))
-        handle: Handle = getattr(self._real, name)(tensor, *args, **options)
+        handle: Handle = (start or getattr(self._real, name))(tensor, *args, **options)
         return handle
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
@@ -46,8 +54,10 @@ class RecordingCollectives(Collectives):
         return self._do("reduce_scatter", tensor, scale, scale_sum=scale_sum)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        self.calls.append(Call("reduce_scatter_into", tensor.numel(), tensor.nbytes, time.perf_counter_ns()))
-        return self._real.reduce_scatter_into(sums, tensor, scale, scale_sum=scale_sum)
+        def start(sent: Tensor, *args: float, **options: bool) -> Handle:
+            return self._real.reduce_scatter_into(sums, sent, *args, **options)
+
+        return self._do("reduce_scatter_into", tensor, scale, start=start, scale_sum=scale_sum)
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._do("all_gather", tensor)
@@ -68,13 +78,16 @@ class DelayingCollectives(RecordingCollectives):
     flight."""
 
     def __init__(
-        self, group: ProcessGroup, delay_s: float, names: Sequence[str] = ("reduce_scatter", "all_reduce")
+        self,
+        group: ProcessGroup,
+        delay_s: float,
+        names: Sequence[str] = ("reduce_scatter", "reduce_scatter_into", "all_reduce"),
     ) -> None:
         super().__init__(group)
         self._delay_s = delay_s
         self._names = names
 
-    def _do(self, name: str, tensor: Tensor, *args: float, **options: bool) -> Handle:
+    def _do(self, name: str, tensor: Tensor, *args: float, **options: Any) -> Handle:
         if name in self._names:
             start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
             start("delay", lambda: time.sleep(self._delay_s))

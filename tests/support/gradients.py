@@ -22,7 +22,9 @@ ENGINES = [
     {"use_distributed_optimizer": True, "bucket_size": 10**9, "overlap_grad_reduce": False},
     {"use_distributed_optimizer": False, "bucket_size": 1},
     {"use_distributed_optimizer": False, "use_contiguous_buffers": False, "overlap_grad_reduce": False},
+    {"use_distributed_optimizer": True, "bucket_size": 1, "grad_buffer": "pooled"},
 ]
+ENGINE_IDS = ["sharded", "sharded_late", "all_reduce", "flattened", "pooled"]
 
 
 def batch(rank: int, number: int = 0) -> Tensor:

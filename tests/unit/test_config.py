@@ -44,7 +44,7 @@ def test_a_bucket_size_may_be_measured_where_something_overlaps() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in field_names() if name not in ("bucket_size", "overlap_param_gather")]
+    "name", [name for name in field_names() if name not in ("bucket_size", "overlap_param_gather", "grad_buffer")]
 )
 def test_switches_must_be_booleans(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='yes'"):
@@ -59,7 +59,19 @@ def test_the_parameters_are_gathered_at_one_of_three_times(value: object) -> Non
     assert DistributedDataParallelConfig(overlap_param_gather=False).overlap_param_gather is False
 
 
+@pytest.mark.parametrize("value", ["Pooled", True, None, "bucket"])
+def test_gradients_have_one_of_two_places(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"grad_buffer={value!r}: expected 'contiguous' or 'pooled'"):
+        DistributedDataParallelConfig(grad_buffer=value)  # type: ignore[arg-type]
+
+
 def test_contradictions_name_both_fields_and_the_remedy() -> None:
+    with pytest.raises(
+        ValueError, match=r"grad_buffer='pooled' contradicts use_distributed_optimizer=False.*Leave use"
+    ):
+        DistributedDataParallelConfig(grad_buffer="pooled", use_distributed_optimizer=False)
+    with pytest.raises(ValueError, match=r"grad_buffer='pooled' contradicts use_contiguous_buffers=False.*Leave use"):
+        DistributedDataParallelConfig(grad_buffer="pooled", use_contiguous_buffers=False)
     with pytest.raises(ValueError, match=r"use_contiguous_buffers=False.*use_distributed_optimizer=False"):
         DistributedDataParallelConfig(use_contiguous_buffers=False)
     with pytest.raises(ValueError, match=r"use_contiguous_buffers=False.*overlap_grad_reduce=False"):

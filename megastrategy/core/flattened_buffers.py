@@ -1,0 +1,68 @@
+"""Gradients that have no buffers while they accumulate: Megatron-LM's fallback, for code that insists on ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .buffers import GradBuffers, copy_grad_
+from .layout import BufferLayout
+
+
+class FlattenedGradBuffers(GradBuffers):
+    """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is
+    reduced."""
+
+    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._flats: dict[int, Tensor] = {}
+        self.extend(layout, params)
+
+    def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads, first):
+            self.params[index].grad, self.has_grad[index] = grad, grad is not None
+
+    def open(self, first: int | None = None) -> None:
+        for index, param in enumerate(self.params):
+            if index != first:
+                self.has_grad[index] = param.grad is not None
+
+    def adopt(self, param: int) -> None:
+        self.check_param(param)
+
+    def seal(self, bucket: int) -> None:
+        place = self.layout.buckets[bucket]
+        flat = torch.zeros(place.numel, dtype=self.layout.buffers[place.buffer].grad_dtype, device=self._device)
+        for index in place.params:
+            grad = self.params[index].grad
+            self.has_grad[index] = grad is not None
+            if grad is not None:
+                copy_grad_(self._view_in(flat, index), grad)
+        self._flats[bucket] = flat
+
+    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
+        return self._flats[bucket], None
+
+    def publish(self, bucket: int) -> None:
+        flat = self._flats.pop(bucket)
+        for index in self.layout.buckets[bucket].params:
+            param = self.params[index]
+            if not self.has_grad[index]:
+                continue
+            if param.grad is None or param.grad.layout != param.layout:  # a mean over ranks is dense
+                param.grad = torch.empty_like(param, dtype=flat.dtype)
+            param.grad.copy_(self._view_in(flat, index))
+
+    def clear(self, params: Iterable[int]) -> None:
+        for index in params:
+            self.params[index].grad = None
+            self.has_grad[index] = False
+
+    def _view_in(self, flat: Tensor, index: int) -> Tensor:
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        start = slot.start - self.layout.buckets[slot.bucket].start
+        return flat[start : start + spec.numel].as_strided(spec.shape, spec.stride)

@@ -1,0 +1,275 @@
+"""Gradients that pass through a few staging buffers and accumulate, reduced, in this rank's shards.
+
+After Megatron-LLaMA's bucket pool (https://github.com/alibaba/Megatron-LLaMA, overlapped distributed optimizer).
+
+[Note: what is held]
+Between backwards: the sums, 1/d of each bucket. In a backward also ``.grad`` of the buckets that are not complete yet,
+autograd's own, and up to ``STAGING_BUFFERS`` staging buffers, used in turn. Those are freed when the last bucket is
+reduced, since activations, at their most when backward begins, have a use for the memory.
+
+[Note: pieces]
+A bucket holds whole parameters, so one may be many times ``bucket_size``. It is sent in pieces: piece j is the j-th
+slice of every rank's shard, so that each rank receives slice j of its sums, and nobody's shard depends on the pieces.
+The gradients of such a bucket are kept until its last piece is staged.
+
+[Note: waiting in backward]
+A rank that is ahead waits, inside backward, for reductions that all ranks must launch. Each launches them in the same
+order and waits for earlier ones only, so none waits in a circle. A model whose backward has collectives of its own
+(SyncBatchNorm) must not, in addition, leave different parameters unused on different ranks: the bucket of one is
+launched at the end of that rank's backward, which the collective may keep it from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .buffers import GradBuffers, copy_grad_
+from .layout import STAGING_BUFFERS, Bucket, BufferLayout
+from .nonfinite import NonFinite, find_in_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """Elements ``[start, end)`` of a staging buffer, filled from parameter ``param``, from element ``first`` on in its
+    memory order; or the space between parameters (``param`` is None), which is sent as zeros."""
+
+    start: int
+    end: int
+    param: int | None
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """What one collective carries: ``numel`` elements, and where they come from; its result is added to elements
+    ``[start, end)`` of a rank's shard."""
+
+    start: int
+    end: int
+    numel: int
+    copies: tuple[_Copy, ...]
+
+
+class PooledGradBuffers(GradBuffers):
+    """``.grad`` is autograd's own until its bucket is sealed, and None after every backward.
+
+    Owns, for each bucket, ``bucket.numel / d`` elements of the sum dtype on ``device``; and ``STAGING_BUFFERS`` staging
+    buffers of one piece each while a backward is reduced.
+    """
+
+    reduces_every_backward = True
+    max_in_flight = STAGING_BUFFERS
+
+    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], dp_rank: int, device: torch.device) -> None:
+        super().__init__()
+        self._dp_rank, self._device = dp_rank, device
+        self._sums: list[Tensor] = []
+        self._pieces: list[list[_Piece]] = []
+        self._reduced: list[bool] = []  # the sums are those of all ranks; False until the first reduction
+        self._stale: list[bool] = []  # to be zeroed before the next gradient is added
+        self._sealed: dict[int, dict[int, Tensor]] = {}  # by bucket and parameter, what is not staged yet
+        self._on_the_way: set[int] = set()  # buckets that are sealed and not published
+        self._staging: list[Tensor] = []  # 1-D bytes, the next to be used first
+        self.extend(layout, params)
+
+    def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        for bucket in self.layout.buckets[len(self._sums) :]:
+            numel, dtype = bucket.numel // self.layout.num_shards, self.layout.buffers[bucket.buffer].sum_dtype
+            self._sums.append(torch.zeros(numel, dtype=dtype, device=self._device))
+            self._pieces.append([_plan_piece(self.layout, bucket, *span) for span in self.layout.pieces(bucket)])
+            self._reduced.append(False)
+        self._staging_nbytes = self.layout.staging_nbytes
+        for index, grad in enumerate(grads, first):
+            self._stale.append(False)
+            if grad is not None:
+                self.params[index].grad = grad.to(self.layout.params[index].grad_dtype)
+                self.has_grad[index] = True
+
+    # --- what others read --------------------------------------------------------------------------------------------
+
+    def sums(self, bucket: int) -> Tensor:
+        """This rank's shard of the bucket's reduced gradients: 1-D, in the sum dtype."""
+        return self._sums[bucket]
+
+    def is_sharded(self, param: int) -> bool:
+        return self._reduced[self.layout.slots[param].bucket]
+
+    def reduced(self, bucket: int, start: int, end: int) -> Tensor:
+        first = self.layout.shard_range(self.layout.buckets[bucket], self._dp_rank)[0]
+        return self._sums[bucket][start - first : end - first]
+
+    # --- one backward ------------------------------------------------------------------------------------------------
+
+    def open(self, first: int | None = None) -> None:
+        if self._on_the_way:  # since a backward that broke off
+            self._sealed.clear()
+            self._on_the_way.clear()
+            self._staging.clear()
+        for bucket in self.layout.buckets:
+            self._zero_stale(bucket)
+        for index, param in enumerate(self.params):
+            if param.grad is None:
+                continue
+            self.check_param(index)
+            if index != first:  # the user's, in place of what was summed; it is sent with what is added to it
+                self._zero_sums(index)
+                self.has_grad[index] = True
+
+    def adopt(self, param: int) -> None:
+        """It stays where autograd put it, and is looked at when its bucket is sealed."""
+
+    def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
+        for index, grad in grads.items():
+            self.params[index].grad = grad
+
+    def seal(self, bucket: int) -> None:
+        sealed: dict[int, Tensor] = {}
+        for index in self.layout.buckets[bucket].params:
+            param = self.params[index]
+            if param.grad is not None:
+                self.check_param(index)
+                sealed[index] = param.grad.detach()
+                self.has_grad[index] = True
+                param.grad = None
+        self._sealed[bucket] = sealed
+        self._on_the_way.add(bucket)
+
+    def find_nonfinite(self, bucket: int, dp_rank: int) -> list[NonFinite]:
+        found = []
+        for index, grad in self._sealed[bucket].items():
+            found += find_in_grad(self._flatten(index, grad), index, self.layout, dp_rank)
+        return found
+
+    def num_pieces(self, bucket: int) -> int:
+        return len(self._pieces[bucket])
+
+    @torch.no_grad()
+    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor]:
+        pieces, grads = self._pieces[bucket], self._sealed[bucket]
+        if piece == 0:  # not once for each piece, should it take a copy
+            grads = self._sealed[bucket] = {index: self._flatten(index, grad) for index, grad in grads.items()}
+        plan = pieces[piece]
+        tensor = self._next_staging(plan.numel, self.layout.buffers[self.layout.buckets[bucket].buffer].grad_dtype)
+        for copy in plan.copies:
+            grad = None if copy.param is None else grads.get(copy.param)
+            if grad is None:
+                tensor[copy.start : copy.end].zero_()
+            else:
+                tensor[copy.start : copy.end].copy_(grad[copy.first : copy.first + copy.end - copy.start])
+        if piece == len(pieces) - 1:
+            del self._sealed[bucket]
+        return tensor, self._sums[bucket][plan.start : plan.end]
+
+    def publish(self, bucket: int) -> None:
+        self._reduced[bucket] = True
+        for index in self.layout.buckets[bucket].params:
+            self.num_updates[index] += 1
+        self._on_the_way.discard(bucket)
+        if not self._on_the_way:
+            self._staging.clear()
+
+    def _next_staging(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The staging buffer that was used longest ago; whoever sends has waited for what was in it."""
+        made = len(self._staging)
+        if made < len(self._staging_nbytes):
+            self._staging.append(torch.empty(self._staging_nbytes[made], dtype=torch.uint8, device=self._device))
+        else:
+            self._staging.append(self._staging.pop(0))
+        return self._staging[-1][: numel * dtype.itemsize].view(dtype)
+
+    def _flatten(self, index: int, grad: Tensor) -> Tensor:
+        """A gradient as 1-D, in its parameter's memory order: a view where it lies so, as autograd makes it."""
+        spec = self.layout.params[index]
+        if grad.layout != torch.strided or grad.stride() != spec.stride:
+            dense = torch.empty_strided(spec.shape, spec.stride, dtype=spec.grad_dtype, device=self._device)
+            copy_grad_(dense, grad)
+            grad = dense
+        return grad.as_strided((spec.numel,), (1,))
+
+    # --- between backwards -------------------------------------------------------------------------------------------
+
+    def adopt_written(self, params: Iterable[int]) -> None:
+        for index in params:
+            param = self.params[index]
+            if param.grad is not None:
+                self.check_param(index)
+                owned = self.layout.owned_range(index, self._dp_rank)
+                if owned is not None:
+                    slot = self.layout.slots[index]
+                    flat = self._flatten(index, param.grad.detach())
+                    self.reduced(slot.bucket, *owned).copy_(flat[owned[0] - slot.start : owned[1] - slot.start])
+                self.has_grad[index], self._stale[index] = True, False
+                self.num_updates[index] += 1
+                param.grad = None
+
+    def use_up(self, params: Iterable[int]) -> None:
+        for index in params:
+            self._stale[index] = True
+
+    def clear(self, params: Iterable[int]) -> None:
+        for index in params:
+            self.params[index].grad = None
+            self.has_grad[index] = False
+            self._stale[index] = True
+
+    def zero(self, params: Iterable[int]) -> None:
+        params = list(params)
+        super().zero(params)
+        for index in params:
+            if self.has_grad[index]:
+                self._zero_sums(index)
+                self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
+
+    def close(self) -> None:
+        super().close()
+        self._sums, self._staging, self._sealed = [], [], {}
+        self._on_the_way.clear()
+
+    def _zero_sums(self, index: int) -> None:
+        if (owned := self.layout.owned_range(index, self._dp_rank)) is not None:
+            self.reduced(self.layout.slots[index].bucket, *owned).zero_()
+
+    def _zero_stale(self, bucket: Bucket) -> None:
+        stale = [index for index in bucket.params if self._stale[index]]
+        if len(stale) == len(bucket.params):
+            self._sums[bucket.index].zero_()
+        else:
+            for index in stale:
+                self._zero_sums(index)
+        for index in stale:
+            self._stale[index] = self.has_grad[index] = False
+
+
+def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _Piece:
+    """Of elements ``[start, end)`` of every shard of the bucket, one shard's after the other's."""
+    shard_numel = bucket.numel // layout.num_shards
+    copies: list[_Copy] = []
+    staged = 0
+    # the shards lie side by side: all of them are one stretch
+    stretches = (
+        [(bucket.start, bucket.end)]
+        if (start, end) == (0, shard_numel)
+        else [
+            (bucket.start + shard * shard_numel + start, bucket.start + shard * shard_numel + end)
+            for shard in range(layout.num_shards)
+        ]
+    )
+    for stretch_start, stretch_end in stretches:
+        shift, position = staged - stretch_start, stretch_start
+        for index in bucket.params:
+            slot = layout.slots[index]
+            first, last = max(slot.start, stretch_start), min(slot.end, stretch_end)
+            if first < last:
+                if position < first:
+                    copies.append(_Copy(position + shift, first + shift, None, 0))
+                copies.append(_Copy(first + shift, last + shift, index, first - slot.start))
+                position = last
+        if position < stretch_end:
+            copies.append(_Copy(position + shift, stretch_end + shift, None, 0))
+        staged += stretch_end - stretch_start
+    return _Piece(start, end, staged, tuple(copies))

@@ -1,0 +1,598 @@
+"""grad_buffer="pooled": what is held, what is sent and when, and that it trains as persistent buffers do."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
+from megastrategy.core import describe_setup, memory_use
+from megastrategy.core.collectives import Handle
+from megastrategy.core.errors import CollectiveError, UnusedParameterError
+from megastrategy.core.events import Event, EventKind
+from tests.support.doubles import DelayingCollectives, RecordingCollectives
+from tests.support.gradients import assert_equal, batch, grads_with_ddp, grads_with_ours, one_backward
+from tests.support.models import awkward_model, images, two_layers
+from tests.support.ranks import run_ranks, try_ranks
+from tests.support.training import (
+    Run,
+    assert_close,
+    assert_same_bits,
+    assert_same_state,
+    train_with_ddp,
+    train_with_ours,
+)
+
+POOLED = {"grad_buffer": "pooled"}
+
+
+def config(**options: Any) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(**{"bucket_size": 200, **POOLED, **options})
+
+
+def one_large(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """90 % of all elements are one matrix, of odd size."""
+    module = nn.Sequential(nn.Linear(10, 37), nn.Tanh(), nn.Linear(37, 211), nn.Tanh(), nn.Linear(211, 2))
+    generator = torch.Generator().manual_seed(5)
+    for param in module.parameters():
+        param.data = (torch.randn(param.shape, generator=generator) * 0.2).to(dtype)
+    numels = [param.numel() for param in module.parameters()]
+    assert max(numels) > 0.85 * sum(numels)
+    return module
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Watching(RecordingCollectives):
+    """Knows which of the tensors that were sent are still alive, and how many elements they hold."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._sent: list[tuple[weakref.ref[Any], int]] = []
+        self.peak_nbytes = 0
+        self.unfinished: list[bool] = []
+        self.most_unfinished = 0
+
+    def alive_nbytes(self) -> int:
+        return sum({ref(): nbytes for ref, nbytes in self._sent if ref() is not None}.values())
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        storage = tensor._base if tensor._base is not None else tensor
+        self._sent.append((weakref.ref(storage), storage.nbytes))
+        self.peak_nbytes = max(self.peak_nbytes, self.alive_nbytes())
+        number = len(self.unfinished)
+        self.unfinished.append(True)
+        self.most_unfinished = max(self.most_unfinished, sum(self.unfinished))
+        handle = super().reduce_scatter_into(sums, tensor, scale, scale_sum=scale_sum)
+        wait = handle.wait
+
+        def waited() -> None:
+            wait()
+            self.unfinished[number] = False
+
+        handle.wait = waited  # type: ignore[method-assign]
+        return handle
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_of_nearly_all_elements_is_staged_in_pieces_of_the_bucket_size(
+    size: int, dtype: torch.dtype
+) -> None:
+    """No more than two of them are ever on their way, none is left after backward, and nobody holds a gradient."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = Watching(group)
+        model = DistributedDataParallel(one_large(dtype), config(bucket_size=1000), collectives=collectives)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+        piece_numel = -(-1000 // (128 * size)) * 128 * size if size != 2 else 1024
+        for number in range(2):
+            collectives.calls.clear()
+            model(batch(rank, number).to(dtype)).square().sum().backward()
+            sent = [call.numel for call in collectives.named("reduce_scatter_into")]
+            assert sum(sent) == sum(bucket.numel for bucket in model.layout.buckets), "each element once"
+            assert max(sent) <= piece_numel < max(bucket.numel for bucket in model.layout.buckets) // 7
+            assert collectives.alive_nbytes() == 0
+            assert all(param.grad is None for param in model.parameters())
+            optimizer.step()
+        use = memory_use(model.layout, rank, 2)
+        assert collectives.peak_nbytes == use.staging_bytes == 2 * max(sent) * 4
+        assert collectives.most_unfinished == 2
+        model.close()
+
+    run_ranks(size, run)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_held_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
+    """With bf16 weights and Adam, but for the padding of buckets; the sums are all that is held of gradients."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(one_large(torch.bfloat16), config(bucket_size=1000), group)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+        for number in range(2):
+            with model.no_sync():
+                model(batch(rank, number).bfloat16()).square().sum().backward()
+            model(batch(rank, number + 5).bfloat16()).square().sum().backward()
+            optimizer.step()
+        padded, own = sum(buffer.numel for buffer in model.layout.buffers), 0
+        for index in range(len(model.params)):
+            start, end = model.layout.owned_range(index, rank) or (0, 0)
+            own += end - start
+        held = [model.grad_buffers.reduced(b.index, *model.layout.shard_range(b, rank)) for b in model.layout.buckets]
+        use = memory_use(model.layout, rank, 2)
+        assert use.grad_bytes == sum(tensor.nbytes for tensor in held) == 4 * padded // size
+        assert use.total_bytes == 2 * padded + 4 * padded // size + 12 * own
+        numel = sum(param.numel() for param in model.parameters())
+        assert use.total_bytes < (2 + 16 / size) * numel * 1.25, "of which a quarter is padding at most"
+        model.close()
+
+    run_ranks(size, run)
+
+
+def test_the_first_lines_say_what_it_costs() -> None:
+    def run(rank: int, group: ProcessGroup) -> tuple[str, str]:
+        texts = []
+        for options in (POOLED, {}):
+            model = DistributedDataParallel(two_layers(), DistributedDataParallelConfig(**options), group)
+            texts.append(describe_setup(model.layout, rank, True, 2))
+            model.close()
+        return texts[0], texts[1]
+
+    for pooled, contiguous in run_ranks(2, run):
+        assert "reduced every microbatch (under no_sync too)" in pooled
+        assert "microbatch" not in contiguous
+    ((alone, contiguous),) = run_ranks(1, run)
+    assert alone == contiguous, "on one rank nothing is scattered"
+
+
+# --- what is sent ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_microbatch_reduces_every_bucket_once_and_in_order(overlap: bool) -> None:
+    """Counted by events; module buffers are broadcast when torch DDP would, not in every microbatch."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        events: list[Event] = []
+        collectives = RecordingCollectives(group)
+        model = DistributedDataParallel(
+            awkward_model(), config(overlap_grad_reduce=overlap), collectives=collectives, listener=events.append
+        )
+        every = list(range(len(model.layout.buckets)))
+        optimizer = DistributedOptimizer(Run().make_optimizer(model), model)
+        for step in range(2):
+            broadcasts = []
+            for microbatch in range(3):
+                events.clear(), collectives.calls.clear()  # type: ignore[func-returns-value]
+                model.require_backward_grad_sync = microbatch == 2
+                model(images(rank, step, microbatch), step, rank).backward()
+                for kind in (EventKind.REDUCE_START, EventKind.REDUCE_END):
+                    assert [event.index for event in events if event.kind is kind] == every
+                assert [event.index for event in events if event.kind is EventKind.BACKWARD_END] == [1]
+                pieces = sum(len(model.layout.pieces(bucket)) for bucket in model.layout.buckets)
+                assert len(collectives.named("reduce_scatter_into")) == pieces > len(every)
+                assert not model.has_local_grads
+                assert all(param.grad is None for param in model.parameters())
+                broadcasts.append(len(collectives.named("broadcast")))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert broadcasts == [2, 0, 0], "the statistics, and their counter"
+        model.close()
+
+    run_ranks(2, run)
+
+
+class EitherOrder(nn.Module):
+    """Branches that rank 1 runs in the opposite order, registered in neither."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.branches = nn.ModuleList(nn.Linear(17, 17) for _ in order)
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator) * 0.3
+        self._order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(torch.tanh(self.branches[number](x)).square().sum() for number in self._order)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.003])
+def test_gradients_that_arrive_in_other_orders_on_other_ranks(delay_s: float) -> None:
+    """With the pool full most of the time, so that ranks wait in backward, each at another place."""
+    orders = [[2, 0, 3, 1], [1, 3, 0, 2]]
+
+    def run(rank: int, group: ProcessGroup) -> list[Any]:
+        module = EitherOrder(orders[rank])
+        events: list[Event] = []
+        collectives = DelayingCollectives(group, delay_s)
+        model = DistributedDataParallel(module, config(bucket_size=1), collectives=collectives, listener=events.append)
+        model(torch.full((3, 17), 0.1 * (rank + 1))).backward()
+        starts = [event.index for event in events if event.kind is EventKind.REDUCE_START]
+        assert starts == list(range(len(model.layout.buckets)))
+        grads = [model.full_grad(param) for param in module.parameters()]
+        model.close()
+        return grads
+
+    def reference(rank: int, group: ProcessGroup) -> list[Any]:
+        module = EitherOrder(orders[rank])
+        model = TorchDDP(module, process_group=group)
+        model(torch.full((3, 17), 0.1 * (rank + 1))).backward()
+        return [param.grad for param in module.parameters()]
+
+    assert_equal(run_ranks(2, run), run_ranks(2, reference))
+
+
+def test_waiting_for_a_staging_buffer_is_exposed_communication() -> None:
+    """As long as two pieces are on their way the third waits, between events of its own, in backward and after it."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        events: list[Event] = []
+        collectives = DelayingCollectives(group, 0.02)
+        model = DistributedDataParallel(
+            one_large(), config(bucket_size=1000), collectives=collectives, listener=events.append
+        )
+        model(batch(rank)).sum().backward()
+        num_pieces = len(collectives.named("reduce_scatter_into"))
+        waits = [e for e in events if e.kind in (EventKind.WAIT_START, EventKind.WAIT_END)]
+        assert [event.kind for event in waits] == [EventKind.WAIT_START, EventKind.WAIT_END] * (num_pieces - 2 + 1)
+        last_grad = max(event.time_ns for event in events if event.kind is EventKind.GRAD_READY)
+        assert sum(event.time_ns < last_grad for event in waits) > num_pieces, "nearly all of them inside backward"
+        waited = sum(end.time_ns - start.time_ns for start, end in zip(waits[::2], waits[1::2], strict=True))
+        assert waited > (num_pieces - 1) * 0.015e9, "but for the first, each piece's delay is waited for"
+        reductions = [e for e in events if e.kind is EventKind.REDUCE_END]
+        large = max(model.layout.buckets, key=lambda bucket: bucket.numel).index
+        assert reductions[large].ran_ns is not None
+        began, ended = reductions[large].ran_ns
+        assert ended - began > 5 * 0.015e9, "from the first piece to the last"
+        model.close()
+
+    run_ranks(2, run)
+
+
+def test_a_failing_reduction_ends_backward_with_a_reason_on_all_ranks() -> None:
+    """Rank 1 dies in its backward; rank 0 waits for a staging buffer there, and does not wait for ever."""
+    died = threading.Event()
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(one_large(), config(bucket_size=300), group)
+        model(batch(rank)).sum().backward()
+        if rank == 1:
+
+            def die(grad: Tensor) -> None:
+                died.set()
+                raise ZeroDivisionError("on purpose")
+
+            model.module[4].weight.register_hook(die)
+        model(batch(rank)).sum().backward()
+
+    waiting, dead = try_ranks(2, run, timeout_s=10)
+    assert died.is_set()
+    assert isinstance(dead, ZeroDivisionError)
+    assert isinstance(waiting, CollectiveError)
+    assert "reduce-scatter did not complete" in str(waiting)
+    assert any("_start_reduction" in note for note in waiting.__notes__), "it waited inside backward"
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_microbatch_a_step_has_the_bits_of_persistent_buffers(size: int) -> None:
+    """With sums in the order of the ranks: on three ranks torch's and the ring's order is another."""
+    fp32_sums = {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False}
+    run = Run(options=(("lr", 0.01), ("eps", 1e-4)), groups=3)
+    if size == 2:
+        assert_same_bits(train_with_ours(run, 2, config()), train_with_ddp(run, 2))
+    assert_close(train_with_ours(run, size, config()), train_with_ddp(run, size), 1e-6)
+    in_bf16 = Run(groups=3, dtype=torch.bfloat16)
+    contiguous = train_with_ours(in_bf16, size, DistributedDataParallelConfig(bucket_size=200, **fp32_sums))
+    for options in (fp32_sums, {"grad_reduce_in_fp32": False}):
+        assert_same_bits(train_with_ours(in_bf16, size, config(**options)), contiguous)
+    if size == 2:
+        sent_as_fp32 = train_with_ours(in_bf16, 2, DistributedDataParallelConfig(bucket_size=200))
+        assert_same_bits(train_with_ours(in_bf16, 2, config()), sent_as_fp32)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_accumulation_differs_by_rounding_alone(size: int) -> None:
+    run = Run(options=(("lr", 0.01), ("eps", 1e-4)), groups=3, accumulate=3)
+    assert_close(train_with_ours(run, size, config()), train_with_ddp(run, size), 1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("average", [False, True])
+def test_sums_are_those_of_the_sent_values_in_fp32_to_the_bit(size: int, average: bool) -> None:
+    """bf16 gradients of several microbatches, by hand: over ranks in their order, then over microbatches."""
+    numbers = range(4)
+
+    def local(rank: int, number: int) -> list[Tensor]:
+        module = one_large(torch.bfloat16)
+        module(batch(rank, number).bfloat16()).square().sum().backward()
+        return [param.grad.float() for param in module.parameters() if param.grad is not None]
+
+    expected = [torch.zeros_like(grad) for grad in local(0, 0)]
+    for number in numbers:
+        by_rank = [local(rank, number) for rank in range(size)]
+        for index, total in enumerate(expected):
+            of_microbatch = torch.zeros_like(total)
+            for rank in range(size):
+                of_microbatch += by_rank[rank][index] * (1.0 if average else 1.0 / size)
+            total += of_microbatch * (1.0 / size if average else 1.0)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        options = config(bucket_size=1000, grad_reduce_in_fp32=False, average_in_collective=average)
+        model = DistributedDataParallel(one_large(torch.bfloat16), options, group)
+        for number in numbers:
+            with model.no_sync():
+                model(batch(rank, number).bfloat16()).square().sum().backward()
+        for param, total in zip(model.module.parameters(), expected, strict=True):
+            grad = model.full_grad(param)
+            assert grad is not None
+            assert grad.dtype == torch.float32
+            assert torch.equal(grad, total)
+        model.close()
+
+    run_ranks(size, run)
+
+
+# --- what users do between backwards ---------------------------------------------------------------------------------
+
+
+def half(model: Any, rank: int, number: int, sync: bool = True) -> None:
+    model.require_backward_grad_sync = sync
+    (model(batch(rank, number)).square().sum() * 0.5).backward()
+
+
+def zero_grad_in_the_window(model: Any, rank: int) -> None:
+    half(model, rank, 0, sync=False)
+    model.zero_grad()
+    half(model, rank, 1)
+
+
+def zeroed_in_place_in_the_window(model: Any, rank: int) -> None:
+    half(model, rank, 0, sync=False)
+    model.zero_grad(set_to_none=False)
+    half(model, rank, 1)
+
+
+def written_before_the_window(model: Any, rank: int) -> None:
+    """What is written in place of a gradient is added to, and reduced with it."""
+    half(model, rank, 0)
+    model.zero_grad()
+    model.module[0].weight.grad = torch.full((33, 10), 2.0 + rank)
+    half(model, rank, 1)
+
+
+def replaced_between(model: Any, rank: int) -> None:
+    """The last layer's gradient comes first in the next backward, the first layer's is replaced."""
+    half(model, rank, 0)
+    model.module[0].weight.grad = torch.full((33, 10), 2.0 + rank)
+    half(model, rank, 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "scenario",
+    [zero_grad_in_the_window, zeroed_in_place_in_the_window, written_before_the_window, replaced_between],
+    ids=lambda scenario: scenario.__name__,
+)
+def test_what_is_done_to_gradients_between_backwards(scenario: Callable[[Any, int], None], size: int) -> None:
+    ours = grads_with_ours(two_layers, scenario, size, **POOLED, bucket_size=1)
+    assert_equal(ours, grads_with_ddp(two_layers, scenario, size), 1e-6)
+
+
+class Parts(nn.Module):
+    """Uses the parts that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.parts = nn.ModuleList(nn.Linear(10, 5) for _ in range(4))
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator) * 0.3
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        return sum(self.parts[number](x).square().sum() for number in used)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_parameters_that_some_ranks_or_some_microbatches_do_not_use(static: bool) -> None:
+    """Part 3 is used by nobody, and is skipped by the optimizer although it has weight decay."""
+    used = {0: [(0, 1), (0, 1)], 1: [(0, 2), (0, 2)]} if static else {0: [(0, 1), (0,)], 1: [(0,), (2,)]}
+
+    def train(rank: int, model: Any, optimizer: Any) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            for microbatch, parts in enumerate(used[rank]):
+                model.require_backward_grad_sync = microbatch == 1
+                model(batch(rank, 10 * step + microbatch), parts).backward()
+            optimizer.step()
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module = Parts()
+        model = DistributedDataParallel(module, config(bucket_size=1, static_graph=static), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), 0.01, 0.9, weight_decay=0.1), model)
+        train(rank, model, optimizer)
+        return [param.detach().clone() for param in module.parameters()]
+
+    def reference(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module = Parts()
+        # all microbatches of a step as one forward, so that torch's search finds all that is used
+        model = TorchDDP(module, process_group=group, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(module.parameters(), 0.01, 0.9, weight_decay=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.stack([batch(rank, 10 * step + microbatch) for microbatch in range(2)])
+            model(x, used[rank]).backward()
+            optimizer.step()
+        return [param.detach().clone() for param in module.parameters()]
+
+    def each_part_of_its_microbatch(self: Parts, x: Tensor, used: list[tuple[int, ...]]) -> Tensor:
+        if isinstance(used, tuple):
+            return own_forward(self, x, used)
+        return sum(own_forward(self, part_x, part_used) for part_x, part_used in zip(x, used, strict=True))  # type: ignore[return-value]
+
+    own_forward = Parts.forward
+    ours = run_ranks(2, run)
+    Parts.forward = each_part_of_its_microbatch  # type: ignore[method-assign, assignment]
+    try:
+        expected = run_ranks(2, reference)
+    finally:
+        Parts.forward = own_forward  # type: ignore[method-assign]
+    assert_equal(ours, expected, 1e-6)
+    assert torch.equal(ours[0][6], Parts().parts[3].weight), "used by nobody"
+    assert not torch.equal(ours[0][4], Parts().parts[2].weight), "used by rank 1"
+
+
+def test_a_parameter_against_the_promise_is_named_in_its_microbatch() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(Parts(), config(find_unused_parameters=False), group)
+        with model.no_sync():
+            model(batch(rank), (0, 1, 2, 3)).backward()
+            with pytest.raises(UnusedParameterError, match=r"2 parameter.*'parts.2.weight', 'parts.2.bias'"):
+                model(batch(rank), (0, 1, 3)).backward()
+
+    run_ranks(2, run)
+
+
+def test_sparse_and_double_gradients() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 7, sparse=True)
+            nn.init.constant_(self.table.weight, 0.3)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.table(rows).square().sum()
+
+    def of_rows(model: Any, rank: int) -> None:
+        for number in range(2):
+            model(torch.tensor([rank, 3, 3, 40 + number])).backward()
+
+    ours = grads_with_ours(Sparse, of_rows, **POOLED, bucket_size=1)
+    reference = grads_with_ddp(Sparse, of_rows)
+    assert_equal(ours, [[grad.to_dense() for grad in grads] for grads in reference], 1e-6)
+
+    def with_graph(model: Any, rank: int) -> None:
+        model(batch(rank)).square().sum().backward(create_graph=True)
+
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        ours = grads_with_ours(two_layers, with_graph, **POOLED, bucket_size=1)
+    assert_equal(ours, grads_with_ddp(two_layers, one_backward))
+
+
+def test_a_backward_that_broke_off_leaves_nothing_in_the_sums() -> None:
+    """Nor in the staging buffers, with buckets on the wire; what came before in the window is dropped with it."""
+
+    def broken(model: Any, rank: int) -> None:
+        half(model, rank, 7, sync=False)
+
+        def fail(grad: Tensor) -> None:
+            raise ZeroDivisionError("on purpose")
+
+        hook = model.module[0].weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            half(model, rank, 8)
+        hook.remove()
+        half(model, rank, 0)
+
+    def whole(model: Any, rank: int) -> None:
+        half(model, rank, 0)
+
+    for bucket_size in (1, 10**9):
+        ours = grads_with_ours(two_layers, broken, **POOLED, bucket_size=bucket_size)
+        assert_equal(ours, grads_with_ddp(two_layers, whole))
+
+
+def test_scaling_clipping_and_unfreezing() -> None:
+    """fp16 gradients with a scaler, a step that is skipped, a norm, and a layer that joins in mid-training."""
+
+    def run(rank: int, group: ProcessGroup) -> list[tuple[list[Tensor], list[float]]]:
+        results = []
+        for options in ({}, POOLED):
+            module = two_layers()
+            module[0].requires_grad_(False)
+            model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=100, **options), group)
+            optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), model)
+            scaler, norms = GradScaler("cpu", init_scale=2.0**10), []
+            for step in range(6):
+                if step == 3:
+                    module[0].requires_grad_(True)
+                optimizer.zero_grad()
+                loss = model(batch(rank, step)).square().mean()
+                scaler.scale(loss * (float("inf") if step == 2 and rank == 1 else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                norms.append(optimizer.clip_grad_norm_(0.01).item() if step != 2 else 0.0)
+                scaler.step(optimizer)
+                scaler.update()
+            assert scaler.get_scale() == 2.0**9
+            results.append(([param.detach().clone() for param in module.parameters()], norms))
+            model.close()
+        return results
+
+    for (weights, norms), (pooled_weights, pooled_norms) in run_ranks(2, run):
+        assert norms == pooled_norms
+        assert all(map(torch.equal, weights, pooled_weights))
+
+
+def test_checkpoints_cross() -> None:
+    """Three steps each as pooled, contiguous and torch DDP, one after the other by checkpoint, are 15 of torch DDP."""
+    legs: list[dict[str, Any] | None] = [POOLED, {}, POOLED, None, POOLED]
+
+    def steps(rank: int, model: Any, optimizer: Any, leg: int) -> None:
+        for step in range(3 * leg, 3 * leg + 3):
+            optimizer.zero_grad()
+            model(images(rank, step, 0), step, rank).backward()
+            optimizer.step()
+
+    def run(rank: int, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        weights, state = awkward_model().state_dict(), None
+        for leg, options in enumerate(legs):
+            module = awkward_model()
+            module.load_state_dict(weights)
+            if options is None:
+                model: Any = TorchDDP(module, process_group=group, find_unused_parameters=True)
+                optimizer: Any = torch.optim.AdamW(module.parameters(), lr=0.01)
+            else:
+                own = DistributedDataParallelConfig(bucket_size=200, **options)
+                model = DistributedDataParallel(module, own, group)
+                optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.01), model)
+            if state is not None:
+                optimizer.load_state_dict(copy.deepcopy(state))
+            steps(rank, model, optimizer, leg)
+            saved = optimizer.state_dict()
+            if rank == 0:
+                shared[leg] = saved
+            barrier.wait(30)
+            state = shared[leg]
+            weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+            if options is not None:
+                model.close()
+        assert state is not None
+        return weights, state
+
+    def reference(rank: int, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        module = awkward_model()
+        model = TorchDDP(module, process_group=group, find_unused_parameters=True)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        for leg in range(len(legs)):
+            steps(rank, model, optimizer, leg)
+        return module.state_dict(), optimizer.state_dict()
+
+    shared: dict[int, dict[str, Any]] = {}
+    barrier = threading.Barrier(2)
+    for (weights, state), (expected, expected_state) in zip(run_ranks(2, run), run_ranks(2, reference), strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+        assert_same_state(state, expected_state)
