@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import itertools
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -15,18 +14,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from .bucket_planner import BucketPlanner
 from .bucket_tuning import BucketSizeTuner
 from .buffers import ContiguousGradBuffers, GradBuffers, ParamBuffers
 from .clip_grads import norms_over_owners
 from .collectives import Collectives, destroy_group, make_collectives, private_group
 from .config import DistributedDataParallelConfig
-from .errors import ClosedError, LayoutMismatchError, ParameterChangedError
+from .errors import ClosedError, ParameterChangedError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
-from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
+from .layout import BufferLayout, build_layout
+from .module_plan import check_memory_is_own, check_ranks_agree, common_device, param_spec
 from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
-from .reducer import Reducer, inside_backward, is_wrapped
+from .reducer import Reducer, inside_backward
 from .relayout import ShardHolder, relayout
 
 
@@ -76,7 +77,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.is_closed = False
         self.config = config = config or DistributedDataParallelConfig()
-        self.device = _common_device(module)
+        self.device = common_device(module)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
             group = private_group(process_group, self.device)
@@ -112,10 +113,8 @@ class DistributedDataParallel(nn.Module):
             config,
             lambda: self.require_backward_grad_sync,
             listener,
-            lambda layout: relayout(self, layout),
+            self._make_planner() if collectives.size > 1 and self.params else None,
         )
-        if config.bucket_size == "auto" and collectives.size > 1 and self.params:
-            self.reducer.tuner = BucketSizeTuner(self.layout, config, collectives, self.device, self._tell)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -353,18 +352,25 @@ class DistributedDataParallel(nn.Module):
                 destroy_group(self._own_group)
                 self._own_group = None
 
+    def _make_planner(self) -> BucketPlanner:
+        tuner = None
+        if self.config.bucket_size == "auto":
+            tuner = BucketSizeTuner(self.layout, self.config, self.collectives, self.device, self._tell)
+        move = functools.partial(relayout, self)
+        return BucketPlanner(self.config, self.collectives, self.device, move, tuner)
+
     def _plan(self) -> BufferLayout:
         """Adds what is trainable and not known yet to ``params``, and lays it out; all ranks agree on it."""
         known = self.index_by_id
         others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
         self._frozen = [param for _, param in others if not param.requires_grad]
-        specs = [_spec(name, param, self.config) for name, param in others if param.requires_grad]
+        specs = [param_spec(name, param, self.config) for name, param in others if param.requires_grad]
         joining = [param for _, param in others if param.requires_grad]
         layout = build_layout(specs, self.config, self.collectives.size)
         if joining or not known:
-            _common_device(self.module)
-            _check_memory_is_own(self.module, joining, sharded=layout.num_shards > 1)
-            _check_ranks_agree(layout, self.config, self.collectives, self.device)
+            common_device(self.module)
+            check_memory_is_own(self.module, joining, sharded=layout.num_shards > 1)
+            check_ranks_agree(layout, self.config, self.collectives, self.device)
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
         self._holders = self._find_holders()
@@ -428,75 +434,3 @@ _ENGINE = (
     "_buffer_holders",
 )
 """What a wrapper does not hand to its copies."""
-
-
-def _check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, sharded: bool) -> None:
-    """Raises ValueError for one of ``params`` that is wrapped already, or that would move into a buffer while other
-    parameters or buffers use its memory too."""
-    joining = {id(param) for param in params}
-    spans: list[tuple[int, int, str, bool]] = []
-    for name, param in module.named_parameters():
-        if id(param) in joining and is_wrapped(param):
-            raise ValueError(f"parameter {name!r} belongs to a DistributedDataParallel already: call its close() first")
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.numel() > 0 and tensor.layout == torch.strided:
-            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            start = tensor.data_ptr()
-            spans.append((start, start + (last + 1) * tensor.element_size(), name, id(tensor) in joining))
-    if not sharded:
-        return
-    furthest: dict[bool, tuple[int, str]] = {}  # how far tensors that move, and that stay, reach so far
-    for start, end, name, moves in sorted(spans):
-        for other_moves, (reach, other) in furthest.items():
-            if start < reach and (moves or other_moves):
-                raise ValueError(
-                    f"{other!r} and {name!r} share memory without being the same Parameter, and would part when "
-                    "parameters move into the buffer. Tie them by assigning the Parameter itself (b.weight = "
-                    "a.weight), give each its own memory, or set use_distributed_optimizer=False"
-                )
-        furthest[moves] = max(furthest.get(moves, (0, "")), (end, name))
-
-
-def _spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:
-    grad_dtype = torch.float32 if param.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else param.dtype
-    return ParamSpec(name, tuple(param.shape), dense_stride(param.shape, param.stride()), param.dtype, grad_dtype)
-
-
-def _common_device(module: nn.Module) -> torch.device:
-    device: torch.device | None = None
-    first = ""
-    for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name!r} is uninitialised: run one forward (dry run) before wrapping")
-        if param.device.type == "meta":
-            raise ValueError(f"parameter {name!r} is on the meta device: materialise the module before wrapping")
-        if device is None:
-            device, first = param.device, name
-        if param.device != device:
-            raise ValueError(
-                f"parameters are on several devices ({first!r} on {device}, {name!r} on {param.device}): one device "
-                "a rank is expected; move the module to one before wrapping"
-            )
-    return device or torch.device("cpu")
-
-
-def _check_ranks_agree(
-    layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives, device: torch.device
-) -> None:
-    options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
-    description = {**layout.describe(), "option (name, value)": options}
-    digests = collectives.all_gather_bytes(digest(description), device)
-    if len(set(digests)) == 1:
-        return
-    descriptions = collectives.all_gather_objects(description, device)
-    for what in descriptions[0]:
-        for rank, theirs in enumerate(descriptions):
-            pairs = itertools.zip_longest(descriptions[0][what], theirs[what], fillvalue="none")
-            for expected, got in pairs:
-                if expected != got:
-                    raise LayoutMismatchError(
-                        "the ranks do not hold the same model or configuration. First difference, in the "
-                        f"{what}: rank 0 has {expected}, rank {rank} has {got}. Build the same module, in the same "
-                        "order and with the same frozen parameters and options, on every rank"
-                    )
-    raise AssertionError("digests differ but descriptions do not")

@@ -13,12 +13,6 @@ has taken the view away), the ranks agree that the bucket is late, and it is red
 same mean, nothing lost. From then on this rank launches that bucket only at the end of backward. A launch order that
 is fixed is what makes this a local decision.
 
-[Note: buckets in the order seen]
-In the first synchronised backward each rank notes in which order gradients arrive. If buckets that are filled in that
-order could be launched materially earlier (on any rank, which it says with what was used), all ranks take rank 0's, and
-everything moves to a layout in it when the reductions of that backward have ended. That moment is the same on all ranks
-by construction, which a forward is not: a rank may run one for itself.
-
 [Note: which backward synchronises]
 As in torch DDP the last forward decides (``no_sync`` around forward and backward). A backward that no forward of the
 wrapper has ended before (Lightning's manual optimization runs them inside one) is decided when it starts. Pooled
@@ -39,14 +33,13 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .bucket_order import better_layout_order
-from .bucket_tuning import BucketSizeTuner
+from .bucket_planner import BucketPlanner
 from .buffers import GradBuffers
 from .collectives import Collectives, Handle
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
-from .layout import BufferLayout, build_layout
+from .layout import BufferLayout
 from .nonfinite import NonFinite, describe_nonfinite, find_in_grad
 
 NO_TASK = -1
@@ -64,8 +57,7 @@ class Reducer:
         config: the options.
         should_sync: asked when a backward starts that no forward has decided for.
         listener: gets every event, or None.
-        relayout: moves everything to a layout that fits the order in which gradients arrive; collective. None where
-            that shall not be.
+        planner: watches the first backwards for better buckets; None where none are wanted.
     """
 
     def __init__(
@@ -77,7 +69,7 @@ class Reducer:
         config: DistributedDataParallelConfig,
         should_sync: Callable[[], bool],
         listener: Listener | None = None,
-        relayout: Callable[[BufferLayout], bool] | None = None,
+        planner: BucketPlanner | None = None,
     ) -> None:
         self.buffers = buffers
         self._params: list[Parameter] = []
@@ -85,7 +77,6 @@ class Reducer:
         self._config = config
         self._should_sync = should_sync
         self._listener = listener
-        self._relayout = relayout
 
         self._active = False  # a backward is under way and has reached a parameter
         self._syncing = False
@@ -111,13 +102,8 @@ class Reducer:
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
         self._hooks: list[RemovableHandle] = []
-        self._arrived: list[int] | None = None  # parameters, while the first synchronised backward is to come or runs
-        self.tuner: BucketSizeTuner | None = None
-        """Measures the first backwards, with ``bucket_size="auto"``; None when it has made its choice."""
-        self._order: list[int] | None = None  # which the ranks have agreed on, until the buckets are laid out in it
         self.extend(layout, params)
-        if relayout is not None and self._collectives.size > 1 and config.overlap_grad_reduce:
-            self._arrived = []
+        self._planner = planner if planner is not None and not planner.is_done else None
 
     def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
         """Watches the parameters that ``layout`` has beyond those known so far; the buffers have them already."""
@@ -129,7 +115,7 @@ class Reducer:
         self.num_reductions += [0] * (len(params) - first)
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
-        self._arrived = self.tuner = None  # what has joined lies apart, and stays there
+        self._planner = None  # what has joined lies apart, and stays there
         for index, param in enumerate(params[first:], first):
             self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, index)))
 
@@ -207,10 +193,8 @@ class Reducer:
                 return
             self.buffers.adopt(index)
         self.buffers.has_grad[index] = True
-        if self._arrived is not None and self._syncing:
-            self._arrived.append(index)
-        if self.tuner is not None and self._syncing:
-            self.tuner.note(index)
+        if self._planner is not None and self._syncing:
+            self._planner.note(index)
         if self._listener is not None:
             self._listener(Event(EventKind.GRAD_READY, index))
         if self._syncing and self._seen[index] != self._epoch:
@@ -230,11 +214,9 @@ class Reducer:
             self._needed, self._static_used = needed, None
         deferred = {self._bucket_of[index] for index in self._deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
-        if self._arrived:
-            self._arrived = []  # of a backward that ended in an exception
         self._has_local_grads = True
-        if self.tuner is not None and self._syncing:
-            self.tuner.start()
+        if self._planner is not None and self._syncing:
+            self._planner.start()
         self.buffers.open(first)
         if self._watched == NO_TASK:
             self._emit(EventKind.BACKWARD_START, 0)
@@ -255,8 +237,8 @@ class Reducer:
         self._active = False
         synced, self._syncing = self._syncing, False
         if synced:
-            if self.tuner is not None:
-                self.tuner.stop()
+            if self._planner is not None:
+                self._planner.stop()
             self.finish_grad_sync()
         else:
             self.buffers.detach_unused()
@@ -273,8 +255,8 @@ class Reducer:
             )
         self._late.add(index)
         self._deferred.add(index)
-        if self._arrived is not None:
-            self._arrived.append(index)
+        if self._planner is not None:
+            self._planner.note(index)
 
     # --- reduction ---------------------------------------------------------------------------------------------------
 
@@ -313,12 +295,10 @@ class Reducer:
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
-        order, self._order = self._order, None
-        if order is not None:
-            assert self._relayout is not None, "or none would have been recorded"
-            self._relayout(build_layout(self.layout.params, self._config, self._collectives.size, order))
-        if self.tuner is not None and self._relayout is not None and self.tuner.propose(self.layout, self._relayout):
-            self.tuner = None
+        if self._planner is not None:
+            self._planner.finish(self.layout)
+            if self._planner.is_done:
+                self._planner = None
 
     def _launch_ready(self) -> None:
         while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
@@ -385,10 +365,11 @@ class Reducer:
         has_grad = self.buffers.has_grad
         if not agrees and self._static_used is not None:
             has_grad[:] = self._static_used
-        is_first, own_order = self._propose_order()
+        planner = self._planner
+        wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
         if not agrees and not self._config.check_for_nan_in_grad:
-            if is_first and any(self._max_over_ranks([own_order is not None])):
-                self._order = self._order_of_rank_zero(own_order)
+            if planner is not None and planner.judges_order and any(self._max_over_ranks([wants])):
+                planner.take_order_of_rank_zero(len(self._params))
             return []
         local, used = list(has_grad), self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
@@ -397,14 +378,14 @@ class Reducer:
             self._note_nonfinite_late_grads()
         microbatch = self.microbatch % 256
         # the maximum over ranks of a number and of its complement are complements only if all ranks have the same
-        flags = [*local, *late, microbatch, 255 - microbatch, bool(self._nonfinite), own_order is not None]
+        flags = [*local, *late, microbatch, 255 - microbatch, bool(self._nonfinite), wants]
         *agreed, last, complement, has_nonfinite, moves = self._max_over_ranks(flags)
         if last != 255 - complement:
             self._raise_microbatch_mismatch()
         if has_nonfinite:
             self._raise_nonfinite()
-        if moves:
-            self._order = self._order_of_rank_zero(own_order)
+        if moves and planner is not None:
+            planner.take_order_of_rank_zero(len(self._params))
         if not agrees:
             return []
         has_grad[:] = [bool(flag) for flag in agreed[: len(local)]]
@@ -416,22 +397,6 @@ class Reducer:
         tensor = torch.tensor(numbers, dtype=torch.uint8, device=self._device)
         self._collectives.all_reduce_max(tensor).wait()
         return [int(number) for number in tensor.tolist()]
-
-    def _propose_order(self) -> tuple[bool, list[int] | None]:
-        """Whether this is the first synchronised backward of a model that may move, and the order in which its
-        gradients came here if buckets laid out in it could be launched earlier."""
-        arrived, self._arrived = self._arrived, None
-        if arrived is None or len(self.layout.buckets) == 1:
-            return False, None
-        arrived = [index for index in arrived if index not in self._deferred]  # what waits for the end goes last
-        return True, better_layout_order(self.layout, self._config, arrived, self._needed)
-
-    def _order_of_rank_zero(self, own: list[int] | None) -> list[int] | None:
-        """What rank 0 proposes, by which all ranks go; None if it is content. Only where one of them is not."""
-        order = torch.tensor(own or [-1] * len(self._params), dtype=torch.int64, device=self._device)
-        self._collectives.broadcast(order).wait()
-        agreed = [int(index) for index in order.tolist()]
-        return None if agreed[0] < 0 else agreed
 
     def _agrees(self) -> bool:
         """Whether a synchronised backward ends with an exchange of what was used."""

@@ -1,0 +1,89 @@
+"""From a module to what its layout is made of, and what is refused before anything moves."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from .collectives import Collectives
+from .config import DistributedDataParallelConfig
+from .errors import LayoutMismatchError
+from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, dense_stride, digest
+from .reducer import is_wrapped
+
+
+def check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, sharded: bool) -> None:
+    """Raises ValueError for one of ``params`` that is wrapped already, or that would move into a buffer while other
+    parameters or buffers use its memory too."""
+    joining = {id(param) for param in params}
+    spans: list[tuple[int, int, str, bool]] = []
+    for name, param in module.named_parameters():
+        if id(param) in joining and is_wrapped(param):
+            raise ValueError(f"parameter {name!r} belongs to a DistributedDataParallel already: call its close() first")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.numel() > 0 and tensor.layout == torch.strided:
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), name, id(tensor) in joining))
+    if not sharded:
+        return
+    furthest: dict[bool, tuple[int, str]] = {}  # how far tensors that move, and that stay, reach so far
+    for start, end, name, moves in sorted(spans):
+        for other_moves, (reach, other) in furthest.items():
+            if start < reach and (moves or other_moves):
+                raise ValueError(
+                    f"{other!r} and {name!r} share memory without being the same Parameter, and would part when "
+                    "parameters move into the buffer. Tie them by assigning the Parameter itself (b.weight = "
+                    "a.weight), give each its own memory, or set use_distributed_optimizer=False"
+                )
+        furthest[moves] = max(furthest.get(moves, (0, "")), (end, name))
+
+
+def param_spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:
+    grad_dtype = torch.float32 if param.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else param.dtype
+    return ParamSpec(name, tuple(param.shape), dense_stride(param.shape, param.stride()), param.dtype, grad_dtype)
+
+
+def common_device(module: nn.Module) -> torch.device:
+    device: torch.device | None = None
+    first = ""
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is uninitialised: run one forward (dry run) before wrapping")
+        if param.device.type == "meta":
+            raise ValueError(f"parameter {name!r} is on the meta device: materialise the module before wrapping")
+        if device is None:
+            device, first = param.device, name
+        if param.device != device:
+            raise ValueError(
+                f"parameters are on several devices ({first!r} on {device}, {name!r} on {param.device}): one device "
+                "a rank is expected; move the module to one before wrapping"
+            )
+    return device or torch.device("cpu")
+
+
+def check_ranks_agree(
+    layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives, device: torch.device
+) -> None:
+    options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
+    description = {**layout.describe(), "option (name, value)": options}
+    digests = collectives.all_gather_bytes(digest(description), device)
+    if len(set(digests)) == 1:
+        return
+    descriptions = collectives.all_gather_objects(description, device)
+    for what in descriptions[0]:
+        for rank, theirs in enumerate(descriptions):
+            pairs = itertools.zip_longest(descriptions[0][what], theirs[what], fillvalue="none")
+            for expected, got in pairs:
+                if expected != got:
+                    raise LayoutMismatchError(
+                        "the ranks do not hold the same model or configuration. First difference, in the "
+                        f"{what}: rank 0 has {expected}, rank {rank} has {got}. Build the same module, in the same "
+                        "order and with the same frozen parameters and options, on every rank"
+                    )
+    raise AssertionError("digests differ but descriptions do not")
