@@ -235,8 +235,9 @@ class ContiguousGradBuffers(GradBuffers):
         """Turns a reduce-scattered bucket into one that can be accumulated into and reduced again.
 
         Afterwards a second reduction (mean over ranks) gives the first result plus the mean of what is added: the
-        shard is multiplied by the number of ranks, the rest, which other ranks own, is zeroed. This takes no memory,
-        and is what torch DDP computes by averaging an average. Sums that lie apart stay, to be added to.
+        shard is multiplied by the number of shards, the rest, which other ranks own, is zeroed. (Of d ranks, d /
+        num_shards hold the same shard, and the mean divides by d.) This takes no memory, and is what torch DDP
+        computes by averaging an average. Sums that lie apart stay, to be added to.
         """
         place = self.layout.buckets[bucket]
         flat = self.flats[place.buffer]

@@ -19,6 +19,7 @@ from .collectives import Collectives, destroy_group, make_collectives, private_g
 from .config import DistributedDataParallelConfig
 from .errors import ClosedError, LayoutMismatchError, ParameterChangedError
 from .events import Event, EventKind, Listener
+from .instanced_collectives import destroy_instances, shard_collectives
 from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
 from .param_gather import ParamGather
 from .reducer import Reducer, inside_backward, is_wrapped
@@ -87,7 +88,7 @@ class DistributedDataParallel(nn.Module):
             self.grad_buffers = FlattenedGradBuffers(self.layout, self.params, self.device)
         if self.layout.num_shards > 1:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
-            self.param_gather = ParamGather(self.param_buffers, collectives, module, listener)
+            self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, module, listener)
         self.has_optimizer = False
         self.require_backward_grad_sync = True
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
@@ -96,6 +97,7 @@ class DistributedDataParallel(nn.Module):
             self.params,
             self.grad_buffers,
             collectives,
+            self.shard_collectives,
             config,
             lambda: self.require_backward_grad_sync,
             listener,
@@ -188,6 +190,11 @@ class DistributedDataParallel(nn.Module):
         self.emit(EventKind.LAYOUT_EXTENDED, known)
 
     @property
+    def shard_collectives(self) -> Collectives:
+        """``collectives`` seen by the ranks that each element has one owner among: all, or an instance of them."""
+        return shard_collectives(self.collectives, self.layout.num_shards, self.device)
+
+    @property
     def has_local_grads(self) -> bool:
         """Whether gradients were accumulated that no reduction has been started for, as under :meth:`no_sync`."""
         return self.reducer.has_local_grads
@@ -261,7 +268,8 @@ class DistributedDataParallel(nn.Module):
         spec, slot = self.layout.params[index], self.layout.slots[index]
         full = torch.zeros(spec.numel, dtype=self.layout.buffers[slot.buffer].sum_dtype, device=self.device)
         owned, own_grad = self.layout.owned_range(index, self.collectives.rank), self._owned_grad(index)
-        if owned is not None and own_grad is not None:
+        in_first_instance = self.collectives.rank < self.layout.num_shards  # others own the same
+        if owned is not None and own_grad is not None and in_first_instance:
             full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
         self.collectives.all_reduce(full, 1.0).wait()  # every element is non-zero on one rank at most
         return full.as_strided(spec.shape, spec.stride)
@@ -281,7 +289,7 @@ class DistributedDataParallel(nn.Module):
             if grads.has_grad[index] and (grad := self._owned_grad(index)) is not None:
                 own[index] = torch.linalg.vector_norm(grad, norm_type)
         if sharded:
-            norms = norms_over_owners(own, norm_type, self.collectives)
+            norms = norms_over_owners(own, norm_type, self.shard_collectives)
         for index in set(every).difference(sharded):
             if (local := self.params[index].grad) is not None:
                 norms[index] = torch.linalg.vector_norm(local.detach(), norm_type)
@@ -325,6 +333,7 @@ class DistributedDataParallel(nn.Module):
                 self.param_buffers = None
             self.collectives.close()
             if self._own_group is not None:
+                destroy_instances(self.collectives)
                 destroy_group(self._own_group)
                 self._own_group = None
 

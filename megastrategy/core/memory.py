@@ -57,9 +57,15 @@ def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
 def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tensors: int | None) -> str:
     """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's."""
     numels = [bucket.numel for bucket in layout.buckets]
-    reduction = (
-        "reduce-scatter, sharded optimizer" if layout.num_shards > 1 else "all-reduce, whole optimizer on every rank"
-    )
+    if layout.num_shards == 1:
+        reduction = "all-reduce, whole optimizer on every rank"
+    elif layout.num_instances == 1:
+        reduction = "reduce-scatter, sharded optimizer"
+    else:
+        reduction = (
+            f"reduce-scatter inside {layout.num_instances} instances of {layout.num_shards} ranks, all-reduce between "
+            "them, optimizer sharded inside"
+        )
     timing = "while backward runs" if overlap else "after backward"
     wire = (
         ", ".join(dict.fromkeys(str(buffer.grad_dtype).removeprefix("torch.") for buffer in layout.buffers))

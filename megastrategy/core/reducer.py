@@ -50,7 +50,8 @@ class Reducer:
         layout: the plan; equal on all ranks.
         params: trainable parameters in the layout's order.
         buffers: where gradients accumulate.
-        collectives: how buckets are sent.
+        collectives: all ranks, which agree on what was used.
+        shard_collectives: how buckets are reduced.
         config: the options.
         should_sync: asked when a backward starts that no forward has decided for.
         listener: gets every event, or None.
@@ -62,6 +63,7 @@ class Reducer:
         params: Sequence[Parameter],
         buffers: GradBuffers,
         collectives: Collectives,
+        shard_collectives: Collectives,
         config: DistributedDataParallelConfig,
         should_sync: Callable[[], bool],
         listener: Listener | None = None,
@@ -69,6 +71,7 @@ class Reducer:
         self.buffers = buffers
         self._params: list[Parameter] = []
         self._collectives = collectives
+        self._shard_collectives = shard_collectives
         self._config = config
         self._should_sync = should_sync
         self._listener = listener
@@ -282,9 +285,9 @@ class Reducer:
         mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
         sums = self.buffers.sums(bucket)
         if sums is not None:
-            return self._collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
+            return self._shard_collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
         if self.layout.num_shards > 1:
-            return self._collectives.reduce_scatter(tensor, mean, scale_sum=average)
+            return self._shard_collectives.reduce_scatter(tensor, mean, scale_sum=average)
         return self._collectives.all_reduce(tensor, mean, scale_sum=average)
 
     def _wait_for_launched(self, *, publish: bool = False) -> None:

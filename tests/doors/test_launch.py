@@ -326,12 +326,13 @@ def test_values_are_read_as_the_fields_types(
 
 def test_every_option_can_be_set_in_the_environment() -> None:
     for name in field_names():
-        value = "5" if name == "bucket_size" else "true"
+        is_number = name in ("bucket_size", "num_distributed_optimizer_instances")
+        value = "5" if is_number else "true"
         others = {"MEGATRON_LM_TP_DEGREE": "2"}
         if name == "reduce_scatter_with_fp32_accumulation":
             others["MEGATRON_DDP_GRAD_REDUCE_IN_FP32"] = "false"
         plugin = plugin_from_launch(None, {f"MEGATRON_DDP_{name.upper()}": value, **others})
-        assert getattr(plugin, name) == (5 if name == "bucket_size" else True), name
+        assert getattr(plugin, name) == (5 if is_number else True), name
 
 
 @pytest.mark.parametrize(

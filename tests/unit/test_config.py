@@ -11,6 +11,9 @@ from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.config import config_from_arguments, field_names
 
 
+NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
+
+
 def test_every_field_has_a_docstring() -> None:
     source = inspect.getsource(DistributedDataParallelConfig)
     for name in field_names():
@@ -32,9 +35,13 @@ def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
         DistributedDataParallelConfig(bucket_size=value)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in field_names() if name not in ("bucket_size", "overlap_param_gather")]
-)
+@pytest.mark.parametrize("value", [0, -2, 2.0, "2", True, None])
+def test_the_number_of_instances_must_be_a_positive_integer(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"num_distributed_optimizer_instances={value!r}: .*divides the number"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in field_names() if name not in (*NUMBERS, "overlap_param_gather")])
 def test_switches_must_be_booleans(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='yes'"):
         DistributedDataParallelConfig(**{name: "yes"})
@@ -59,6 +66,8 @@ def test_contradictions_name_both_fields_and_the_remedy() -> None:
         DistributedDataParallelConfig(
             reduce_scatter_with_fp32_accumulation=True, grad_reduce_in_fp32=False, use_distributed_optimizer=False
         )
+    with pytest.raises(ValueError, match=r"optimizer_instances=2 contradicts use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=2, use_distributed_optimizer=False)
     with pytest.raises(ValueError, match=r"static_graph=True.*find_unused_parameters=False"):
         DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
 
