@@ -101,8 +101,9 @@ def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
             error.add_note("".join(traceback.format_exception(error)))
             seen: BaseException | None = error
-            while seen is not None:  # frames hold the group
+            while seen is not None:  # frames hold the group, and cleared ones their function, whose closure holds it
                 traceback.clear_frames(seen.__traceback__)
+                seen.__traceback__ = None
                 seen = seen.__cause__ or seen.__context__
             if group is not None:
                 _parts.pop(group, None)

@@ -10,7 +10,6 @@ import pytest
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.config import config_from_arguments, field_names
 
-
 NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
 
 
