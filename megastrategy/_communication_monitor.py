@@ -145,14 +145,18 @@ def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:
 
     By the rings, which send the least possible: a reduce-scatter and an all-gather ``(d - 1) / d`` of the bucket's
     bytes each, an all-reduce the two of them (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-    of workstations", 2009). A bucket divides by the number of ranks. A backend that takes a tree where it is faster
-    sends about as much on average over the ranks.
+    of workstations", 2009). With instances of the optimizer the ranks of one reduce-scatter and gather, and each shard
+    is all-reduced over its owners; without shards those are all ranks. A bucket divides by the number of ranks. A
+    backend that takes a tree where it is faster sends about as much on average over the ranks.
     """
     place = layout.buckets[bucket]
     buffer = layout.buffers[place.buffer]
-    dtype = buffer.grad_dtype if kind is EventKind.REDUCE_START else buffer.dtype
-    ring_bytes = place.numel * dtype.itemsize // layout.dp_size * (layout.dp_size - 1)
-    return ring_bytes if layout.num_shards > 1 else 2 * ring_bytes
+    shard_numel = place.numel // layout.num_shards
+    if kind is not EventKind.REDUCE_START:
+        return shard_numel * (layout.num_shards - 1) * buffer.dtype.itemsize
+    scattered = shard_numel * (layout.num_shards - 1) * buffer.grad_dtype.itemsize
+    all_reduced = 2 * (shard_numel // layout.num_instances) * (layout.num_instances - 1) * buffer.sum_dtype.itemsize
+    return scattered + all_reduced
 
 
 class _HostClock:

@@ -165,7 +165,7 @@ def clip_norm_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], max_norm:
     every rank. Collective."""
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
     first = parts[0][0]
-    norm = total_grad_norm(grads, norm_type, first.collectives, first.device)
+    norm = total_grad_norm(grads, norm_type, first.shard_collectives, first.device)
     in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
     norm = norm if in_fp64 else norm.to(torch.float32)
     with torch.no_grad():

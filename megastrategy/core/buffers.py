@@ -64,6 +64,9 @@ class GradBuffers(ABC):
         self.views: list[Tensor | None] = []
         self.has_grad: list[bool] = []
         self.num_updates: list[int] = []
+        self._dp_rank = 0
+        self._reduced: list[bool] = []  # the bucket holds a result, outside this rank's shard rubbish
+        self._stale: list[bool] = []  # by parameter, to be zeroed before the next gradient is added
 
     def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
         """Takes in the parameters that ``layout`` has beyond those known so far, with the gradients they have."""
@@ -124,6 +127,15 @@ class GradBuffers(ABC):
         """Elements ``[start, end)`` of the bucket's buffer, in this rank's shard, after a reduction: a 1-D view."""
         raise NotImplementedError("parameters are sharded only where gradients are scattered")
 
+    def take_over(self, other: GradBuffers, shards: Mapping[int, Tensor]) -> None:
+        """Takes the place of ``other``, of another layout, in which gradients were reduced and scattered; ``shards``,
+        by parameter: this rank's parts here."""
+        self.has_grad[:], self._stale[:], self.num_updates[:] = other.has_grad, other._stale, other.num_updates
+        self._reduced[:] = [True] * len(self._reduced)
+        for index, shard in shards.items():
+            start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
+            self.reduced(self.layout.slots[index].bucket, start, end).copy_(shard)
+
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
         """Adds local gradients, by parameter, to a bucket that is reduced already; it must then be sealed and reduced
         again."""
@@ -182,8 +194,6 @@ class ContiguousGradBuffers(GradBuffers):
         self.flats: list[Tensor] = []
         self._shards: list[tuple[int, int]] = []
         self._sums: list[Tensor | None] = []
-        self._reduced: list[bool] = []  # the bucket holds a result, outside this rank's shard rubbish
-        self._stale: list[bool] = []  # to be zeroed before the next gradient is added
         self._addresses: list[int] = []
         self.extend(layout, params)
 
@@ -264,8 +274,9 @@ class ContiguousGradBuffers(GradBuffers):
         """Turns a reduce-scattered bucket into one that can be accumulated into and reduced again.
 
         Afterwards a second reduction (mean over ranks) gives the first result plus the mean of what is added: the
-        shard is multiplied by the number of ranks, the rest, which other ranks own, is zeroed. This takes no memory,
-        and is what torch DDP computes by averaging an average. Sums that lie apart stay, to be added to.
+        shard is multiplied by the number of shards, the rest, which other ranks own, is zeroed. (Of d ranks, d /
+        num_shards hold the same shard, and the mean divides by d.) This takes no memory, and is what torch DDP
+        computes by averaging an average. Sums that lie apart stay, to be added to.
         """
         place = self.layout.buckets[bucket]
         flat = self.flats[place.buffer]
@@ -350,15 +361,6 @@ class ContiguousGradBuffers(GradBuffers):
                 self.has_grad[index], self._stale[index] = True, False
                 self.num_updates[index] += 1
                 param.grad = None
-
-    def take_over(self, other: ContiguousGradBuffers, shards: Mapping[int, Tensor]) -> None:
-        """Takes the place of ``other``, of another layout, in which gradients were reduced and scattered; ``shards``,
-        by parameter: this rank's parts here."""
-        self.has_grad[:], self._stale[:], self.num_updates[:] = other.has_grad, other._stale, other.num_updates
-        self._reduced[:] = [True] * len(self._reduced)
-        for index, shard in shards.items():
-            start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
-            self.reduced(self.layout.slots[index].bucket, start, end).copy_(shard)
 
     def detach_unused(self) -> None:
         if not all(self.has_grad):

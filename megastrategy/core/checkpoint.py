@@ -53,7 +53,7 @@ def gather_state_dict(
         for group in optimizer.param_groups
     ]
     number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
-    is_root = collectives is None or collectives.rank == 0
+    is_root = collectives is None or collectives.is_rank_zero
     scalars, sharded_keys = _describe_state(optimizer, shards, collectives, device)
     state: dict[int, dict[str, Any]] = {}
     if is_root:
@@ -217,7 +217,7 @@ def _gather_bucket(
         start, shard = layout.slots[index].start - bucket.start, shards[index]
         flat[start + shard.start : start + shard.end] = _in_memory_order(value, layout.params[index])
     collectives.all_gather(flat).wait()
-    if collectives.rank != 0:
+    if not collectives.is_rank_zero:
         return
     for index in members:
         spec, start = layout.params[index], layout.slots[index].start - bucket.start

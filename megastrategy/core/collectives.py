@@ -1,4 +1,5 @@
-"""Every byte that leaves a rank goes through here: the only file that calls torch.distributed.
+"""Every byte that leaves a rank goes through here, and where the optimizer has several instances, through
+``instanced_collectives``: no other file calls torch.distributed.
 
 Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the
 default group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return
@@ -11,10 +12,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import pickle
-import queue
 import secrets
-import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -29,6 +27,7 @@ from torch.distributed import ProcessGroup
 from .errors import CollectiveError, NotOnAllRanksError
 from .roll_call import RollCall
 from .tensor_parts import add_parts_, chunks_by_dtype
+from .worker import Worker
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
@@ -48,6 +47,20 @@ class Handle(ABC):
         failed."""
 
 
+class Handles(Handle):
+    """Several collectives, in the order of their start, as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        ran = [handle.ran_ns for handle in self._handles]
+        if ran[0] is not None and ran[-1] is not None:
+            self.ran_ns = ran[0][0], ran[-1][1]
+
+
 _PROBE_TAG = 2**31 - 1
 """No exchange counts so far."""
 
@@ -63,6 +76,7 @@ class Collectives(ABC):
     Attributes:
         num_started: how many collectives this rank has started, where waiting keeps the host (gloo); else 0.
         last_started: the kinds of the last of them, the newest last.
+        instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
         why_give_up: asked now and then by a caller that waits, with the collective's name and its number among those
             started, from 1: why it waits in vain, or an empty string. A backend knows when a peer's process ends, but
             not that it left what was begun together.
@@ -77,6 +91,12 @@ class Collectives(ABC):
         self._roll_call = roll_call
         self.num_started = 0
         self.last_started: collections.deque[str] = collections.deque(maxlen=64)
+        self.instances: dict[int, Collectives] = {}
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this rank is the one that gets what is gathered for one."""
+        return self.rank == 0
 
     def require_all_ranks(self, what: str) -> None:
         """Returns when all ranks are about to do the same, which is collective and called ``what`` by the user.
@@ -220,22 +240,22 @@ class BackendCollectives(Collectives):
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         options = dist.AllreduceOptions()
         options.reduceOp, then = self._reduction(tensor, tensor, scale, scale_sum)
-        return _WorkHandle("all-reduce", self.group.allreduce([tensor], options), self, then)
+        return WorkHandle("all-reduce", self.group.allreduce([tensor], options), self, then)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return _WorkHandle("all-reduce", self.group.allreduce([tensor], _max_options()), self)
+        return WorkHandle("all-reduce", self.group.allreduce([tensor], _max_options()), self)
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         own = tensor.chunk(self.size)[self.rank]
         options = dist.ReduceScatterOptions()
         options.reduceOp, then = self._reduction(tensor, own, scale, scale_sum)
-        return _WorkHandle("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), self, then)
+        return WorkHandle("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), self, then)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         received = torch.empty_like(tensor)
         work = self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
         parts = received.chunk(self.size)
-        return _WorkHandle("reduce-scatter", work, self, lambda: add_parts_(sums, parts, scale, scale_sum))
+        return WorkHandle("reduce-scatter", work, self, lambda: add_parts_(sums, parts, scale, scale_sum))
 
     def _reduction(
         self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
@@ -250,10 +270,10 @@ class BackendCollectives(Collectives):
 
     def all_gather(self, tensor: Tensor) -> Handle:
         own = tensor.chunk(self.size)[self.rank]
-        return _WorkHandle("all-gather", self.group._allgather_base(tensor, own), self)
+        return WorkHandle("all-gather", self.group._allgather_base(tensor, own), self)
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return _WorkHandle("broadcast", self.group.broadcast([tensor], dist.BroadcastOptions()), self)
+        return WorkHandle("broadcast", self.group.broadcast([tensor], dist.BroadcastOptions()), self)
 
 
 class GlooCollectives(Collectives):
@@ -267,7 +287,7 @@ class GlooCollectives(Collectives):
 
     def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
         super().__init__(group, roll_call)
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._exchanges = 0  # counted alike on all ranks: the tag of the messages
         self._ready_word = torch.zeros(1, dtype=torch.uint8)
@@ -292,14 +312,7 @@ class GlooCollectives(Collectives):
         return self._start("reduce-scatter", lambda: self._ring_reduce_scatter(tensor, scale, scale_sum))
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        def run() -> None:
-            received = self._get_scratch(tensor.dtype, tensor.numel())
-            # as bytes: gloo has the numbers of some dtypes only
-            raw = received.view(torch.uint8), tensor.view(torch.uint8)
-            self.group.alltoall_base(*raw, [], [], dist.AllToAllOptions()).wait()
-            add_parts_(sums, received.chunk(self.size), scale, scale_sum)
-
-        return self._start("reduce-scatter", run)
+        return self._start("reduce-scatter", lambda: add_parts_(sums, self._exchange_parts(tensor), scale, scale_sum))
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._start("all-gather", lambda: self._ring_all_gather(tensor))
@@ -315,7 +328,7 @@ class GlooCollectives(Collectives):
 
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
         if self._worker is None:
-            self._worker = _Worker()
+            self._worker = Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
             weakref.finalize(self, self._worker.close)
         self.num_started += 1
@@ -343,6 +356,14 @@ class GlooCollectives(Collectives):
                 self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
                 self._worker = None
             raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
+
+    def _exchange_parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """What every rank has in this rank's part of ``tensor``, by rank: views of scratch."""
+        received = self._get_scratch(tensor.dtype, tensor.numel())
+        # as bytes: gloo has the numbers of some dtypes only
+        raw = received.view(torch.uint8), tensor.view(torch.uint8)
+        self.group.alltoall_base(*raw, [], [], dist.AllToAllOptions()).wait()
+        return received.chunk(self.size)
 
     def _ring_reduce_scatter(self, tensor: Tensor, scale: float, scale_sum: bool) -> None:
         if not scale_sum:
@@ -400,7 +421,9 @@ class GlooCollectives(Collectives):
         return scratch[:numel]
 
 
-class _WorkHandle(Handle):
+class WorkHandle(Handle):
+    """Of something with a ``wait()``, as backends return it."""
+
     def __init__(
         self, what: str, work: Any, collectives: Collectives, then: Callable[[], object] | None = None
     ) -> None:
@@ -434,47 +457,6 @@ class _FutureHandle(Handle):
             raise
         except RuntimeError as error:
             raise _failed(self._what, self._collectives, error) from error
-
-
-class _Worker:
-    """One thread that runs what it is given, in order. A daemon: a rank whose peers are gone must be able to exit."""
-
-    _CLOSE_TIMEOUT_S = 5.0
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[tuple[int, int]], Callable[[], object]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="megastrategy-gloo", daemon=True)
-        self._thread.start()
-
-    def submit(self, run: Callable[[], object]) -> Future[tuple[int, int]]:
-        """When it began and ended, once it has."""
-        future: Future[tuple[int, int]] = Future()
-        self._jobs.put((future, run))
-        return future
-
-    def stop(self) -> None:
-        """Lets the thread end after what is queued; may be called again."""
-        self._jobs.put(None)
-
-    def close(self) -> None:
-        """Ends the thread after what is queued; after an error on another rank that may never come, so not waited for
-        long."""
-        self.stop()
-        if threading.current_thread() is not self._thread:  # the last reference may go there
-            self._thread.join(self._CLOSE_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, run = job
-            begun_ns = time.perf_counter_ns()
-            try:
-                with torch.no_grad():
-                    run()
-            except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
-                future.set_exception(error)
-            else:
-                future.set_result((begun_ns, time.perf_counter_ns()))
-            del future, run, job  # a thread that waits for work keeps no tensor alive
 
 
 def _max_options() -> dist.AllreduceOptions:

@@ -23,6 +23,7 @@ from .config import DistributedDataParallelConfig
 from .errors import ClosedError, ParameterChangedError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
+from .instanced_collectives import destroy_instances, shard_collectives
 from .layout import BufferLayout, build_layout
 from .module_plan import check_memory_is_own, check_ranks_agree, common_device, param_spec
 from .param_gather import ParamGather
@@ -90,16 +91,10 @@ class DistributedDataParallel(nn.Module):
         self.layout = self._plan()
         collectives.broadcast_all([*module.parameters(), *module.buffers()])
         self.param_buffers: ParamBuffers | None = None
-        self.grad_buffers: GradBuffers
-        if self.layout.is_pooled:
-            self.grad_buffers = PooledGradBuffers(self.layout, self.params, collectives.rank, self.device)
-        elif config.use_contiguous_buffers:
-            self.grad_buffers = ContiguousGradBuffers(self.layout, self.params, collectives.rank, self.device)
-        else:
-            self.grad_buffers = FlattenedGradBuffers(self.layout, self.params, self.device)
+        self.grad_buffers = self.make_grad_buffers()
         if self.layout.num_shards > 1:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
-            self.param_gather = ParamGather(self.param_buffers, collectives, module, listener)
+            self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, module, listener)
         self.has_optimizer = False
         self.on_message: Callable[[str], None] | None = None
         self.shard_holders: list[weakref.ref[ShardHolder]] = []
@@ -110,6 +105,7 @@ class DistributedDataParallel(nn.Module):
             self.params,
             self.grad_buffers,
             collectives,
+            self.shard_collectives,
             config,
             lambda: self.require_backward_grad_sync,
             listener,
@@ -206,6 +202,11 @@ class DistributedDataParallel(nn.Module):
         self.emit(EventKind.LAYOUT_EXTENDED, known)
 
     @property
+    def shard_collectives(self) -> Collectives:
+        """``collectives`` seen by the ranks that each element has one owner among: all, or an instance of them."""
+        return shard_collectives(self.collectives, self.layout.num_shards, self.device)
+
+    @property
     def has_local_grads(self) -> bool:
         """Whether gradients were accumulated that no reduction has been started for, as under :meth:`no_sync`."""
         return self.reducer.has_local_grads
@@ -279,7 +280,8 @@ class DistributedDataParallel(nn.Module):
         spec, slot = self.layout.params[index], self.layout.slots[index]
         full = torch.zeros(spec.numel, dtype=self.layout.buffers[slot.buffer].sum_dtype, device=self.device)
         owned, own_grad = self.layout.owned_range(index, self.collectives.rank), self._owned_grad(index)
-        if owned is not None and own_grad is not None:
+        in_first_instance = self.collectives.rank < self.layout.num_shards  # others own the same
+        if owned is not None and own_grad is not None and in_first_instance:
             full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
         self.collectives.all_reduce(full, 1.0).wait()  # every element is non-zero on one rank at most
         return full.as_strided(spec.shape, spec.stride)
@@ -299,7 +301,7 @@ class DistributedDataParallel(nn.Module):
             if grads.has_grad[index] and (grad := self._owned_grad(index)) is not None:
                 own[index] = torch.linalg.vector_norm(grad, norm_type)
         if sharded:
-            norms = norms_over_owners(own, norm_type, self.collectives)
+            norms = norms_over_owners(own, norm_type, self.shard_collectives)
         for index in set(every).difference(sharded):
             if (local := self.params[index].grad) is not None:
                 norms[index] = torch.linalg.vector_norm(local.detach(), norm_type)
@@ -349,8 +351,16 @@ class DistributedDataParallel(nn.Module):
                 self.param_buffers = None
             self.collectives.close()
             if self._own_group is not None:
+                destroy_instances(self.collectives)
                 destroy_group(self._own_group)
                 self._own_group = None
+
+    def make_grad_buffers(self) -> GradBuffers:
+        """Buffers for the present layout, which take the parameters' gradients in."""
+        if not self.config.use_contiguous_buffers:
+            return FlattenedGradBuffers(self.layout, self.params, self.device)
+        kind = PooledGradBuffers if self.layout.is_pooled else ContiguousGradBuffers
+        return kind(self.layout, self.params, self.collectives.rank, self.device)
 
     def _make_planner(self) -> BucketPlanner:
         tuner = None

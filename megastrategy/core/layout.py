@@ -9,7 +9,9 @@ compare a digest before the first collective. Rules, after Megatron-LM's ``_Para
 * one buffer for each pair of parameter dtype and gradient dtype;
 * a parameter starts on a multiple of 64 elements, a bucket ends on a multiple of ``lcm(dp_size, 128)``, so that every
   shard has the same size and starts on an aligned address;
-* with the distributed optimizer rank r owns the r-th of ``dp_size`` equal parts of every bucket, otherwise all of it.
+* with the distributed optimizer rank r owns the r-th of ``dp_size`` equal parts of every bucket, otherwise all of it;
+* with n instances of it the ranks are n times ``num_shards`` consecutive ones, and rank r owns the
+  ``r % num_shards``-th of ``num_shards`` parts: every part has n owners, which hold the same bits.
 """
 
 from __future__ import annotations
@@ -114,7 +116,8 @@ class BufferLayout:
         buffers: one for each (dtype, grad dtype).
         buckets: in launch order.
         dp_size: number of data-parallel ranks.
-        num_shards: ``dp_size`` when buckets are owned in shards, 1 when every rank owns all of every bucket.
+        num_shards: how many equal parts a bucket is owned in: ``dp_size``, or as many as an instance of the distributed
+            optimizer has ranks; 1 when every rank owns all of every bucket.
         piece_numel: with pooled gradients the most elements that are sent at once; None where gradients have buffers
             of their own.
     """
@@ -128,6 +131,7 @@ class BufferLayout:
     piece_numel: int | None = None
 
     def __post_init__(self) -> None:
+        assert self.dp_size % self.num_shards == 0, "instances are of equal size"
         alignment = math.lcm(self.dp_size, BUCKET_ALIGNMENT_NUMEL)
         ends = [0] * len(self.buffers)
         for bucket in sorted(self.buckets, key=lambda bucket: (bucket.buffer, bucket.start)):
@@ -173,12 +177,17 @@ class BufferLayout:
         ]
         return [max(nbytes)] * min(STAGING_BUFFERS, len(nbytes)) if self.is_pooled and nbytes else []
 
+    @property
+    def num_instances(self) -> int:
+        """How many ranks own the same elements."""
+        return self.dp_size // self.num_shards
+
     def shard_range(self, bucket: Bucket, dp_rank: int) -> tuple[int, int]:
         """Elements ``[start, end)`` of the bucket's buffer that ``dp_rank`` owns."""
         if self.num_shards == 1:
             return bucket.start, bucket.end
         shard_numel = bucket.numel // self.num_shards
-        start = bucket.start + dp_rank * shard_numel
+        start = bucket.start + dp_rank % self.num_shards * shard_numel
         return start, start + shard_numel
 
     def owned_range(self, param: int, dp_rank: int) -> tuple[int, int] | None:
@@ -187,7 +196,7 @@ class BufferLayout:
         slot = self.slots[param]
         shard_start, shard_end = self.shard_range(self.buckets[slot.bucket], dp_rank)
         if slot.start == slot.end:  # nothing to own, but its counters are somebody's
-            return (slot.start, slot.end) if dp_rank == 0 or self.num_shards == 1 else None
+            return (slot.start, slot.end) if dp_rank % self.num_shards == 0 else None
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
 
@@ -285,10 +294,11 @@ def build_layout(
             registration.
 
     Raises:
-        ValueError: if two specs share a name or ``dp_size`` is not positive.
+        ValueError: if two specs share a name, or ``dp_size`` is not positive or does not divide into the instances.
     """
     if dp_size < 1:
         raise ValueError(f"dp_size={dp_size}: expected at least one rank")
+    num_shards = _num_shards(config, dp_size)
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
@@ -327,7 +337,6 @@ def build_layout(
         ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel)
         for i, spec in enumerate(specs)
     )
-    num_shards = dp_size if config.use_distributed_optimizer else 1
     pooled = config.grad_buffer == "pooled" and num_shards > 1
     sums_in_fp32 = pooled or (config.reduce_scatter_with_fp32_accumulation and num_shards > 1)
     buffers = []
@@ -343,6 +352,26 @@ def build_layout(
         num_shards=num_shards,
         piece_numel=_round_up(bucket_size, alignment) if pooled else None,
     )
+
+
+def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
+    """In how many parts a bucket is owned; raises ValueError if the configuration does not fit the number of ranks."""
+    instances = config.num_distributed_optimizer_instances
+    if not config.use_distributed_optimizer:
+        return 1
+    if dp_size % instances != 0:
+        divisors = ", ".join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances} does not divide the {dp_size} data-parallel rank(s), of "
+            f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
+        )
+    if instances == dp_size > 1 and config.reduce_scatter_with_fp32_accumulation:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts "
+            "reduce_scatter_with_fp32_accumulation=True: instances of one rank have no shards to sum into, and "
+            "gradients are all-reduced. Pass fewer instances, or leave one of the two out"
+        )
+    return dp_size // instances
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -64,9 +64,15 @@ def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tens
     """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's."""
     numels = [bucket.numel for bucket in layout.buckets]
     use = memory_use(layout, dp_rank, state_tensors or 0)
-    reduction = (
-        "reduce-scatter, sharded optimizer" if layout.num_shards > 1 else "all-reduce, whole optimizer on every rank"
-    )
+    if layout.num_shards == 1:
+        reduction = "all-reduce, whole optimizer on every rank"
+    elif layout.num_instances == 1:
+        reduction = "reduce-scatter, sharded optimizer"
+    else:
+        reduction = (
+            f"reduce-scatter inside {layout.num_instances} instances of {layout.num_shards} ranks, all-reduce between "
+            "them, optimizer sharded inside"
+        )
     timing = "while backward runs" if overlap else "after backward"
     wire = (
         ", ".join(dict.fromkeys(str(buffer.grad_dtype).removeprefix("torch.") for buffer in layout.buffers))

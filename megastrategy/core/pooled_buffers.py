@@ -70,8 +70,6 @@ class PooledGradBuffers(GradBuffers):
         self._dp_rank, self._device = dp_rank, device
         self._sums: list[Tensor] = []
         self._pieces: list[list[_Piece]] = []
-        self._reduced: list[bool] = []  # the sums are those of all ranks; False until the first reduction
-        self._stale: list[bool] = []  # to be zeroed before the next gradient is added
         self._sealed: dict[int, dict[int, Tensor]] = {}  # by bucket and parameter, what is not staged yet
         self._on_the_way: set[int] = set()  # buckets that are sealed and not published
         self._staging: list[Tensor] = []  # 1-D bytes, the next to be used first

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .bucket_planner import BucketPlanner
 from .buffers import GradBuffers
-from .collectives import Collectives, Handle
+from .collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
@@ -53,7 +53,8 @@ class Reducer:
         layout: the plan; equal on all ranks.
         params: trainable parameters in the layout's order.
         buffers: where gradients accumulate.
-        collectives: how buckets are sent.
+        collectives: all ranks, which agree on what was used.
+        shard_collectives: how buckets are reduced.
         config: the options.
         should_sync: asked when a backward starts that no forward has decided for.
         listener: gets every event, or None.
@@ -66,6 +67,7 @@ class Reducer:
         params: Sequence[Parameter],
         buffers: GradBuffers,
         collectives: Collectives,
+        shard_collectives: Collectives,
         config: DistributedDataParallelConfig,
         should_sync: Callable[[], bool],
         listener: Listener | None = None,
@@ -74,6 +76,7 @@ class Reducer:
         self.buffers = buffers
         self._params: list[Parameter] = []
         self._collectives = collectives
+        self._shard_collectives = shard_collectives
         self._config = config
         self._should_sync = should_sync
         self._listener = listener
@@ -320,7 +323,7 @@ class Reducer:
             pieces.append(self._send(*self.buffers.stage(bucket, piece)))
             if self.buffers.max_in_flight is not None:
                 self._in_flight.append(pieces[-1])
-        return pieces[0] if len(pieces) == 1 else _Pieces(pieces)
+        return pieces[0] if len(pieces) == 1 else Handles(pieces)
 
     def _wait_for_oldest(self) -> None:
         waits_anyhow = self._is_finishing
@@ -336,9 +339,9 @@ class Reducer:
     def _send(self, tensor: Tensor, sums: Tensor | None) -> Handle:
         mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
         if sums is not None:
-            return self._collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
+            return self._shard_collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
         if self.layout.num_shards > 1:
-            return self._collectives.reduce_scatter(tensor, mean, scale_sum=average)
+            return self._shard_collectives.reduce_scatter(tensor, mean, scale_sum=average)
         return self._collectives.all_reduce(tensor, mean, scale_sum=average)
 
     def _wait_for_launched(self, *, publish: bool = False) -> None:
@@ -466,20 +469,6 @@ class Reducer:
     def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:
             self._listener(Event(kind, index, ran_ns=ran_ns))
-
-
-class _Pieces(Handle):
-    """A bucket that went in several collectives."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-        ran = [handle.ran_ns for handle in self._handles]
-        if ran[0] is not None and ran[-1] is not None:
-            self.ran_ns = ran[0][0], ran[-1][1]
 
 
 class _GradHook:

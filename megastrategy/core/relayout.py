@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .buffers import ContiguousGradBuffers, ParamBuffers
-from .collectives import Collectives
+from .buffers import GradBuffers, ParamBuffers
 from .events import EventKind
 from .layout import BufferLayout
 
@@ -77,7 +76,7 @@ class ShardHolder(ABC):
 class _ReducedGrads(ShardHolder):
     """The reduce-scattered gradients themselves."""
 
-    def __init__(self, buffers: ContiguousGradBuffers, rank: int) -> None:
+    def __init__(self, buffers: GradBuffers, rank: int) -> None:
         self._buffers, self._rank = buffers, rank
         self.shards: dict[int, Tensor] = {}
 
@@ -115,19 +114,18 @@ def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
     assert layout.params == present.params, "of the same parameters"
     assert (layout.dp_size, layout.num_shards) == (present.dp_size, present.num_shards)
     assert not model.has_local_grads, "what is not reduced yet would be lost"
-    assert isinstance(grads, ContiguousGradBuffers), "others have no buckets between two reductions"
     with torch.no_grad():
         if model.param_buffers is None:
-            model.grad_buffers = ContiguousGradBuffers(layout, model.params, model.collectives.rank, model.device)
-            model.grad_buffers.num_updates[:] = grads.num_updates
             model.layout = layout
+            model.grad_buffers = model.make_grad_buffers()
+            model.grad_buffers.num_updates[:] = grads.num_updates
         else:
             model.finish_param_gather()
             model.param_buffers.recapture()
             grads.adopt_written(range(len(model.params)))
             reduced = _ReducedGrads(grads, model.collectives.rank)
             optimizers = {number: holder for number, ref in enumerate(model.shard_holders) if (holder := ref())}
-            contents = _gather({_GRADS: reduced, **optimizers}, present, layout, model.collectives, model.device)
+            contents = _gather({_GRADS: reduced, **optimizers}, model, layout)
             if contents is None:
                 return False
             reduced.take(contents.pop(_GRADS))
@@ -140,26 +138,23 @@ def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
 
 
 def _change_buffers(
-    model: DistributedDataParallel, grads: ContiguousGradBuffers, layout: BufferLayout, shards: Mapping[int, Tensor]
+    model: DistributedDataParallel, grads: GradBuffers, layout: BufferLayout, shards: Mapping[int, Tensor]
 ) -> None:
     """The model's buffers become those of ``layout``; ``shards``: this rank's parts of the reduced gradients there."""
     grads.close()  # frees as much as the parameters now take
     model.layout = layout
     model.param_buffers = ParamBuffers(layout, model.params, model.device)
     model.param_gather.follow(model.param_buffers)
-    model.grad_buffers = ContiguousGradBuffers(layout, model.params, model.collectives.rank, model.device)
+    model.grad_buffers = model.make_grad_buffers()
     model.grad_buffers.take_over(grads, shards)
 
 
 def _gather(
-    holders: Mapping[int, ShardHolder],
-    present: BufferLayout,
-    layout: BufferLayout,
-    collectives: Collectives,
-    device: torch.device,
+    holders: Mapping[int, ShardHolder], model: DistributedDataParallel, layout: BufferLayout
 ) -> dict[int, Contents] | None:
     """What this rank will keep in ``layout``, by holder; None, on all ranks, if there is something that cannot be
     moved. Collective; changes nothing."""
+    present, collectives, device = model.layout, model.collectives, model.device
     described = {number: holder.describe() for number, holder in holders.items()}
     by_rank = collectives.all_gather_objects(_on_host(described), device)
     whole = _merge(by_rank)
@@ -189,7 +184,7 @@ def _gather(
                     part = holders[number].part(index, name) if owned is not None else None
                     if owned is not None and part is not None:
                         flat[owned[0] - bucket.start : owned[1] - bucket.start] = part
-                collectives.all_gather(flat).wait()
+                model.shard_collectives.all_gather(flat).wait()
                 for index in members:
                     if index in own[number]:
                         own[number][index][name] = _cut(flat, index, bucket.start, present, layout, collectives.rank)

@@ -82,7 +82,7 @@ class ShardedStep(ShardHolder):
     @property
     def owner_collectives(self) -> Collectives | None:
         """The ranks among which elements are divided; None where every rank has all of them."""
-        return self.model.collectives if self.sharded else None
+        return self.model.shard_collectives if self.sharded else None
 
     @property
     def has_shards(self) -> bool:

@@ -326,12 +326,13 @@ def test_values_are_read_as_the_fields_types(
 
 def test_every_option_can_be_set_in_the_environment() -> None:
     for name in field_names():
-        value = {"bucket_size": "5", "grad_buffer": "pooled"}.get(name, "true")
+        values = {"bucket_size": "5", "num_distributed_optimizer_instances": "5", "grad_buffer": "pooled"}
+        value = values.get(name, "true")
         others = {"MEGATRON_LM_TP_DEGREE": "2"}
         if name == "reduce_scatter_with_fp32_accumulation":
             others["MEGATRON_DDP_GRAD_REDUCE_IN_FP32"] = "false"
         plugin = plugin_from_launch(None, {f"MEGATRON_DDP_{name.upper()}": value, **others})
-        assert getattr(plugin, name) == {"bucket_size": 5, "grad_buffer": "pooled"}.get(name, True), name
+        assert getattr(plugin, name) == {"5": 5, "pooled": "pooled", "true": True}[value], name
 
 
 @pytest.mark.parametrize(

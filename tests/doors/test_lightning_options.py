@@ -18,7 +18,12 @@ FIELDS = [field.name for field in dataclasses.fields(DistributedDataParallelConf
 def test_every_config_field_is_a_strategy_argument(name: str) -> None:
     """A field is written once, in the config; the strategy must pass on each of them, also those that come later."""
     default = getattr(DistributedDataParallelConfig(), name)
-    others = {"bucket_size": 12_345, "overlap_param_gather": "forward", "grad_buffer": "pooled"}
+    others = {
+        "bucket_size": 12_345,
+        "overlap_param_gather": "forward",
+        "grad_buffer": "pooled",
+        "num_distributed_optimizer_instances": 3,
+    }
     value = others.get(name, not default)
     needed = {
         "use_contiguous_buffers": {"use_distributed_optimizer": False, "overlap_grad_reduce": False},
@@ -80,6 +85,7 @@ def test_other_arguments_are_refused_by_name(name: str, value: Any, reason: str)
         ({"bucket_size": 1e6}, ["bucket_size=1000000.0"]),
         ({"bucket_size": 10, "bucket_cap_mb": 25}, ["bucket_size", "bucket_cap_mb"]),
         ({"bucket_cap_mb": -1}, ["bucket_cap_mb=-1"]),
+        ({"num_distributed_optimizer_instances": 0}, ["num_distributed_optimizer_instances=0"]),
         ({"overlap_grad_reduce": "yes"}, ["overlap_grad_reduce='yes'"]),
         ({"use_contiguous_buffers": False}, ["use_contiguous_buffers=False", "use_distributed_optimizer=False"]),
         ({"gradient_as_bucket_view": 1}, ["gradient_as_bucket_view=1"]),

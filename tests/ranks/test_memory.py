@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.memory import memory_use, memory_use_of_ddp
 from tests.support.models import two_layers
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, with_instances
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
@@ -46,14 +46,20 @@ WAYS = [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_tensors_held_equal_the_formula_to_the_byte(size: int, way: dict[str, Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "instances"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3)])
+def test_tensors_held_equal_the_formula_to_the_byte(
+    size: int, instances: int, way: dict[str, Any], dtype: torch.dtype
+) -> None:
     """Parameters, gradients and optimizer state of every rank after two steps of Adam."""
+    sharded = way.get("use_distributed_optimizer", True)
+    if not sharded:
+        instances = 1
 
     def run(rank: int, group: ProcessGroup) -> tuple[int, int, int]:
         module = wide(dtype)
-        config = DistributedDataParallelConfig(bucket_size=5000, **way)
-        model = DistributedDataParallel(module, config, group)
+        config = DistributedDataParallelConfig(bucket_size=5000, num_distributed_optimizer_instances=instances, **way)
+        collectives = with_instances(group, instances) if instances > 1 else None
+        model = DistributedDataParallel(module, config, group, collectives=collectives)
         optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
         for _ in range(2):
             optimizer.zero_grad()
@@ -74,15 +80,17 @@ def test_tensors_held_equal_the_formula_to_the_byte(size: int, way: dict[str, An
 
     per_rank = run_ranks(size, run)
     numel = sum(param.numel() for param in wide(dtype).parameters())
-    shares = size if way.get("use_distributed_optimizer", True) else 1
+    shares = size // instances if sharded else 1
     of_params, of_grads, of_state = {torch.float32: (4, 4, 8), torch.bfloat16: (2, 4, 12)}[dtype]
     padding = 4 * (math.lcm(size, 128) + 6 * 64)  # at most, in elements: 4 buckets, 5 parameters
-    grads_shares = size if way.get("grad_buffer") == "pooled" else 1
+    grads_shares = shares if way.get("grad_buffer") == "pooled" else 1
     for params, grads, _ in per_rank:
         assert of_params * numel <= params <= of_params * (numel + padding)
         assert of_grads * numel <= grads * grads_shares <= of_grads * (numel + padding)
     total_state = sum(state for _, _, state in per_rank)
-    assert total_state == of_state * numel * (size // shares), "every element's state is on one rank (or on all)"
+    assert total_state == of_state * numel * (size // shares), (
+        "an element's state is on one rank of each instance (or on all)"
+    )
 
 
 def test_nothing_else_is_alive() -> None:
@@ -150,13 +158,36 @@ def test_bytes_on_the_wire_are_at_the_floor(
     size: int, way: dict[str, Any], dtype: torch.dtype, bytes_a_param: int
 ) -> None:
     """Within 1 % of 8(d-1)/d bytes a parameter a rank in fp32; 6(d-1)/d with bf16 weights and fp32 gradients."""
+    check_bytes_on_the_wire(size, dtype, bytes_a_param * (size - 1) / size, **way)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
+@pytest.mark.parametrize(("size", "instances"), [(4, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize("kind", ["fp32", "bf16 weights", "bf16 on the wire"])
+def test_bytes_on_the_wire_are_at_the_floor_with_instances(size: int, instances: int, kind: str) -> None:
+    """A reduce-scatter and a gather over the s ranks of an instance, and an all-reduce of a shard over n instances."""
+    grad_bytes, param_bytes = {"fp32": (4, 4), "bf16 weights": (4, 2), "bf16 on the wire": (2, 2)}[kind]
+    shards = size // instances
+    inside, between = (shards - 1) / shards, 2 * (instances - 1) / instances / shards
+    floor = (grad_bytes + param_bytes) * inside + 4 * between  # sums in fp32 in any case
+    if kind == "fp32":
+        assert math.isclose(floor, 8 * (size - 1) / size), "as much as with one instance"
+    options = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True} if grad_bytes == 2 else {}
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    check_bytes_on_the_wire(size, dtype, floor, num_distributed_optimizer_instances=instances, **options)
+
+
+def check_bytes_on_the_wire(size: int, dtype: torch.dtype, bytes_a_param: float, **options: Any) -> None:
+    """What the kernel has counted in three steps, by rank and parameter."""
     steps = 3
     elsewhere = bytes_received().keys()
 
     def run(rank: int, group: ProcessGroup) -> tuple[int, int]:
         module = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).to(dtype)
-        config = DistributedDataParallelConfig(bucket_size=300_000, **way)
-        model = DistributedDataParallel(module, config, group)
+        config = DistributedDataParallelConfig(bucket_size=300_000, **options)
+        instances = config.num_distributed_optimizer_instances
+        collectives = with_instances(group, instances) if instances > 1 else None
+        model = DistributedDataParallel(module, config, group, collectives=collectives)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         counts = []
         for number in range(steps + 1):
@@ -173,6 +204,6 @@ def test_bytes_on_the_wire_are_at_the_floor(
 
     before, after = run_ranks(size, run)[0]
     numel = sum(param.numel() for param in nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).parameters())
-    floor = bytes_a_param * (size - 1) / size * numel
+    floor = bytes_a_param * numel
     sent = (after - before) / size / steps
     assert 1.0 <= sent / floor < 1.01, f"{sent / numel:.3f} bytes a parameter, the floor is {floor / numel:.3f}"

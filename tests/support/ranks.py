@@ -14,7 +14,10 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo, Store
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+
+from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
+from megastrategy.core.instanced_collectives import make_instance_collectives
 
 T = TypeVar("T")
 
@@ -32,7 +35,26 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float = 30.0) -> P
     return group
 
 
-_retired: collections.deque[ProcessGroup] = collections.deque(maxlen=16)
+def with_instances(
+    group: ProcessGroup, num_instances: int, kind: type[GlooCollectives] | type[BackendCollectives] = GlooCollectives
+) -> Collectives:
+    """Collectives over a group that no registry knows, divided into instances of consecutive ranks: its parts have to
+    be made by hand as well."""
+    rank, size = group.rank(), group.size() // num_instances
+    store, timeout = group.get_group_store(), group._get_backend(torch.device("cpu")).options._timeout
+    number, place = divmod(rank, size)
+    instance = gloo_group(PrefixStore(f"instance {number}", store), place, size, timeout.total_seconds())
+    across = gloo_group(PrefixStore(f"place {place}", store), number, num_instances, timeout.total_seconds())
+    _parts.setdefault(group, []).extend((instance, across))
+    every = kind(group)
+    every.instances[size] = make_instance_collectives(every, instance, across)
+    return every
+
+
+_parts: weakref.WeakKeyDictionary[ProcessGroup, list[ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Made of a group by hand; they end with it."""
+
+_retired: collections.deque[tuple[ProcessGroup, ...]] = collections.deque(maxlen=16)
 """Groups whose ranks have ended. One that went at once could deadlock: its destructor waits for gloo's threads while
 holding the GIL, which such a thread needs to let go of the last tensor. By the time they leave here they are idle.
 """
@@ -75,13 +97,16 @@ def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
         try:
             group = gloo_group(store, rank, size, timeout_s)
             outcomes[rank] = run(rank, group)
-            _retired.append(group)
+            _retired.append((group, *_parts.pop(group, [])))
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
             error.add_note("".join(traceback.format_exception(error)))
             seen: BaseException | None = error
-            while seen is not None:  # frames hold the group
+            while seen is not None:  # frames hold the group, and cleared ones their function, whose closure holds it
                 traceback.clear_frames(seen.__traceback__)
+                seen.__traceback__ = None
                 seen = seen.__cause__ or seen.__context__
+            if group is not None:
+                _parts.pop(group, None)
             alive, group = weakref.ref(group) if group is not None else (lambda: None), None
             _collect(alive)
             outcomes[rank] = error

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
 from .models import awkward_model, images
-from .ranks import run_ranks
+from .ranks import run_ranks, with_instances
 
 Groups = list[dict[str, Any]]
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -107,7 +107,9 @@ def train_with_ours(run: Run, size: int, config: DistributedDataParallelConfig) 
 
     def train(rank: int, group: ProcessGroup) -> Outcome:
         module = awkward_model().to(run.dtype)
-        model = DistributedDataParallel(module, config, group)
+        instances = config.num_distributed_optimizer_instances
+        collectives = with_instances(group, instances) if 1 < instances < size else None
+        model = DistributedDataParallel(module, config, group, collectives=collectives)
         optimizer = DistributedOptimizer(run.make_optimizer(model), model)
         losses, norms = _train(run, rank, model, optimizer, lambda: optimizer.clip_grad_norm_(run.clip_norm or 0.0))
         state = optimizer.state_dict()

@@ -19,9 +19,9 @@ DOORS = {path.stem for path in PACKAGE.glob("[a-z]*.py")} | SHARED_BY_DOORS
 RANKS = [
     {"config", "events", "errors", "flat_shard", "tensor_parts"},
     {"layout"},
-    {"memory", "elementwise", "param_shard", "nonfinite", "roll_call", "bucket_order", "bucket_choice"},
+    {"memory", "elementwise", "param_shard", "nonfinite", "roll_call", "bucket_order", "bucket_choice", "worker"},
     {"collectives", "buffers"},
-    {"bucket_tuning", "flattened_buffers", "pooled_buffers"},
+    {"bucket_tuning", "flattened_buffers", "pooled_buffers", "instanced_collectives"},
     {"reducer", "param_gather", "clip_grads", "checkpoint", "step_tensors", "relayout"},
     {"sharded_checkpoint"},
     {"distributed_data_parallel"},
@@ -68,7 +68,7 @@ def test_every_file_of_core_has_its_rank() -> None:
 def test_only_collectives_talk_to_torch_distributed() -> None:
     """Types aside (ProcessGroup in signatures), nobody else calls it."""
     for path in CORE.glob("*.py"):
-        if path.stem == "collectives":
+        if path.stem in ("collectives", "instanced_collectives"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":

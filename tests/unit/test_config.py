@@ -10,6 +10,8 @@ import pytest
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.config import config_from_arguments, field_names
 
+NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
+
 
 def test_every_field_has_a_docstring() -> None:
     source = inspect.getsource(DistributedDataParallelConfig)
@@ -43,9 +45,16 @@ def test_a_bucket_size_may_be_measured_where_something_overlaps() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in field_names() if name not in ("bucket_size", "overlap_param_gather", "grad_buffer")]
-)
+@pytest.mark.parametrize("value", [0, -2, 2.0, "2", True, None])
+def test_the_number_of_instances_must_be_a_positive_integer(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"num_distributed_optimizer_instances={value!r}: .*divides the number"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=value)  # type: ignore[arg-type]
+
+
+SWITCHES = [name for name in field_names() if name not in (*NUMBERS, "overlap_param_gather", "grad_buffer")]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
 def test_switches_must_be_booleans(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='yes'"):
         DistributedDataParallelConfig(**{name: "yes"})
@@ -82,6 +91,8 @@ def test_contradictions_name_both_fields_and_the_remedy() -> None:
         DistributedDataParallelConfig(
             reduce_scatter_with_fp32_accumulation=True, grad_reduce_in_fp32=False, use_distributed_optimizer=False
         )
+    with pytest.raises(ValueError, match=r"optimizer_instances=2 contradicts use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=2, use_distributed_optimizer=False)
     with pytest.raises(ValueError, match=r"static_graph=True.*find_unused_parameters=False"):
         DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
 

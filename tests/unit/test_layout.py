@@ -35,30 +35,32 @@ def models(draw: st.DrawFn) -> list[ParamSpec]:
     return [spec(f"p{i}", *shape, dtypes=draw(st.sampled_from(DTYPES))) for i, shape in enumerate(shapes)]
 
 
-def layouts() -> st.SearchStrategy[BufferLayout]:
-    return st.builds(
-        lambda specs, bucket_size, dp_size, sharded: build_layout(
-            specs, DistributedDataParallelConfig(bucket_size=bucket_size, use_distributed_optimizer=sharded), dp_size
+@st.composite
+def layouts(draw: st.DrawFn) -> BufferLayout:
+    dp_size, sharded = draw(st.integers(1, 9)), draw(st.booleans())
+    config = DistributedDataParallelConfig(
+        bucket_size=draw(st.one_of(st.none(), st.integers(1, 5000))),
+        use_distributed_optimizer=sharded,
+        num_distributed_optimizer_instances=draw(
+            st.sampled_from([n for n in range(1, dp_size + 1) if dp_size % n == 0 and (sharded or n == 1)])
         ),
-        models(),
-        st.one_of(st.none(), st.integers(1, 5000)),
-        st.integers(1, 9),
-        st.booleans(),
     )
+    return build_layout(draw(models()), config, dp_size)
 
 
 @given(layouts())
 @settings(deadline=None, max_examples=200)
-def test_every_element_is_owned_by_exactly_one_rank(layout: BufferLayout) -> None:
-    for index, param in enumerate(layout.params):
-        owners = [0] * param.numel
-        for rank in range(layout.num_shards):
-            owned = layout.owned_range(index, rank)
-            if owned is not None:
-                start = layout.slots[index].start
-                for element in range(owned[0] - start, owned[1] - start):
-                    owners[element] += 1
-        assert owners == [1] * param.numel
+def test_every_element_is_owned_by_exactly_one_rank_of_an_instance(layout: BufferLayout) -> None:
+    for first in range(0, layout.dp_size, layout.num_shards):
+        for index, param in enumerate(layout.params):
+            owners = [0] * param.numel
+            for rank in range(first, first + layout.num_shards):
+                owned = layout.owned_range(index, rank)
+                if owned is not None:
+                    start = layout.slots[index].start
+                    for element in range(owned[0] - start, owned[1] - start):
+                        owners[element] += 1
+            assert owners == [1] * param.numel
 
 
 @given(layouts())
@@ -166,6 +168,29 @@ def test_no_parameters_and_no_elements() -> None:
     assert layout.owned_range(0, 0) == (layout.slots[0].start,) * 2, "its counters are rank 0's"
     assert layout.owned_range(0, 1) is None
     assert layout.owned_range(1, 0) == (0, 5)
+
+
+def test_the_ranks_at_one_place_in_their_instances_own_the_same() -> None:
+    config = DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
+    layout = build_layout([spec("a", 1000), spec("empty", 0)], config, 6)
+    assert (layout.num_shards, layout.num_instances) == (3, 2)
+    owned = [layout.owned_range(0, rank) for rank in range(6)]
+    assert owned == [(0, 384), (384, 768), (768, 1000)] * 2
+    assert [layout.owned_range(1, rank) is not None for rank in range(6)] == [True, False, False] * 2
+    whole = build_layout([spec("a", 1000)], DistributedDataParallelConfig(num_distributed_optimizer_instances=6), 6)
+    assert (whole.num_shards, whole.num_instances) == (1, 6)
+    assert all(whole.owned_range(0, rank) == (0, 1000) for rank in range(6)), "as without the distributed optimizer"
+
+
+def test_instances_that_do_not_fit_the_number_of_ranks_are_refused() -> None:
+    two = DistributedDataParallelConfig(num_distributed_optimizer_instances=2)
+    with pytest.raises(ValueError, match=r"instances=2 does not divide the 3 data-parallel rank.*Pass one of 1, 3"):
+        build_layout([spec("a", 1)], two, 3)
+    in_sixteen_bits = DistributedDataParallelConfig(
+        num_distributed_optimizer_instances=2, grad_reduce_in_fp32=False, reduce_scatter_with_fp32_accumulation=True
+    )
+    with pytest.raises(ValueError, match=r"instances=2 on 2 ranks contradicts reduce_scatter_with_fp32_acc.*fewer"):
+        build_layout([spec("a", 1)], in_sixteen_bits, 2)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -1,0 +1,247 @@
+"""Collectives of one instance of the distributed optimizer, where there are several.
+
+The d ranks are n instances of s = d/n consecutive ones (a node, say), and every instance has a whole sharded optimizer.
+A bucket is reduce-scattered inside each instance, and the shard that a rank then has is all-reduced over the n ranks
+at its place in theirs; new weights are gathered inside an instance. Sent a rank a step, in bytes a parameter, fp32:
+``4(s - 1)/s`` for the reduce-scatter, as much for the gather, and ``2(n - 1)/n * 4/s`` between instances, which is
+``8(d - 1)/d`` together: as much as with one instance, of which ``8(n - 1)/d`` leave the instance. With bf16 weights the
+gather is half of that: ``6(s - 1)/s + 8(n - 1)/d``.
+
+All owners of a shard get the same bits from an all-reduce, and so their optimizers stay equal without ever being
+compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .collectives import BackendCollectives, Collectives, GlooCollectives, Handle, WorkHandle, destroy_group
+from .tensor_parts import add_parts_
+
+
+def shard_collectives(every: Collectives, num_shards: int, device: torch.device) -> Collectives:
+    """The collectives to reduce and gather with where ``num_shards`` ranks have a shard each: ``every``, or
+    :class:`InstanceCollectives` of this rank's instance. Those are made once for each ``every``, which has them from
+    then on. Making them is collective over all ranks.
+
+    Raises:
+        ValueError: if they have to be made from a group that torch.distributed does not know, and cannot divide.
+    """
+    if num_shards in (1, every.size):
+        return every
+    if num_shards not in every.instances:
+        instance, across = _divide(every.group, every.rank, num_shards, device)
+        every.instances[num_shards] = make_instance_collectives(every, instance, across)
+    return every.instances[num_shards]
+
+
+def make_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> InstanceCollectives:
+    """For the backend of ``every``.
+
+    Args:
+        every: all ranks.
+        instance: the ranks of this rank's instance, in order.
+        across: the ranks at this rank's place in all instances, in order.
+    """
+    if isinstance(every, GlooCollectives):
+        return GlooInstanceCollectives(every, instance, across)
+    return BackendInstanceCollectives(every, instance, across)
+
+
+def destroy_instances(every: Collectives) -> None:
+    """Ends the groups that :func:`shard_collectives` made."""
+    for made in every.instances.values():
+        if isinstance(made, InstanceCollectives):
+            destroy_group(made.group)
+            destroy_group(made.across)
+    every.instances.clear()
+
+
+def _divide(group: ProcessGroup, rank: int, size: int, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
+    """New groups over this rank's instance of ``size`` ranks and over the ranks at its place in all instances, with the
+    backend and the timeout of ``group``. All ranks make their own two in this order; where ``group`` is the whole
+    world, all make all, so that the names of groups do not depend on what else some ranks have made."""
+    if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_group_ranks:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={group.size() // size} needs groups over parts of the ranks, and "
+            "torch.distributed does not know the process group that was passed, which was made by hand: pass one of "
+            "torch.distributed.new_group, or none for all ranks"
+        )
+    ranks = dist.get_process_group_ranks(group)
+    local = len(ranks) < dist.get_world_size()
+    found: list[ProcessGroup] = []
+    instances = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+    for parts in (instances, [ranks[place::size] for place in range(size)]):
+        for part in parts:
+            if not local or ranks[rank] in part:
+                made = dist.new_group(
+                    part,
+                    timeout=group._get_backend(device).options._timeout,
+                    backend=dist.get_backend_config(group),
+                    use_local_synchronization=local,
+                )
+                found += [made] if ranks[rank] in part else []
+    instance, across = found
+    return instance, across
+
+
+class InstanceCollectives(Collectives):
+    """Reductions are over all ranks, as those of ``every``; a gather, and so ``rank`` and ``size``, are of the
+    instance.
+
+    Attributes:
+        across: the ranks at this rank's place in all instances.
+    """
+
+    def __init__(self, every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> None:
+        super().__init__(instance)
+        self._every, self.across = weakref.ref(every), across  # which keeps this one
+
+    @property
+    def every(self) -> Collectives:
+        """The collectives of all ranks."""
+        every = self._every()
+        assert every is not None, "whoever reduces here has it too"
+        return every
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Of all ranks: the instances gather the same, and one of them keeps it."""
+        return self.every.is_rank_zero
+
+    def require_all_ranks(self, what: str) -> None:
+        self.every.require_all_ranks(what)
+
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self.every.all_reduce(tensor, scale, scale_sum=scale_sum)
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self.every.all_reduce_max(tensor)
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return self.every.broadcast(tensor)
+
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        def run() -> None:
+            own = tensor.chunk(self.size)[self.rank]
+            self._scatter_inside(tensor, None if scale_sum else scale)
+            self.across.allreduce([own]).wait()
+            if scale_sum:
+                own.mul_(scale)
+
+        return self._in_order("reduce-scatter", tensor.device, run)
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        def run() -> None:
+            total = torch.zeros_like(sums)  # sums has what earlier reductions gave, on all owners alike
+            add_parts_(total, self._exchange_inside(tensor), 1.0 if scale_sum else scale, scale_sum)
+            self.across.allreduce([total]).wait()
+            sums.add_(total.mul_(scale) if scale_sum else total)
+
+        return self._in_order("reduce-scatter", tensor.device, run)
+
+    @abstractmethod
+    def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
+        """Carries out ``run`` after what was started before, without keeping the caller where that can be."""
+
+    @abstractmethod
+    def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
+        """This rank's part of ``tensor`` becomes the instance's sum of ``scale *`` that part, or of the part."""
+
+    @abstractmethod
+    def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
+        """What the instance's ranks have in this rank's part of ``tensor``, by rank."""
+
+
+class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
+    """The rings of :class:`GlooCollectives`, in the thread of ``every``, which carries out all that this rank starts.
+
+    So they count among the collectives of all ranks, which they are wherever all ranks run the same program.
+    """
+
+    @property
+    def every(self) -> GlooCollectives:
+        every = super().every
+        assert isinstance(every, GlooCollectives)
+        return every
+
+    def _start(self, what: str, run: Callable[[], object]) -> Handle:
+        return self.every._start(what, run)
+
+    def _get_scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
+        return self.every._get_scratch(dtype, numel)
+
+    def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
+        return self._start(what, run)
+
+    def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
+        self._ring_reduce_scatter(tensor, 1.0 if scale is None else scale, scale_sum=scale is None)
+
+    def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
+        return self._exchange_parts(tensor)
+
+
+class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
+    """The backend's own collectives (NCCL and others). What follows one another does so on a stream made for it, which
+    waits for the stream of the caller; the host waits for nothing, and the caller's stream only in ``Handle.wait``.
+
+    Two reductions never overlap, though the one may be inside and the other between instances; gathers, and what all
+    ranks agree on, are on communicators of their own beside them. Tested on the host alone, where nothing is
+    asynchronous here; on a device this is untested and unmeasured.
+    """
+
+    def __init__(self, every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> None:
+        super().__init__(every, instance, across)
+        self._stream: Any = None
+
+    def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
+        if device.type == "cpu":
+            return WorkHandle(what, _Ended.of(run), self.every)
+        streams = torch.get_device_module(device)
+        if self._stream is None:
+            self._stream = streams.Stream(device)
+        self._stream.wait_stream(streams.current_stream(device))
+        with streams.stream(self._stream), torch.no_grad():
+            run()
+            event = streams.Event()
+            event.record(self._stream)
+        return WorkHandle(what, event, self.every)
+
+    def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
+        if scale is not None:
+            tensor.mul_(scale)
+        own = tensor.chunk(self.size)[self.rank]
+        self.group._reduce_scatter_base(own, tensor, dist.ReduceScatterOptions()).wait()
+
+    def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
+        received = torch.empty_like(tensor)
+        self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions()).wait()
+        return received.chunk(self.size)
+
+
+class _Ended:
+    """What was done at once: raises where it is waited for, as collectives do."""
+
+    def __init__(self, error: RuntimeError | None) -> None:
+        self._error = error
+
+    @classmethod
+    def of(cls, run: Callable[[], object]) -> _Ended:
+        try:
+            with torch.no_grad():
+                run()
+        except RuntimeError as error:
+            return cls(error)
+        return cls(None)
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error

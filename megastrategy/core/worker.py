@@ -1,0 +1,52 @@
+"""The thread in which the host's collectives run while its caller goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+
+class Worker:
+    """One thread that runs what it is given, in order. A daemon: a rank whose peers are gone must be able to exit."""
+
+    _CLOSE_TIMEOUT_S = 5.0
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[tuple[int, int]], Callable[[], object]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="megastrategy-gloo", daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[], object]) -> Future[tuple[int, int]]:
+        """When it began and ended, once it has."""
+        future: Future[tuple[int, int]] = Future()
+        self._jobs.put((future, run))
+        return future
+
+    def stop(self) -> None:
+        """Lets the thread end after what is queued; may be called again."""
+        self._jobs.put(None)
+
+    def close(self) -> None:
+        """Ends the thread after what is queued; after an error on another rank that may never come, so not waited for
+        long."""
+        self.stop()
+        if threading.current_thread() is not self._thread:  # the last reference may go there
+            self._thread.join(self._CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, run = job
+            begun_ns = time.perf_counter_ns()
+            try:
+                with torch.no_grad():
+                    run()
+            except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result((begun_ns, time.perf_counter_ns()))
+            del future, run, job  # a thread that waits for work keeps no tensor alive

@@ -1,0 +1,478 @@
+"""num_distributed_optimizer_instances: sharded inside each instance, and in everything else as with one.
+
+A sum over four ranks has another order here than in torch DDP's ring, so weights are compared within 1e-6, and to the
+bit where gradients are whole numbers, whose sums are exact in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
+from megastrategy.core import describe_setup
+from megastrategy.core.collectives import BackendCollectives, GlooCollectives
+from megastrategy.core.errors import CollectiveError, LayoutMismatchError
+from tests.support.models import awkward_model, images, two_layers
+from tests.support.ranks import run_ranks, try_ranks, with_instances
+from tests.support.training import Run, assert_close, train_with_ddp, train_with_ours
+
+KINDS = [GlooCollectives, BackendCollectives]
+SPLITS = [(4, 2), (6, 2), (6, 3)]
+IN_SIXTEEN_BITS = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}
+
+
+def config(instances: int, **options: Any) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        **{"bucket_size": 200, "num_distributed_optimizer_instances": instances, **options}
+    )
+
+
+def wrap(
+    group: ProcessGroup, module: nn.Module, instances: int, kind: Any = GlooCollectives, **options: Any
+) -> DistributedDataParallel:
+    parts = 1 < instances < group.size()
+    collectives = with_instances(group, instances, kind) if parts else kind(group)
+    return DistributedDataParallel(module, config(instances, **options), collectives=collectives)
+
+
+def weights_of(module: nn.Module) -> Tensor:
+    return torch.cat([param.detach().reshape(-1).float() for param in module.parameters()])
+
+
+def assert_equal_on_all(by_rank: list[list[Tensor]]) -> None:
+    """Every tensor that a rank has returned is the others' to the bit."""
+    for rank, tensors in enumerate(by_rank):
+        assert len(tensors) == len(by_rank[0])
+        for number, (mine, first) in enumerate(zip(tensors, by_rank[0], strict=True)):
+            assert torch.equal(mine, first), f"number {number} of rank {rank} differs from rank 0's"
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+
+
+def whole(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Whole numbers, whose sums are exact."""
+    return torch.randint(-8, 9, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "instances"), SPLITS)
+@pytest.mark.parametrize("scale_sum", [False, True])
+def test_shards_are_sums_over_all_ranks_and_gathers_are_of_an_instance(
+    size: int, instances: int, scale_sum: bool, kind: Any
+) -> None:
+    shards = size // instances
+    numel, scale = 12 * shards, 0.25
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        every = with_instances(group, instances, kind)
+        collectives = every.instances[shards]
+        assert (collectives.rank, collectives.size) == (rank % shards, shards)
+        assert collectives.is_rank_zero == (rank == 0)
+        total = torch.stack([whole(r, numel) for r in range(size)]).sum(0)
+        own = slice(rank % shards * 12, (rank % shards + 1) * 12)
+        for _ in range(2):  # scratch and readiness words are used again
+            scattered = whole(rank, numel)
+            handle = collectives.reduce_scatter(scattered, scale, scale_sum=scale_sum)
+            handle.wait()
+            handle.wait()  # which does nothing more
+            assert torch.equal(scattered[own], total[own] * scale)
+            sums = torch.full((12,), 100.0)
+            collectives.reduce_scatter_into(sums, whole(rank, numel, torch.bfloat16), scale, scale_sum=scale_sum).wait()
+            assert torch.equal(sums, 100.0 + total[own] * scale), "what was there counts once"
+            gathered = torch.full((numel,), -1.0)
+            gathered[own] = float(rank)
+            collectives.all_gather(gathered).wait()
+            first = rank - rank % shards
+            assert gathered.view(shards, 12)[:, 0].tolist() == list(range(first, first + shards))
+        reduced = torch.ones(3)
+        collectives.all_reduce(reduced, 1.0).wait()
+        assert reduced.tolist() == [size] * 3
+        largest = torch.tensor([float(rank)])
+        collectives.all_reduce_max(largest).wait()
+        assert largest.item() == size - 1
+        sent = torch.tensor([float(rank)])
+        collectives.broadcast(sent).wait()
+        assert sent.item() == 0
+        every.close()
+
+    run_ranks(size, run)
+
+
+def test_scaling_the_sum_rounds_once() -> None:
+    """As documented for one instance: the number is applied to the sum, not to what each rank adds."""
+    scale = 1 / 3
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        every = with_instances(group, 2)
+        total = torch.stack([whole(r, 600) for r in range(4)]).sum(0).chunk(2)[rank % 2]
+        scattered = whole(rank, 600)
+        every.instances[2].reduce_scatter(scattered, scale, scale_sum=True).wait()
+        assert torch.equal(scattered.chunk(2)[rank % 2], total * scale)
+        sums = torch.zeros(300)
+        every.instances[2].reduce_scatter_into(sums, whole(rank, 600), scale, scale_sum=True).wait()
+        assert torch.equal(sums, total * scale)
+        every.close()
+
+    run_ranks(4, run)
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap_param_gather": False}, {"overlap_param_gather": "forward"}], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training_is_torch_ddps_on_four_ranks(accumulate: int, options: dict[str, Any]) -> None:
+    """Tied, frozen, unused and partly used parameters, three groups, and a short last window."""
+    options = {"average_in_collective": accumulate == 3, **options}
+    run = Run("SGD", (("lr", 0.05), ("momentum", 0.9)), groups=3, accumulate=accumulate)
+    assert_close(train_with_ours(run, 4, config(2, **options)), train_with_ddp(run, 4), 1e-6)
+    # Adam divides by the root of squared gradients: where those are rounding errors, so is the step; eps damps it.
+    run = Run(options=(("lr", 0.01), ("eps", 1e-4)), accumulate=accumulate)
+    assert_close(train_with_ours(run, 4, config(2, **options)), train_with_ddp(run, 4), 1e-6)
+
+
+@pytest.mark.parametrize("instances", [2, 3, 6])
+def test_training_is_torch_ddps_on_six_ranks(instances: int) -> None:
+    run = Run("SGD", (("lr", 0.05), ("momentum", 0.9)), groups=3, accumulate=3)
+    assert_close(train_with_ours(run, 6, config(instances)), train_with_ddp(run, 6), 1e-6)
+
+
+def test_clipping_by_norm_is_torch_ddps() -> None:
+    """Every element counts once, though as many ranks as there are instances hold it."""
+    run = Run("SGD", (("lr", 0.05), ("momentum", 0.9)), clip_norm=0.05, groups=3)
+    ours, reference = train_with_ours(run, 4, config(2)), train_with_ddp(run, 4)
+    assert_close(ours, reference, 1e-6)
+    assert_equal_on_all([mine.norms for mine in ours])
+    for norm, expected in zip(ours[0].norms, reference[0].norms, strict=True):
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    assert all(norm > 0.05 for norm in ours[0].norms[:3]), "the test clips"
+
+
+class WholeGrads(nn.Module):
+    """Gradients that are whole numbers whatever the weights are, so that their sums and means over 2**k ranks are exact
+    in any order, in 16 bits too. The second layer is used on odd steps, the third on rank 1 only."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.always, self.odd = nn.Linear(33, 5), nn.Linear(33, 7)
+        self.rank_one, self.never = nn.Linear(33, 3, bias=False), nn.Linear(3, 2)
+        generator = torch.Generator().manual_seed(0)
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator).to(dtype)
+
+    def forward(self, x: Tensor, step: int, rank: int) -> Tensor:
+        loss = self.always(x).sum()
+        loss = loss + 2 * self.odd(x).sum() if step % 2 else loss
+        return loss + 4 * self.rank_one(x).sum() if rank == 1 else loss
+
+
+def inputs(rank: int, step: int, microbatch: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + microbatch)
+    return torch.randint(-4, 5, (2, 33), generator=generator).to(dtype)
+
+
+def train_whole(
+    rank: int, model: Any, optimizer: Any, module: WholeGrads, accumulate: int, steps: range = range(6)
+) -> list[Tensor]:
+    """The weights after each step. One microbatch in two is synchronised: several backwards before a step are."""
+    seen = []
+    for step in steps:
+        optimizer.zero_grad()
+        for microbatch in range(accumulate):
+            with model.no_sync() if microbatch % 2 else contextlib.nullcontext():
+                model(inputs(rank, step, microbatch, module.always.weight.dtype), step, rank).backward()
+        optimizer.step()
+        seen.append(weights_of(module))
+    return seen
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("overlap", [False, "step", "forward"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training_is_torch_ddps_to_the_bit_where_sums_are_exact(accumulate: int, overlap: Any, kind: Any) -> None:
+    def train(rank: int, group: ProcessGroup, ours: bool) -> list[Tensor]:
+        module = WholeGrads(torch.float32)
+        if not ours:
+            model = TorchDDP(module, process_group=group, find_unused_parameters=True)
+            return train_whole(rank, model, adamw(model.parameters()), module, accumulate)
+        model = wrap(group, module, 2, kind, overlap_param_gather=overlap)
+        optimizer = DistributedOptimizer(adamw(model.parameters()), model)
+        seen = train_whole(rank, model, optimizer, module, accumulate)
+        model.close()
+        return seen
+
+    ours, reference = (run_ranks(4, functools.partial(train, ours=ours)) for ours in (True, False))
+    assert_equal_on_all(ours)
+    assert_equal_on_all([ours[0], reference[0]])
+
+
+@pytest.mark.parametrize("options", [{}, IN_SIXTEEN_BITS, {**IN_SIXTEEN_BITS, "average_in_collective": True}], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_bf16_weights_take_the_bits_they_take_with_one_instance(accumulate: int, options: dict[str, Any]) -> None:
+    def train(rank: int, group: ProcessGroup, instances: int) -> list[Tensor]:
+        module = WholeGrads(torch.bfloat16)
+        model = wrap(group, module, instances, **options)
+        optimizer = DistributedOptimizer(adamw(model.parameters()), model)
+        seen = train_whole(rank, model, optimizer, module, accumulate)
+        main_params = optimizer.main_params()
+        assert bool(main_params) == (rank == 0), "whole ones are gathered for rank 0 of the first instance alone"
+        model.close()
+        return [*seen, *main_params.values()] if rank == 0 else seen
+
+    two, one = (run_ranks(4, functools.partial(train, instances=instances)) for instances in (2, 1))
+    assert_equal_on_all([two[0], one[0]])
+    assert_equal_on_all([seen[:6] for seen in two])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_ranks_have_the_same_bits_after_every_step(dtype: torch.dtype) -> None:
+    """Where sums are rounded, too: what the owners of a shard get from an all-reduce is the same for each."""
+
+    def train(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module = awkward_model().to(dtype)
+        model = wrap(group, module, 3)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+        seen = []
+        for step in range(5):
+            optimizer.zero_grad()
+            model(images(rank, step, 0, dtype), step, rank).backward()
+            seen += [optimizer.clip_grad_norm_(0.1), optimizer.grad_norm(3.0), model.grad_norms()]
+            optimizer.step()
+            seen.append(weights_of(module))
+        model.close()
+        return seen
+
+    assert_equal_on_all(run_ranks(6, train))
+
+
+@pytest.mark.parametrize("options", [{}, IN_SIXTEEN_BITS], ids=str)
+@pytest.mark.parametrize(("size", "instances"), SPLITS)
+def test_gradients_of_several_backwards_add_up_and_are_whole_on_every_rank(
+    size: int, instances: int, options: dict[str, Any]
+) -> None:
+    dtype = torch.bfloat16 if options else torch.float32
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = WholeGrads(dtype)
+        model = wrap(group, module, instances, **options)
+        expected = torch.zeros(5, 33)
+        for step in (0, 2, 4):  # not cleared in between
+            model(inputs(rank, step, 0, dtype), step, rank).backward()
+            grads = [inputs(r, step, 0, torch.float32).sum(0).expand(5, 33) for r in range(size)]
+            expected += torch.stack(grads).sum(0) / size
+            seen = model.full_grad(module.always.weight)
+            assert seen is not None
+            torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+            norm = model.grad_norms()[[spec.name for spec in model.layout.params].index("always.weight")]
+            torch.testing.assert_close(norm, expected.double().norm(), rtol=1e-5, atol=0)
+        model.close()
+
+    run_ranks(size, run)
+
+
+def test_a_gradient_that_comes_late_is_reduced_again() -> None:
+    """A layer used by two re-entrant checkpoints: its bucket is on the wire when the second gradient arrives."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.last = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            run = functools.partial(checkpoint, use_reentrant=True)
+            return self.last(run(self.layer, x) + run(self.layer, 2 * x))
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = Twice()
+        model = wrap(group, module, 2, bucket_size=1)
+        with torch.no_grad():
+            module.last.weight.fill_(1.0)
+        model(torch.full((1, 4), float(rank + 1), requires_grad=True)).sum().backward()
+        seen = model.full_grad(module.layer.weight)
+        assert seen is not None
+        assert torch.equal(seen, torch.full((4, 4), 4 * 3 * 2.5)), "3 x, of which the mean over ranks is 2.5, by 4 rows"
+        model.close()
+
+    run_ranks(4, run)
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_a_step_is_skipped_by_both_instances(culprit: int) -> None:
+    def train(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module = two_layers()
+        model = wrap(group, module, 2)
+        optimizer = DistributedOptimizer(adamw(model.parameters()), model)
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        seen = []
+        for step in range(4):
+            before = weights_of(module)
+            optimizer.zero_grad()
+            loss = model(torch.full((4, 10), 1.0 + rank)).square().sum()
+            scaler.scale(loss * float("inf") if (step, rank) == (2, culprit) else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(weights_of(module))
+            assert torch.equal(before, seen[-1]) == (step == 2)
+        assert scaler.get_scale() == 512.0
+        model.close()
+        return seen
+
+    assert_equal_on_all(run_ranks(4, train))
+
+
+def test_parameters_that_are_unfrozen_join_the_instances() -> None:
+    def train(rank: int, group: ProcessGroup, instances: int) -> list[Tensor]:
+        module = WholeGrads(torch.float32)
+        module.odd.requires_grad_(False)
+        model = wrap(group, module, instances)
+        optimizer = DistributedOptimizer(adamw(list(module.parameters())), model)
+        train_whole(rank, model, optimizer, module, 1, range(2))
+        module.odd.requires_grad_(True)
+        seen = train_whole(rank, model, optimizer, module, 1, range(2, 6))
+        model.close()
+        return seen
+
+    two, one = (run_ranks(4, functools.partial(train, instances=instances)) for instances in (2, 1))
+    assert_equal_on_all(two)
+    assert_equal_on_all([two[0], one[0]])
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "two instances": {"instances": 2},
+    "one instance": {"instances": 1},
+    "as many as ranks": {"instances": 4},
+    "all-reduce": {"instances": 1, "use_distributed_optimizer": False},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("two instances", way) for way in WAYS] + [(way, "two instances") for way in list(WAYS)[1:]]
+)
+def test_a_state_resumes_with_another_number_of_instances(writer: str, reader: str, dtype: torch.dtype) -> None:
+    """Exactly: both go on with the same bits, from the same whole state."""
+
+    def make(group: ProcessGroup, way: str) -> tuple[DistributedDataParallel, DistributedOptimizer, WholeGrads]:
+        module = WholeGrads(dtype)
+        model = wrap(group, module, **WAYS[way])
+        return model, DistributedOptimizer(adamw(model.parameters()), model), module
+
+    def save(rank: int, group: ProcessGroup) -> tuple[list[Tensor], dict[str, Any]]:
+        model, optimizer, module = make(group, writer)
+        train_whole(rank, model, optimizer, module, 1, range(3))
+        saved = {
+            "module": module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "main_params": optimizer.main_params(),
+        }
+        saved = copy.deepcopy(saved)  # where the optimizer is whole, its state is what training goes on with
+        if model.layout.num_shards > 1:
+            assert bool(saved["optimizer"]["state"]) == (rank == 0), "one rank gets it, of one instance"
+        seen = train_whole(rank, model, optimizer, module, 1, range(3, 6))
+        model.close()
+        return seen, saved
+
+    def load(rank: int, group: ProcessGroup) -> list[Tensor]:
+        model, optimizer, module = make(group, reader)
+        state = copy.deepcopy(saved[0][1])  # torch's load_state_dict goes on with the tensors it is given
+        module.load_state_dict(state["module"])
+        optimizer.load_main_params(state["main_params"])
+        optimizer.load_state_dict(state["optimizer"])
+        seen = train_whole(rank, model, optimizer, module, 1, range(3, 6))
+        model.close()
+        return seen
+
+    saved = run_ranks(4, save)
+    assert_equal_on_all([saved[0][0], *run_ranks(4, load)])
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_instances_of_three_ranks_are_refused_on_every_rank() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=r"num_distributed_optimizer_instances=2 does not divide the 3 .* 1, 3"):
+            DistributedDataParallel(two_layers(), config(2), group)
+
+    run_ranks(3, run)
+
+
+def test_a_group_made_by_hand_cannot_be_divided() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        with pytest.raises(ValueError, match=r"num_distributed_optimizer_instances=2 needs groups.*made by hand"):
+            DistributedDataParallel(two_layers(), config(2), group)
+
+    run_ranks(4, run)
+
+
+def test_ranks_with_other_numbers_of_instances_are_told() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        with pytest.raises(LayoutMismatchError, match=r"ranks and of shards: rank 0 has \[4, 2\], rank 3 has \[4, 4\]"):
+            DistributedDataParallel(two_layers(), config(1 if rank == 3 else 2), group)
+
+    run_ranks(4, run)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_of_either_instance_that_dies_ends_all(kind: Any, victim: int) -> None:
+    """One after the other, each with its connections: no rank waits for the group's timeout."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = wrap(group, module, 2, kind, bucket_size=1)
+        optimizer = DistributedOptimizer(adamw(model.parameters()), model)
+        try:
+            for step in range(100):
+                if (rank, step) == (victim, 3):
+                    raise ZeroDivisionError("this rank ends")
+                model(torch.ones(2, 10)).sum().backward()
+                optimizer.step()
+        finally:
+            model.collectives.close()
+
+    start = time.monotonic()
+    outcomes = try_ranks(4, run, timeout_s=60)
+    assert time.monotonic() - start < 40
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, ZeroDivisionError if rank == victim else CollectiveError), f"{rank}: {outcome!r}"
+        if rank != victim:
+            assert f"rank {rank} of 4" in str(outcome), "by its number among all ranks"
+
+
+# --- what is said of it ----------------------------------------------------------------------------------------------
+
+
+def test_the_lines_at_the_start_say_where_it_is_sharded() -> None:
+    def run(rank: int, group: ProcessGroup, instances: int) -> str:
+        model = wrap(group, two_layers(), instances)
+        lines = describe_setup(model.layout, rank, True, 2)
+        model.close()
+        return lines.splitlines()[0]
+
+    expected: dict[int, Callable[[str], bool]] = {
+        1: lambda line: line.endswith("4 rank(s): reduce-scatter, sharded optimizer"),
+        2: lambda line: "reduce-scatter inside 2 instances of 2 ranks, all-reduce between them" in line,
+        4: lambda line: line.endswith("all-reduce, whole optimizer on every rank"),
+    }
+    for instances, fits in expected.items():
+        assert all(map(fits, run_ranks(4, functools.partial(run, instances=instances))))
