@@ -45,6 +45,7 @@ def check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, shard
 
 
 def param_spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:
+    """What the layout has to know of a parameter."""
     grad_dtype = torch.float32 if param.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else param.dtype
     return ParamSpec(name, tuple(param.shape), dense_stride(param.shape, param.stride()), param.dtype, grad_dtype)
 
