@@ -144,7 +144,9 @@ def test_of_three_ranks_each_has_its_new_third() -> None:
         assert [model.layout.owned_range(index, rank) for index in range(len(model.params))] != owned
         assert all(map(torch.equal, weights, (param.detach() for param in model.params)))
         assert_same_state(optimizer.state_dict(), state)
-        assert all(torch.equal(optimizer.main_params()[name], value) for name, value in main_params.items()) or rank > 0
+        moved = optimizer.main_params()
+        assert len(moved) == (len(model.params) if rank == 0 else 0)
+        assert all(torch.equal(moved[name], value) for name, value in main_params.items())
         for index, shard in optimizer._impl.shards.items():
             start, end = model.layout.owned_range(index, rank) or (0, 0)
             assert shard.numel == end - start
@@ -176,7 +178,7 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
         held = [v for v in gc.get_referents(model.grad_buffers.__dict__) if isinstance(v, list)]
         grads = [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         state = [shard.main for shard in optimizer._impl.shards.values() if shard.main.dtype != dtype]
-        state += [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
+        state += [v for values in optimizer.state.values() for name, v in values.items() if name != "step"]
         used = [i for i, spec in enumerate(model.layout.params) if not spec.name.startswith("never")]
         use, unused = memory_use(model.layout, rank, state_tensors=2), 0
         for index in set(range(len(model.params))).difference(used):  # no state, but main params
@@ -330,9 +332,10 @@ class FailsInMove(RecordingCollectives):
         return super()._do(name, tensor, *args, **options)
 
 
-@pytest.mark.parametrize("number", [1, 3, 8, 20])
+@pytest.mark.parametrize("number", [1, 3, 8, 15])
 def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -> None:
-    """In the exchange of what there is, and in the first, a middle and the last of what is gathered."""
+    """In the exchange of what there is, in the first and a middle one of what is gathered, and in the last of all, in
+    which each hears that all have everything."""
     kept: dict[int, tuple[list[Any], list[Any]]] = {}
     counts: dict[int, int] = {}
 
@@ -362,6 +365,7 @@ def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -
     for before, after in kept.values():
         assert after == before
     assert counts[1] == number - 1
+    assert number < 15 or counts[0] == 15, "the last of them"
 
 
 def test_a_rank_that_fails_while_buckets_take_their_order_ends_all() -> None:
@@ -381,6 +385,6 @@ def test_a_rank_that_fails_while_buckets_take_their_order_ends_all() -> None:
         DistributedOptimizer(adamw(model), model)
         model(batch(rank, 0)).backward()
 
-    outcomes = try_ranks(2, run, timeout_s=10)
+    outcomes = try_ranks(2, run, timeout_s=5)
     assert isinstance(outcomes[1], RuntimeError)
     assert isinstance(outcomes[0], CollectiveError)
