@@ -514,6 +514,19 @@ class CountingClock:
         return end - start
 
 
+def test_a_collective_is_charged_by_the_buckets_of_its_time() -> None:
+    """Of three buckets there are two when the step is logged."""
+    numels = [128, 256, 640]
+    record = _Record(CountingClock(), lambda kind, bucket: numels[bucket])  # type: ignore[arg-type]
+    for bucket in range(3):
+        record(Event(EventKind.REDUCE_START, bucket))
+    numels[:] = [896, 128]
+    record(Event(EventKind.LAYOUT_CHANGED, 2))
+    for bucket in range(2):
+        record(Event(EventKind.GATHER_START, bucket))
+    assert record.take()[1] == 2 * 1024
+
+
 def test_a_rare_log_keeps_no_more_intervals_and_adds_up_all() -> None:
     """On CUDA each holds two events."""
     record = _Record(CountingClock(), lambda kind, bucket: 0)  # type: ignore[arg-type]
@@ -722,9 +735,9 @@ def fit_until_nan(mode: dict[str, Any], accumulate: int) -> tuple[str, int, Fit]
 
 
 class FindsBucket(pl.Callback):
-    """The bucket of ``out.bias``."""
+    """The bucket of ``out.bias``, which the first step's order of arrival may change."""
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         layout: Any = trainer.strategy.model.layout  # type: ignore[union-attr]
         [self.bucket] = [
             slot.bucket for spec, slot in zip(layout.params, layout.slots, strict=True) if spec.name == "out.bias"

@@ -128,6 +128,29 @@ def test_parameters_that_had_joined_find_their_place_among_the_others(when: str,
     assert_same(trained(amsgrad, dtype, when, {}, joins=True), reference)
 
 
+def test_gradients_that_were_used_up_before_a_move_stay_used_up() -> None:
+    """A second step finds none, and the next backward does not add to them, though nobody zeroed any."""
+
+    def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor]:
+        module = Layers(reverse=False)
+        model, _, _ = wrap(group, module, overlap_grad_reduce=False)
+        optimizer = DistributedOptimizer(momentum(model), model)
+        model(batch(rank, 0)).backward()
+        optimizer.step()
+        stepped = [param.detach().clone() for param in module.parameters()]
+        if moving:
+            assert relayout(model, other_layout(model))
+        optimizer.step()
+        assert all(map(torch.equal, stepped, (param.detach() for param in module.parameters())))
+        model(batch(rank, 1)).backward()
+        optimizer.step()
+        return [param.detach().clone() for param in module.parameters()]
+
+    ours, reference = (run_ranks(2, lambda rank, group, m=m: run(rank, group, m)) for m in (True, False))
+    for mine, theirs in zip(ours, reference, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
 def test_of_three_ranks_each_has_its_new_third() -> None:
     """What is gathered right after the move is what was there before it."""
 
@@ -144,7 +167,9 @@ def test_of_three_ranks_each_has_its_new_third() -> None:
         assert [model.layout.owned_range(index, rank) for index in range(len(model.params))] != owned
         assert all(map(torch.equal, weights, (param.detach() for param in model.params)))
         assert_same_state(optimizer.state_dict(), state)
-        assert all(torch.equal(optimizer.main_params()[name], value) for name, value in main_params.items()) or rank > 0
+        moved = optimizer.main_params()
+        assert len(moved) == (len(model.params) if rank == 0 else 0)
+        assert all(torch.equal(moved[name], value) for name, value in main_params.items())
         for index, shard in optimizer._impl.shards.items():
             start, end = model.layout.owned_range(index, rank) or (0, 0)
             assert shard.numel == end - start
@@ -176,7 +201,7 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
         held = [v for v in gc.get_referents(model.grad_buffers.__dict__) if isinstance(v, list)]
         grads = [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         state = [shard.main for shard in optimizer._impl.shards.values() if shard.main.dtype != dtype]
-        state += [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
+        state += [v for values in optimizer.state.values() for name, v in values.items() if name != "step"]
         used = [i for i, spec in enumerate(model.layout.params) if not spec.name.startswith("never")]
         use, unused = memory_use(model.layout, rank, state_tensors=2), 0
         for index in set(range(len(model.params))).difference(used):  # no state, but main params
@@ -290,7 +315,8 @@ def test_a_gradient_that_one_rank_wrote_for_itself_keeps_all_where_it_is() -> No
     run_ranks(2, run)
 
 
-def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is() -> None:
+@pytest.mark.parametrize("gone_on", [0, 1])
+def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is(gone_on: int) -> None:
     """On the other it may wait for the garbage collector, or be in use."""
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -299,14 +325,14 @@ def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is() -> 
         other = DistributedOptimizer(momentum(model), model)
         model(batch(rank, 0)).backward()
         alive = weakref.ref(other._impl)
-        if rank == 1:
+        if rank == gone_on:
             del other
-            gc.collect()
-            assert alive() is None
+            while alive() is not None:  # while another thread collects, a call returns at once
+                gc.collect()
         places = untouched(model, optimizer)[:2]
         assert not relayout(model, other_layout(model))
         assert untouched(model, optimizer)[:2] == places
-        group.barrier().wait()  # until then ``other`` lives on rank 0
+        group.barrier().wait()  # until then ``other`` lives on the other rank
 
     run_ranks(2, run)
 
@@ -330,9 +356,10 @@ class FailsInMove(RecordingCollectives):
         return super()._do(name, tensor, *args, **options)
 
 
-@pytest.mark.parametrize("number", [1, 3, 8, 20])
+@pytest.mark.parametrize("number", [1, 3, 8, 15])
 def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -> None:
-    """In the exchange of what there is, and in the first, a middle and the last of what is gathered."""
+    """In the exchange of what there is, in the first and a middle one of what is gathered, and in the last of all, in
+    which each hears that all have everything."""
     kept: dict[int, tuple[list[Any], list[Any]]] = {}
     counts: dict[int, int] = {}
 
@@ -362,6 +389,7 @@ def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -
     for before, after in kept.values():
         assert after == before
     assert counts[1] == number - 1
+    assert number < 15 or counts[0] == 15, "the last of them"
 
 
 def test_a_rank_that_fails_while_buckets_take_their_order_ends_all() -> None:
@@ -381,6 +409,6 @@ def test_a_rank_that_fails_while_buckets_take_their_order_ends_all() -> None:
         DistributedOptimizer(adamw(model), model)
         model(batch(rank, 0)).backward()
 
-    outcomes = try_ranks(2, run, timeout_s=10)
+    outcomes = try_ranks(2, run, timeout_s=5)
     assert isinstance(outcomes[1], RuntimeError)
     assert isinstance(outcomes[0], CollectiveError)

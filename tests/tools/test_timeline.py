@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -383,6 +384,33 @@ def train(model: Any, optimizer: Any, num_steps: int) -> None:
             model(torch.full((2, 10), 0.1 * number)).square().mean().backward()
         model(torch.full((2, 10), 0.2 * number)).square().mean().backward()
         optimizer.step()
+
+
+def test_a_recording_is_of_one_layout(tmp_path: Path) -> None:
+    """The step in which buckets are filled anew is skipped, whatever was to be; the steps asked for come after it."""
+
+    def run(rank: int, group: ProcessGroup) -> list[int]:
+        class OfRank(DistributedDataParallel):
+            """Ranks are threads here, so each has a class of its own in place of the process's."""
+
+        recording = Recording(tmp_path, rank, skip=0, num_steps=3)
+        recording.install(OfRank)
+        module = torch.nn.Sequential(*(torch.nn.Linear(10, 10) for _ in range(6)))
+        module.forward = lambda x: functools.reduce(lambda x, layer: layer(x), reversed(module), x)  # type: ignore
+        model = OfRank(module, DistributedDataParallelConfig(bucket_size=150), process_group=group)
+        before = model.layout
+        train(model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model), 5)
+        recording.finish()
+        assert model.layout != before
+        return [4 * bucket.numel for bucket in model.layout.buckets]
+
+    sent_bytes = run_ranks(2, run)[0]
+    for rank in range(2):
+        [model] = RankEvents.from_json(json.loads((tmp_path / f"events.rank{rank}.json").read_text())).models
+        assert len(model.steps) == 3
+        assert model.num_skipped_steps == 1
+        assert list(model.reduced_bytes) == sent_bytes
+        assert [times.count for times in bucket_times(model)] == [3] * 2 * len(sent_bytes)
 
 
 @pytest.mark.parametrize(
