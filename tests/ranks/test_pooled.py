@@ -398,6 +398,35 @@ def test_what_is_done_to_gradients_between_backwards(scenario: Callable[[Any, in
     assert_equal(ours, grads_with_ddp(two_layers, scenario, size), 1e-6)
 
 
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_step_uses_gradients_up(zeroes: bool) -> None:
+    """The next window starts from zero, zeroed or not, and a second step finds nothing to step with."""
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module = two_layers()
+        model = DistributedDataParallel(module, config(), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9), model)
+        for step in range(3):
+            half(model, rank, step)
+            optimizer.step()
+            optimizer.step()
+            if zeroes:
+                optimizer.zero_grad()
+        return [param.detach().clone() for param in module.parameters()]
+
+    def reference(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module = two_layers()
+        model = TorchDDP(module, process_group=group)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+        for step in range(3):
+            half(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach().clone() for param in module.parameters()]
+
+    assert_equal(run_ranks(2, run), run_ranks(2, reference))
+
+
 class Parts(nn.Module):
     """Uses the parts that it is told to."""
 
