@@ -305,8 +305,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         if not isinstance(model, DistributedDataParallel) or model.layout.num_shards == 1 or module is None:
             return
         zeroes = type(module).on_validation_model_zero_grad is self._hook_owners[0].on_validation_model_zero_grad
-        in_window = module.trainer.fit_loop._should_accumulate() and not model.grad_buffers.reduces_every_backward
-        if zeroes and not in_window:
+        if zeroes and not module.trainer.fit_loop._should_accumulate():
             model.zero_grad()
 
     # --- after an exception ------------------------------------------------------------------------------------------

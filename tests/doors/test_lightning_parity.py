@@ -158,15 +158,14 @@ class Checkpointed(pl.LightningModule):
         return adamw(self.parameters())
 
 
-def test_validation_within_a_window_drops_pooled_gradients_too(ranks: Ranks) -> None:
-    """Lightning zeroes the raw module before it validates, where all of them are None already, and in the shards."""
+def test_pooled_gradients_of_a_window_that_is_validated_in(ranks: Ranks) -> None:
+    """Each microbatch is reduced by itself, which rounds elsewhere; what was reduced before the validation stays."""
     options = {"accumulate_grad_batches": 3, "val_check_interval": 2}
     ours = ranks.run(fit, "megatron_ddp", strategy_options={"grad_buffer": "pooled"}, **options)
     theirs = ranks.run(fit, "ddp", **options)
-    whole = ranks.run(fit, "ddp", accumulate_grad_batches=3)
-    for mine, other, undropped in zip(ours, theirs, whole, strict=True):
+    for mine, other in zip(ours, theirs, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=1e-5)
-        assert mine.losses != pytest.approx(undropped.losses, rel=1e-3), "what was accumulated is dropped"
+    assert torch.equal(ours[0].weights["inputs.weight"], ours[1].weights["inputs.weight"])
 
 
 # --- collectives -----------------------------------------------------------------------------------------------------
