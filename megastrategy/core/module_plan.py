@@ -51,6 +51,7 @@ def param_spec(name: str, param: Parameter, config: DistributedDataParallelConfi
 
 
 def common_device(module: nn.Module) -> torch.device:
+    """The device of all parameters; the CPU if there is none. Raises ValueError where they cannot be laid out."""
     device: torch.device | None = None
     first = ""
     for name, param in module.named_parameters():
@@ -71,6 +72,7 @@ def common_device(module: nn.Module) -> torch.device:
 def check_ranks_agree(
     layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives, device: torch.device
 ) -> None:
+    """Raises LayoutMismatchError, on all ranks, if their layouts or options differ. Collective."""
     options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
     description = {**layout.describe(), "option (name, value)": options}
     digests = collectives.all_gather_bytes(digest(description), device)

@@ -174,12 +174,12 @@ def test_parameters_that_join_end_the_measurement() -> None:
         model = DistributedDataParallel(module, config, collectives=LinkCollectives(group, 0.03, 0.0))
         told: list[str] = []
         model.on_message = told.append
-        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for step in range(STEPS_TO_CHOICE + 1):
             if step == 2:
                 module.layers[0].requires_grad_(True)
-            model.zero_grad()
             model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
         model.close()
         return len(model.layout.buckets), told
 
