@@ -141,7 +141,10 @@ def save_directory(
             staged.mkdir(parents=True)
     try:
         state_dict_saver.save(
-            state, storage_writer=filesystem.FileSystemWriter(staged), process_group=collectives.group
+            state,
+            storage_writer=filesystem.FileSystemWriter(staged),
+            planner=Planner(),
+            process_group=collectives.group,
         )
     except api.CheckpointException as error:
         if collectives.rank == 0:

@@ -80,7 +80,8 @@ def save_in_one_way_and_load_in_another(folder: Path, dtype: torch.dtype, writer
     if writer == "two instances":
         held = [v for values in state["optimizer"]["state"].values() for v in values.values()]
         assert any(isinstance(value, FlatShard) for value in held), "the ranks write their parts"
-    save_directory(state, {"step": 3}, path, host_collectives())
+    buffers = {("model", name) for name, _ in writing.module.named_buffers()}  # each rank has its own
+    save_directory(state, {"step": 3}, path, host_collectives(), buffers)
     if dist.get_rank() == 0:
         check_every_element_is_there_once(path)
     saved = writing.whole()
