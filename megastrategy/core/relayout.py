@@ -122,6 +122,7 @@ def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
             model.grad_buffers.num_updates[:] = grads.num_updates
             model.layout = layout
         else:
+            model.finish_param_gather()
             model.param_buffers.recapture()
             grads.adopt_written(range(len(model.params)))
             reduced = _ReducedGrads(grads, model.collectives.rank)
