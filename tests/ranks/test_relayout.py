@@ -408,8 +408,9 @@ def test_a_rank_that_fails_while_buckets_take_their_order_ends_all() -> None:
 
         config = DistributedDataParallelConfig(bucket_size=150)
         model = DistributedDataParallel(Layers(reverse=True), config, collectives=collectives, listener=listener)
-        DistributedOptimizer(adamw(model), model)
+        optimizer = DistributedOptimizer(adamw(model), model)
         model(batch(rank, 0)).backward()
+        optimizer.step()
 
     outcomes = try_ranks(2, run, timeout_s=5)
     assert isinstance(outcomes[1], RuntimeError)
