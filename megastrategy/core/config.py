@@ -35,7 +35,8 @@ class DistributedDataParallelConfig:
 
     overlap_grad_reduce: bool = True
     """Launch a bucket's reduction as soon as its last gradient is there, while backward goes on; off: all of
-    them at the end of backward, in the same order and with the same result."""
+    them at the end of backward, in the same order and with the same result. Where a model runs in another order than it
+    is registered, the first synchronised backward ends with a move to buckets in the order that was seen, once."""
 
     use_distributed_optimizer: bool = True
     """Reduce-scatter the gradients and shard the optimizer over the ranks; off: all-reduce, and every rank steps the

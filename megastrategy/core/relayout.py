@@ -120,6 +120,7 @@ def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
             model.grad_buffers = model.make_grad_buffers()
             model.grad_buffers.num_updates[:] = grads.num_updates
         else:
+            model.finish_param_gather()
             model.param_buffers.recapture()
             grads.adopt_written(range(len(model.params)))
             reduced = _ReducedGrads(grads, model.collectives.rank)

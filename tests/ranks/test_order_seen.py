@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.events import Event, EventKind
@@ -375,6 +376,82 @@ def test_norms_are_within_a_millionth_and_so_is_what_is_clipped(dtype: torch.dty
         rounding = 1e-6 if dtype == torch.float32 else 1e-2
         for name, value in theirs.weights.items():
             torch.testing.assert_close(mine.weights[name], value, rtol=rounding, atol=1e-6)
+
+
+class UsedByTwoCheckpoints(Layers):
+    """Its third layer is recomputed twice in a backward, by nested ones, so that its gradient comes in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (5, 3, 2, 4, 3, 1, 0):
+            if number == 3:
+                x = x + checkpoint(self.layers[3], x, use_reentrant=True)
+            else:
+                x = x + torch.tanh(self.layers[number](x))
+        return (self.scale * x).float().square().mean()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_layer_whose_gradient_comes_in_two_parts_goes_last(sharded: bool) -> None:
+    """It is complete at the end of backward only, as what is never used, and keeps no other bucket waiting."""
+
+    def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor]:
+        module = UsedByTwoCheckpoints(reverse=True)
+        options = {"overlap_grad_reduce": moving, "use_distributed_optimizer": sharded}
+        model, events, _ = wrap(group, module, **options)
+        optimizer = DistributedOptimizer(momentum(model), model)
+        for step in range(4):
+            model(batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert moves(events) == moving
+        if moving:
+            order = [model.layout.params[index].name for bucket in model.layout.buckets for index in bucket.params]
+            assert sorted(order[-4:]) == ["layers.3.bias", "layers.3.weight", "never.bias", "never.weight"]
+        return [param.detach().clone() for param in module.parameters()]
+
+    ours, reference = (run_ranks(2, lambda rank, group, m=m: run(rank, group, m)) for m in (True, False))
+    for mine, theirs in zip(ours, reference, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert all(map(torch.equal, *ours))
+
+
+def test_where_parameters_have_joined_nothing_moves() -> None:
+    """They have buckets of their own, after the others, which the ranks have seen no order of."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = Layers(reverse=True)
+        module.layers[2].requires_grad_(False)
+        model, events, _ = wrap(group, module)
+        module.layers[2].requires_grad_(True)
+        for step in range(2):
+            model(batch(rank, step)).backward()
+            model.zero_grad()
+        assert moves(events) == 0
+        assert [event.kind for event in events].count(EventKind.LAYOUT_EXTENDED) == 1
+
+    run_ranks(2, run)
+
+
+def test_parameters_may_join_after_the_move() -> None:
+    """To the bit what it is without one."""
+
+    def run(rank: int, group: ProcessGroup, moving: bool) -> list[Tensor]:
+        module = Layers(reverse=True)
+        module.layers[2].requires_grad_(False)
+        model, events, _ = wrap(group, module, overlap_grad_reduce=moving)
+        optimizer = DistributedOptimizer(adamw(model), model)
+        for step in range(5):
+            module.layers[2].requires_grad_(step >= 2)
+            model(batch(rank, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert moves(events) == moving
+        return [param.detach().clone() for param in module.parameters()]
+
+    ours, reference = (run_ranks(2, lambda rank, group, m=m: run(rank, group, m)) for m in (True, False))
+    for mine, theirs in zip(ours, reference, strict=True):
+        assert all(map(torch.equal, mine, theirs))
 
 
 class Adversaries(nn.Module):
