@@ -33,7 +33,8 @@ class BucketSizeTuner:
     Args:
         layout: the present one, with the default bucket size.
         config: the options, with ``bucket_size="auto"``.
-        collectives: those that the model's gradients and parameters are sent by. Making this is collective.
+        collectives: of all data-parallel ranks. Making this is collective.
+        shard_collectives: those that gradients and parameters are sent by, where there are shards.
         device: the model's.
         tell: gets the reasons for the choice, on rank 0.
     """
@@ -43,6 +44,7 @@ class BucketSizeTuner:
         layout: BufferLayout,
         config: DistributedDataParallelConfig,
         collectives: Collectives,
+        shard_collectives: Collectives,
         device: torch.device,
         tell: Callable[[str], None],
     ) -> None:
@@ -50,7 +52,7 @@ class BucketSizeTuner:
         self._num_reductions = 0
         self._clock = _Clock(device)
         self._backwards: list[BackwardTimes] = []
-        self._what, self._reduce_link, self._gather_link = self._measure_links(layout)
+        self._what, self._reduce_link, self._gather_link = self._measure_links(layout, shard_collectives)
 
     def start(self) -> None:
         """A backward that will be synchronised has reached its first parameter."""
@@ -117,17 +119,23 @@ class BucketSizeTuner:
         ready = {index: statistics.median(times.ready_s[index] for times in self._backwards) for index in always}
         return BackwardTimes(ready, statistics.median(times.total_s for times in self._backwards))
 
-    def _measure_links(self, layout: BufferLayout) -> tuple[str, Link, Link | None]:
+    def _measure_links(self, layout: BufferLayout, shard_collectives: Collectives) -> tuple[str, Link, Link | None]:
         collectives, buffer = self._collectives, layout.buffers[0]
         mean = 1.0 / collectives.size
+
+        def reduce_scatter(tensor: Tensor) -> Handle:
+            if not buffer.sums_apart:
+                return shard_collectives.reduce_scatter(tensor, mean)
+            sums = torch.zeros(tensor.numel() // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
+            return shard_collectives.reduce_scatter_into(sums, tensor, mean)
+
+        def measure(start: Callable[[Tensor], Handle], dtype: torch.dtype) -> Link:
+            return measure_link(start, collectives, dtype, self._device)
+
         if layout.num_shards == 1:
-            link = measure_link(lambda t: collectives.all_reduce(t, mean), collectives, buffer.grad_dtype, self._device)
-            return "all-reduce", link, None
-        reduce_link = measure_link(
-            lambda t: collectives.reduce_scatter(t, mean), collectives, buffer.grad_dtype, self._device
-        )
-        gather_link = measure_link(collectives.all_gather, collectives, buffer.dtype, self._device)
-        return "reduce-scatter", reduce_link, gather_link
+            return "all-reduce", measure(lambda t: collectives.all_reduce(t, mean), buffer.grad_dtype), None
+        gather_link = measure(shard_collectives.all_gather, buffer.dtype)
+        return "reduce-scatter", measure(reduce_scatter, buffer.grad_dtype), gather_link
 
     def _describe(self, choice: BucketSizeChoice, times: BackwardTimes) -> str:
         link, chosen = self._reduce_link, choice.bucket_size

@@ -366,7 +366,9 @@ class DistributedDataParallel(nn.Module):
     def _make_planner(self) -> BucketPlanner:
         tuner = None
         if self.config.bucket_size == "auto":
-            tuner = BucketSizeTuner(self.layout, self.config, self.collectives, self.device, self._tell)
+            tuner = BucketSizeTuner(
+                self.layout, self.config, self.collectives, self.shard_collectives, self.device, self._tell
+            )
         move = functools.partial(relayout, self)
         return BucketPlanner(self.config, self.collectives, self.device, move, tuner)
 
