@@ -141,7 +141,7 @@ def train_on(group: dist.ProcessGroup | None) -> Tensor:
         assert dist.get_process_group_ranks(instance) == [place - place % 2, place - place % 2 + 1]
         assert dist.get_process_group_ranks(across) == [place % 2, place % 2 + 2]
         for part in (instance, across):
-            timeouts = [g._get_backend(torch.device("cpu")).options._timeout for g in (part, dist.group.WORLD)]
+            timeouts = [g._get_backend(torch.device("cpu")).options._timeout for g in (part, group or dist.group.WORLD)]
             assert timeouts[0] == timeouts[1]
         seen = train(model, optimizer, module)
         torch.testing.assert_close(seen, expected, rtol=0, atol=1e-6)
