@@ -2,8 +2,9 @@
 
 A collective of b bytes is taken to last ``latency + b / bandwidth`` (the alpha-beta model), collectives to run one
 after the other, and a bucket's reduction to start when its last gradient has arrived and all buckets before it were
-launched. Small buckets pay the latency more often, large ones start late: the last bucket is never hidden. What the
-model leaves out: the processor time that communication takes from backward, and that a link is shared.
+launched. Small buckets pay the latency more often, large ones start late: the last bucket is never hidden. Each
+collective also costs processor time, hidden or not, which is counted as if it were taken from training. What the model
+leaves out is that a link is shared.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ WORTH_IT = 0.98
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """How long a collective takes: ``latency_s + num_bytes * seconds_per_byte``."""
+    """How long a collective takes, ``latency_s + num_bytes * seconds_per_byte``, and the processor time of a small one,
+    ``cpu_s``."""
 
     latency_s: float
     seconds_per_byte: float
+    cpu_s: float = 0.0
 
     def time_s(self, num_bytes: int) -> float:
         return self.latency_s + num_bytes * self.seconds_per_byte
@@ -51,7 +54,8 @@ class BucketSizeChoice:
     Attributes:
         bucket_size: elements.
         layout: the plan with it.
-        exposed_s: by bucket size that was considered, what would be exposed in a step.
+        exposed_s: by bucket size that was considered, what would be exposed in a step, with the processor time that
+            is paid for each bucket.
     """
 
     bucket_size: int
@@ -122,11 +126,12 @@ def choose_bucket_size(
         sizes.add(size)
         size *= 2
     layouts = {size: layout_with(size) for size in sorted(sizes)}
-    exposed = {
-        size: exposed_s(layout, times, reduce_link)
-        + (gather_s(layout, gather_link, hidden=gather_hidden) if gather_link is not None else 0.0)
-        for size, layout in layouts.items()
-    }
+    exposed = {}
+    for size, layout in layouts.items():
+        exposed[size] = exposed_s(layout, times, reduce_link) + reduce_link.cpu_s * len(layout.buckets)
+        if gather_link is not None:
+            exposed[size] += gather_s(layout, gather_link, hidden=gather_hidden)
+            exposed[size] += gather_link.cpu_s * len(layout.buckets)
     least = min(exposed.values())
     best = max(size for size, seconds in exposed.items() if seconds * WORTH_IT <= least)
     return BucketSizeChoice(best, layouts[best], exposed)

@@ -144,8 +144,10 @@ class BucketSizeTuner:
         compared = "; ".join(f"{size:,} would leave {choice.exposed_s[size] * 1e3:.3g}" for size in sorted(others))
         return (
             f"bucket_size='auto': {chosen:,} elements, {len(choice.layout.buckets)} bucket(s), which leave an "
-            f"estimated {choice.exposed_s[chosen] * 1e3:.3g} ms of communication exposed in a step ({compared}). "
-            f"Measured: {self._what} {link.latency_s * 1e3:.3g} ms + {rate}, backward {times.total_s * 1e3:.3g} ms"
+            f"estimated {choice.exposed_s[chosen] * 1e3:.3g} ms of communication exposed in a step or paid by the "
+            f"processor ({compared}). "
+            f"Measured: {self._what} {link.latency_s * 1e3:.3g} ms + {rate}, {link.cpu_s * 1e3:.3g} ms of processor "
+            f"time each, backward {times.total_s * 1e3:.3g} ms"
         )
 
 
@@ -188,30 +190,35 @@ class _Clock:
 def measure_link(
     start: Callable[[Tensor], Handle], collectives: Collectives, dtype: torch.dtype, device: torch.device
 ) -> Link:
-    """Times a collective at several sizes, and fits. Collective; the same result on every rank.
+    """Times a collective at several sizes, and fits; processor time is that at the smallest. Collective; the same
+    result on every rank.
 
     Args:
         start: starts it on a 1-D tensor of ``dtype``, whose values do not matter.
         collectives: agree on each time: a collective lasts as long as on its slowest rank.
     """
     samples: list[tuple[int, float]] = []
+    cpu_s = 0.0
     for numel in _SAMPLE_NUMELS:
         numel *= collectives.size
         tensor = torch.zeros(numel, dtype=dtype, device=device)
         start(tensor).wait()  # the first makes connections and memory
-        taken = torch.zeros(_NUM_SAMPLES, dtype=torch.float64, device=device)
+        taken = torch.zeros(_NUM_SAMPLES + 1, dtype=torch.float64, device=device)
+        begun_cpu = time.process_time()
         for number in range(_NUM_SAMPLES):
             _synchronize(device)
             begun = time.perf_counter()
             start(tensor).wait()
             _synchronize(device)
             taken[number] = time.perf_counter() - begun
+        taken[-1] = (time.process_time() - begun_cpu) / _NUM_SAMPLES
         collectives.all_reduce_max(taken).wait()
-        seconds = max(float(taken.median()), 1e-9)
+        cpu_s = cpu_s or float(taken[-1])
+        seconds = max(float(taken[:-1].median()), 1e-9)
         samples.append((tensor.nbytes, seconds))
         if seconds > _LONG_S:
             break
-    return fit_link(samples)
+    return dataclasses.replace(fit_link(samples), cpu_s=cpu_s)
 
 
 def _synchronize(device: torch.device) -> None:

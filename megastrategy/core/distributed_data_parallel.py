@@ -47,8 +47,8 @@ class DistributedDataParallel(nn.Module):
     gradient is sent if they are registered before wrapping.
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
-    :meth:`close` gives it back. At the end of the first synchronised backward it may move once more (see the reducer's
-    [Note: buckets in the order seen]), as torch DDP's buckets do.
+    :meth:`close` gives it back. At the end of the first synchronised backward it may move once more (see
+    bucket_planner's [Note: buckets in the order seen]), as torch DDP's buckets do.
 
     A copy (``deepcopy``, pickle) is closed from the start: it holds a copy of the module in memory of its own, and no
     engine. A closed wrapper evaluates its module, and refuses to train it.

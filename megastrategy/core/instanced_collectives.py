@@ -23,7 +23,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import BackendCollectives, Collectives, GlooCollectives, Handle, WorkHandle, destroy_group
+from .collectives import (
+    BackendCollectives,
+    Collectives,
+    GlooCollectives,
+    Handle,
+    WorkHandle,
+    destroy_group,
+    part_of_group,
+)
 from .tensor_parts import add_parts_
 
 
@@ -67,29 +75,17 @@ def destroy_instances(every: Collectives) -> None:
 
 def _divide(group: ProcessGroup, rank: int, size: int, device: torch.device) -> tuple[ProcessGroup, ProcessGroup]:
     """New groups over this rank's instance of ``size`` ranks and over the ranks at its place in all instances, with the
-    backend and the timeout of ``group``. All ranks make their own two in this order; where ``group`` is the whole
-    world, all make all, so that the names of groups do not depend on what else some ranks have made."""
+    backend and the timeout of ``group``, which is the engine's own."""
     if not dist.is_initialized() or group not in dist.distributed_c10d._world.pg_group_ranks:
         raise ValueError(
             f"num_distributed_optimizer_instances={group.size() // size} needs groups over parts of the ranks, and "
             "torch.distributed does not know the process group that was passed, which was made by hand: pass one of "
             "torch.distributed.new_group, or none for all ranks"
         )
-    ranks = dist.get_process_group_ranks(group)
-    local = len(ranks) < dist.get_world_size()
-    found: list[ProcessGroup] = []
-    instances = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-    for parts in (instances, [ranks[place::size] for place in range(size)]):
-        for part in parts:
-            if not local or ranks[rank] in part:
-                made = dist.new_group(
-                    part,
-                    timeout=group._get_backend(device).options._timeout,
-                    backend=dist.get_backend_config(group),
-                    use_local_synchronization=local,
-                )
-                found += [made] if ranks[rank] in part else []
-    instance, across = found
+    ranks, (number, place) = dist.get_process_group_ranks(group), divmod(rank, size)
+    name = group.group_name
+    instance = part_of_group(group, ranks[number * size :][:size], f"{name}, instance {number} of {size}", device)
+    across = part_of_group(group, ranks[place::size], f"{name}, place {place} of {size}", device)
     return instance, across
 
 

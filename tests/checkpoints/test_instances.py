@@ -124,23 +124,27 @@ def train(model: Any, optimizer: Any, module: torch.nn.Module) -> Tensor:
     return torch.cat([param.detach().reshape(-1) for param in module.parameters()])
 
 
-def train_on(group: dist.ProcessGroup | None) -> Tensor:
+def train_on(group: dist.ProcessGroup | None, num_instances: int) -> Tensor:
     """Compares with torch DDP, and looks for groups that are left."""
+    if dist.get_rank() == 0:  # in one more group than others are
+        dist.new_group([0], use_local_synchronization=True)
     reference, module = two_layers(), two_layers()
     ddp = TorchDDP(reference, process_group=group)
     expected = train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9), reference)
     for _ in range(2):  # closed, and made again
         before = len(dist.distributed_c10d._world.pg_map)
         module = two_layers()
-        config = DistributedDataParallelConfig(num_distributed_optimizer_instances=2, bucket_size=100)
+        config = DistributedDataParallelConfig(num_distributed_optimizer_instances=num_instances, bucket_size=100)
         model = DistributedDataParallel(module, config, group)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model)
-        assert len(dist.distributed_c10d._world.pg_map) == before + 3, "all ranks, the instance, and across"
-        instance, across = model.shard_collectives.group, model.shard_collectives.across
-        place = model.collectives.rank
-        assert dist.get_process_group_ranks(instance) == [place - place % 2, place - place % 2 + 1]
-        assert dist.get_process_group_ranks(across) == [place % 2, place % 2 + 2]
-        for part in (instance, across):
+        made, place = [model.collectives.group], model.collectives.rank
+        assert dist.get_process_group_ranks(made[0]) == [0, 1, 2, 3]
+        if num_instances == 2:
+            made += [model.shard_collectives.group, model.shard_collectives.across]
+            assert dist.get_process_group_ranks(made[1]) == [place - place % 2, place - place % 2 + 1]
+            assert dist.get_process_group_ranks(made[2]) == [place % 2, place % 2 + 2]
+        assert len(dist.distributed_c10d._world.pg_map) == before + len(made)
+        for part in made:
             timeouts = [g._get_backend(torch.device("cpu")).options._timeout for g in (part, group or dist.group.WORLD)]
             assert timeouts[0] == timeouts[1]
         seen = train(model, optimizer, module)
@@ -152,19 +156,19 @@ def train_on(group: dist.ProcessGroup | None) -> Tensor:
     return seen
 
 
-def train_on_all() -> Tensor:
-    if dist.get_rank() == 0:  # torch names groups of single ranks by how many a rank is in
-        dist.new_group([0], use_local_synchronization=True)
-    return train_on(None)
+def train_on_all(num_instances: int) -> Tensor:
+    return train_on(None, num_instances)
 
 
-def train_on_some() -> Tensor | None:
+def train_on_some(num_instances: int) -> Tensor | None:
     """The first four of five ranks; the last takes no part in making the groups."""
     group = dist.new_group([0, 1, 2, 3])
-    return train_on(group) if dist.get_rank() < 4 else None
+    return train_on(group, num_instances) if dist.get_rank() < 4 else None
 
 
+@pytest.mark.parametrize("num_instances", [1, 2])
 @pytest.mark.parametrize("size", [4, 5])
-def test_groups_are_made_of_the_engines_own_and_end_with_it(size: int) -> None:
-    outcomes = run_processes(size, train_on_all if size == 4 else train_on_some)
+def test_groups_are_made_of_the_engines_own_and_end_with_it(size: int, num_instances: int) -> None:
+    """Twice in a process, on all ranks and on some, of which one is in more groups than the others."""
+    outcomes = run_processes(size, train_on_all if size == 4 else train_on_some, num_instances)
     assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes[:4])

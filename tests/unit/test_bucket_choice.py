@@ -120,6 +120,28 @@ def test_latency_makes_buckets_large_and_bytes_make_them_small(
     assert choice.exposed_s[choice.bucket_size] == min(choice.exposed_s.values())
 
 
+def test_processor_time_is_paid_for_each_bucket_hidden_or_not() -> None:
+    """All reductions but the last are hidden, 4 ms a parameter. At 1 ms a bucket sixteen cost 4 + 16 ms, eight 8 + 8,
+    four 16 + 4; at 20 ms four cost 16 + 80, two 32 + 40, one 64 + 20."""
+    rate = 4e-3 / (4 * NUMEL)
+
+    def choose(cpu_s: float) -> int:
+        choice = choose_bucket_size(
+            lambda size: layout_of(16, size),
+            [],
+            evenly(16, 0.02, 0.32),
+            Link(0.0, rate, cpu_s),
+            None,
+            gather_hidden=False,
+        )
+        return len(choice.layout.buckets)
+
+    assert choose(0.0) == 16
+    assert choose(1e-3) == 8
+    assert choose(20e-3) == 2
+    assert choose(1.0) == 1
+
+
 @given(st.floats(0.0, 0.1), st.floats(0.0, 1e-6), st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_no_size_that_was_considered_is_clearly_better(
