@@ -9,7 +9,7 @@ and ``param_gather`` brings every rank the new weight.
 """
 
 from .clip_grads import GradScaler, scale_to_norm_, total_grad_norm
-from .collectives import Collectives, host_collectives, make_collectives, private_group
+from .collectives import Collectives, host_collectives, make_collectives
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
@@ -17,6 +17,7 @@ from .elementwise import probe_state_tensors
 from .errors import CheckpointError, CollectiveError
 from .events import Event, EventKind, one_listener
 from .memory import describe_setup, memory_use, memory_use_of_ddp
+from .process_groups import private_group
 from .sharded_checkpoint import (
     EXTRA_FILE,
     check_replaceable,

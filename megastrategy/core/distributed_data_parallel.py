@@ -18,7 +18,7 @@ from .bucket_planner import BucketPlanner
 from .bucket_tuning import BucketSizeTuner
 from .buffers import ContiguousGradBuffers, GradBuffers, ParamBuffers
 from .clip_grads import norms_over_owners
-from .collectives import Collectives, destroy_group, make_collectives, private_group
+from .collectives import Collectives, make_collectives
 from .config import DistributedDataParallelConfig
 from .errors import ClosedError, ParameterChangedError
 from .events import Event, EventKind, Listener
@@ -28,6 +28,7 @@ from .layout import BufferLayout, build_layout
 from .module_plan import check_memory_is_own, check_ranks_agree, common_device, param_spec
 from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
+from .process_groups import destroy_group, private_group
 from .reducer import Reducer, inside_backward
 from .relayout import ShardHolder, relayout
 

@@ -23,15 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import (
-    BackendCollectives,
-    Collectives,
-    GlooCollectives,
-    Handle,
-    WorkHandle,
-    destroy_group,
-    part_of_group,
-)
+from .collectives import BackendCollectives, Collectives, GlooCollectives, Handle, WorkHandle
+from .process_groups import destroy_group, part_of_group
 from .tensor_parts import add_parts_
 
 

@@ -1,0 +1,73 @@
+"""Groups of the engine's own, over the ranks of somebody else's."""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
+    """A new group over the same ranks as ``group`` (default: all), for this engine alone.
+
+    A group that torch.distributed does not know was made by hand for whoever passes it, and is returned as it is.
+
+    On a group shared with others, a collective of theirs would wait behind ours, or run in another order on another
+    rank. It has the backend and the timeout (on ``device``) of the one it is made from. All ranks of ``group`` must
+    call this together. :func:`destroy_group` or ``torch.distributed.destroy_process_group()`` ends it.
+
+    Raises:
+        ValueError: if torch.distributed is not initialised.
+    """
+    if group is None and not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun "
+            "sets the addresses for it), or pass process_group"
+        )
+    if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
+        return group
+    if group is None:
+        world = dist.group.WORLD
+        assert world is not None, "initialised, as checked above"
+        timeout, backend = world._get_backend(device).options._timeout, dist.get_backend_config(world)
+        everybody: ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+        return everybody
+    number = torch.tensor([secrets.randbelow(2**62)], device=device)
+    group.broadcast([number], dist.BroadcastOptions()).wait()
+    return part_of_group(group, dist.get_process_group_ranks(group), f"megastrategy {int(number.item())}", device)
+
+
+def part_of_group(group: ProcessGroup, ranks: list[int], name: str, device: torch.device) -> ProcessGroup:
+    """A new group with the backend and the timeout of ``group``. Collective over its ranks alone.
+
+    ``torch.distributed.new_group(use_local_synchronization=True)`` would name it after its ranks and the number of
+    groups that this rank is in: ranks that are in more groups than others wait for each other forever, and a group that
+    is made after another one has ended finds that one's addresses in the store.
+
+    Args:
+        ranks: some of the group's, by their numbers in the world, this one among them.
+        name: that no other group has or had.
+    """
+    c10d = dist.distributed_c10d
+    world = c10d._get_default_group()
+    made: ProcessGroup
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(dist.get_backend_config(group)),
+        c10d._world.pg_map[world][1],
+        name,  # type: ignore[arg-type] # a str to Python; torch's own type for it is recent
+        timeout=group._get_backend(device).options._timeout,
+        device_id=world.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """Ends a group that :func:`private_group` made, if torch.distributed still knows it."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_group_ranks:
+        dist.destroy_process_group(group)
