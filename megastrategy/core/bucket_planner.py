@@ -42,10 +42,10 @@ class BucketPlanner:
         self._config, self._collectives, self._device, self._move = config, collectives, device, move
         self._tuner = tuner
         self.judges_order = config.overlap_grad_reduce
-        """Whether this is about the first synchronised backward, or it is still to come."""
+        """Whether the first synchronised backward has not ended yet."""
         self._arrived: list[int] = []
-        self._own_order: list[int] | None = None
-        self._order: list[int] | None = None  # which the ranks have agreed on, until the buckets are laid out in it
+        self._wanted_order: list[int] | None = None
+        self._agreed_order: list[int] | None = None  # until the buckets are laid out in it
 
     @property
     def is_done(self) -> bool:
@@ -80,19 +80,19 @@ class BucketPlanner:
         if not self.judges_order or len(layout.buckets) == 1:
             return False
         arrived = [index for index in self._arrived if index not in deferred]  # what waits for the end goes last
-        self._own_order = better_layout_order(layout, self._config, arrived, needed)
-        return self._own_order is not None
+        self._wanted_order = better_layout_order(layout, self._config, arrived, needed)
+        return self._wanted_order is not None
 
     def take_order_of_rank_zero(self, num_params: int) -> None:
         """All ranks go by what rank 0 wants, which may be nothing. Collective, if any rank wants another order."""
-        order = torch.tensor(self._own_order or [-1] * num_params, dtype=torch.int64, device=self._device)
+        order = torch.tensor(self._wanted_order or [-1] * num_params, dtype=torch.int64, device=self._device)
         self._collectives.broadcast(order).wait()
         agreed = [int(index) for index in order.tolist()]
-        self._order = None if agreed[0] < 0 else agreed
+        self._agreed_order = None if agreed[0] < 0 else agreed
 
     def finish(self, layout: BufferLayout) -> None:
         """The reductions of a synchronised backward have ended. Collective where something moves or is measured."""
-        order, self._order, self._own_order, self.judges_order = self._order, None, None, False
+        order, self._agreed_order, self._wanted_order, self.judges_order = self._agreed_order, None, None, False
         if order is not None:
             other = build_layout(layout.params, self._config, layout.dp_size, order)
             layout = other if self._move(other) else layout

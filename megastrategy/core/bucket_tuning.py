@@ -82,6 +82,8 @@ class BucketSizeTuner:
             return False
         times = self._collectives.all_gather_objects(self._median(), self._device)[0]
         if times is None:
+            if self._collectives.rank == 0:
+                self._tell("bucket_size='auto': the default is kept, since no synchronised backward could be watched")
             return True
         choice = self._choose(layout, times)
         moved = choice.layout.buckets == layout.buckets or move(choice.layout)

@@ -136,6 +136,16 @@ class GradBuffers(ABC):
             start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
             self.reduced(self.layout.slots[index].bucket, start, end).copy_(shard)
 
+    def keep_views(self, other: GradBuffers) -> None:
+        """Takes the place of ``other``, of another layout, with the very tensors that ``.grad`` was there: whoever
+        kept one goes on seeing the gradient."""
+        for index, (view, kept) in enumerate(zip(self.views, other.views, strict=True)):
+            if view is not None and kept is not None:
+                kept.data = view
+                self.views[index] = kept
+                if self.params[index].grad is view:
+                    self.params[index].grad = kept
+
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
         """Adds local gradients, by parameter, to a bucket that is reduced already; it must then be sealed and reduced
         again."""

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class DistributedDataParallelConfig:
             names the field, the value and the remedy.
     """
 
-    bucket_size: int | str | None = None
+    bucket_size: int | Literal["auto"] | None = None
     """Soft minimum of a bucket, in elements: a bucket is closed by the parameter that reaches it. ``None`` takes an
     eighth of the model's trainable elements, at least 2**18 (1 MB in fp32) and at most Megatron-LM's
     ``max(40_000_000, 1_000_000 * dp_size)``. Why an eighth: the bucket filled last cannot overlap with backward, so its
@@ -50,7 +50,7 @@ class DistributedDataParallelConfig:
     parameter a step and no gather. As many instances as ranks shard nothing: that is an all-reduce. With
     ``reduce_scatter_with_fp32_accumulation`` gradients have 16 bits inside an instance, and are fp32 sums between."""
 
-    overlap_param_gather: bool | str = "step"
+    overlap_param_gather: bool | Literal["step", "forward"] = "step"
     """When updated parameters are gathered (only with ``use_distributed_optimizer``). ``"step"``: each bucket as soon
     as this rank has stepped its part, while the next is stepped; all are there when ``step()`` returns. ``"forward"``
     (or True, as Megatron-LM means it): ``step()`` returns at once, and a parameter is waited for when it is first read,
@@ -78,7 +78,7 @@ class DistributedDataParallelConfig:
     autograd and flattens one bucket at a time after backward (needs ``use_distributed_optimizer=False`` and
     ``overlap_grad_reduce=False``). Saves no memory while training; for code that insists on owning ``.grad``."""
 
-    grad_buffer: str = "contiguous"
+    grad_buffer: Literal["contiguous", "pooled"] = "contiguous"
     """Where gradients are. ``"contiguous"``: in persistent buffers as large as the model, where they accumulate on each
     rank until they are sent, once a step. ``"pooled"``: in autograd's own ``.grad`` until their bucket is complete,
     which is sent from one of a few staging buffers and freed; what all ranks sent accumulates in fp32 in this rank's

@@ -178,7 +178,8 @@ class _Awaited:
                 return func(*args, **kwargs)
         awaited = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Awaited)]
         for leaf in awaited:
-            leaf._finish()
+            if isinstance(leaf, _Awaited):  # else the one before it has finished the bucket of both
+                leaf._finish()
         if not awaited:  # in a container that is no pytree, such as a subclass of list
             for kind in types:
                 if issubclass(kind, _Awaited):

@@ -12,7 +12,8 @@ So a move takes, until it is over, one bucket, and this rank's shards a second t
 the parameters: of what it holds after a reduce-scatter only this rank's shards mean anything, and those are gathered by
 then.
 
-With all-reduce nothing is cut. Gradients are whole and are copied, without any communication.
+With all-reduce nothing is cut. Gradients are whole and are copied, without any communication; for that moment there are
+two of each.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class ShardHolder(ABC):
     def part(self, param: int, name: str) -> Tensor | None:
         """The elements of a :class:`PerElement` that this rank owns (flat, in memory order), if it keeps them."""
 
+    def release(self) -> None:  # noqa: B027 - nothing to do where nothing is kept
+        """Everybody has what it will :meth:`take`: no view of the old buffers may keep their memory any longer."""
+
     @abstractmethod
     def take(self, contents: Contents) -> None:
         """The model has another layout now, and this is what the rank keeps in it: of each parameter that any rank
@@ -119,6 +123,7 @@ def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
             model.layout = layout
             model.grad_buffers = model.make_grad_buffers()
             model.grad_buffers.num_updates[:] = grads.num_updates
+            model.grad_buffers.keep_views(grads)
         else:
             model.finish_param_gather()
             model.param_buffers.recapture()
@@ -129,6 +134,8 @@ def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
             if contents is None:
                 return False
             reduced.take(contents.pop(_GRADS))
+            for optimizer in optimizers.values():
+                optimizer.release()
             _change_buffers(model, grads, layout, reduced.shards)
             for number, optimizer in optimizers.items():
                 optimizer.take(contents[number])

@@ -297,6 +297,8 @@ class ShardedStep(ShardHolder):
                     value = PerElement(value.dtype)
                 elif isinstance(value, Tensor) and value.numel() > 1:
                     return None  # no part of it is known to be this shard's
+                elif not isinstance(value, Tensor | int | float | str | None):
+                    return None  # an object, which may not be one rank's to give or to copy
                 contents[index][name] = value
         return contents
 
@@ -307,12 +309,14 @@ class ShardedStep(ShardHolder):
         part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
         return part
 
+    def release(self) -> None:
+        for shard in self.shards.values():
+            self.inner.state.pop(shard.main, None)
+        self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
+
     def take(self, contents: Contents) -> None:
         buffers, state = self.model.param_buffers, self.inner.state
         assert buffers is not None, "sharded"
-        for shard in self.shards.values():
-            state.pop(shard.main, None)
-        self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
         self._add_shards(contents, buffers)
         for index, values in contents.items():
             if (main := values.pop(_MAIN_PARAM, None)) is not None:

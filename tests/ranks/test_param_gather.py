@@ -145,6 +145,9 @@ def readers() -> dict[str, Callable[[nn.Module, nn.Module], Any]]:
         "in a list": lambda model, module: dict(
             zip(("2.bias",), torch._foreach_mul([module[2].bias], 1.0), strict=True)
         ),
+        "all in one list, of which some share a bucket": lambda model, module: dict(
+            zip(module.state_dict(keep_vars=True), torch._foreach_mul(list(module.parameters()), 1.0), strict=True)
+        ),
         "by address": lambda model, module: (module[4].weight.data_ptr(), {"4.weight": module[4].weight.detach()})[1],
         "an autograd function": lambda model, module: {"0.weight": Scaled.apply(module[0].weight)},
         "in a list of its own class": lambda model, module: {"2.bias": torch.cat(Own([module[2].bias]))},

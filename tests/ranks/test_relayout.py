@@ -4,6 +4,7 @@ backwards; or nothing does, on any rank."""
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.buffers import ContiguousGradBuffers
+from megastrategy.core.buffers import ContiguousGradBuffers, ParamBuffers
 from megastrategy.core.collectives import Handle
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import EventKind
@@ -216,6 +218,69 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
     run_ranks(2, run)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_the_old_buffers_make_room_for_the_new_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients' are gone when parameters get theirs, and the parameters' when gradients get theirs again."""
+    old: dict[int, tuple[list[StorageWeakRef], list[StorageWeakRef]]] = {}
+    alive: dict[tuple[int, str], int] = {}
+
+    def count(what: str, references: list[StorageWeakRef]) -> None:
+        gc.collect()
+        alive[threading.get_ident(), what] = sum(not reference.expired() for reference in references)
+
+    class Params(ParamBuffers):
+        def __init__(self, *args: Any) -> None:
+            if threading.get_ident() in old:
+                count("gradients", old[threading.get_ident()][0])
+            super().__init__(*args)
+
+    class Grads(ContiguousGradBuffers):
+        def __init__(self, *args: Any) -> None:
+            if threading.get_ident() in old:
+                count("parameters", old[threading.get_ident()][1])
+            super().__init__(*args)
+
+    monkeypatch.setattr("megastrategy.core.relayout.ParamBuffers", Params)
+    monkeypatch.setattr("megastrategy.core.distributed_data_parallel.ContiguousGradBuffers", Grads)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model, _, _ = wrap(group, Layers(reverse=False, dtype=dtype), overlap_grad_reduce=False)
+        optimizer = DistributedOptimizer(adamw(model), model)
+        for step in range(2):
+            model(batch(rank, step, dtype)).backward()
+            optimizer.step()
+        buffers = model.grad_buffers, model.param_buffers
+        assert isinstance(buffers[0], ContiguousGradBuffers)
+        assert buffers[1] is not None
+        flats = [[StorageWeakRef(flat.untyped_storage()) for flat in of_one.flats] for of_one in buffers]
+        del buffers
+        old[threading.get_ident()] = flats[0], flats[1]
+        assert relayout(model, other_layout(model))
+        found = {what: number for (thread, what), number in alive.items() if thread == threading.get_ident()}
+        assert found == {"gradients": 0, "parameters": 0}
+
+    run_ranks(2, run)
+
+
+def test_a_gradient_that_was_kept_is_the_gradient_after_a_move_with_all_reduce() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model, _, _ = wrap(group, Layers(reverse=False), overlap_grad_reduce=False, use_distributed_optimizer=False)
+        model(batch(rank, 0)).backward()
+        kept = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        values = {name: grad.clone() for name, grad in kept.items()}
+        assert relayout(model, other_layout(model))
+        for name, param in model.named_parameters():
+            if name in kept:
+                assert param.grad is kept[name]
+                assert torch.equal(param.grad, values[name])
+        torch._foreach_mul_(list(kept.values()), 0.5)
+        model(batch(rank, 0)).backward()  # adds into them
+        for name, grad in kept.items():
+            torch.testing.assert_close(grad, 1.5 * values[name])
+
+    run_ranks(2, run)
+
+
 def test_an_optimizer_that_is_gone_is_left_out() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model, _, _ = wrap(group, Layers(reverse=False), overlap_grad_reduce=False)
@@ -261,6 +326,15 @@ class KeepsTable(torch.optim.SGD):
         return super().step(closure)
 
 
+class KeepsFunction(torch.optim.SGD):
+    """Keeps an object with each tensor, which is nobody's to send."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param].setdefault("function", lambda: None)
+        return super().step(closure)
+
+
 def untouched(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> list[Any]:
     """What a move would change."""
     layout: Any = model.layout
@@ -289,10 +363,13 @@ def test_an_optimizer_that_may_keep_more_than_state_of_tensors_keeps_all_where_i
     run_ranks(2, run)
 
 
-def test_state_that_is_neither_of_an_element_nor_a_number_keeps_all_where_it_is() -> None:
+@pytest.mark.parametrize("kind", [KeepsTable, KeepsFunction])
+def test_state_that_is_neither_of_an_element_nor_a_number_keeps_all_where_it_is(
+    kind: type[torch.optim.Optimizer],
+) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model, _, _ = wrap(group, Layers(reverse=False), overlap_grad_reduce=False)
-        optimizer = DistributedOptimizer(KeepsTable(model.parameters(), lr=0.1), model)
+        optimizer = DistributedOptimizer(kind(model.parameters(), lr=0.1), model)
         model(batch(rank, 0)).backward()
         optimizer.step()
         places = untouched(model, optimizer)[:2]
