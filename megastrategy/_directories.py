@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,14 @@ def check_state_dict_type(value: str) -> None:
             f"state_dict_type={value!r}: expected 'full' (one file, as \"ddp\" writes it) or 'sharded' (a directory "
             "that every rank writes its part of)"
         )
+
+
+def remove_directory(path: Path) -> None:
+    """A checkpoint is there as a whole or not at all, also if its removal is cut off: it loses its name first. What is
+    left then goes with the next one."""
+    path.replace(path.with_name(f".{path.name}.removed"))
+    for removed in path.parent.glob(".*.removed"):
+        shutil.rmtree(removed)
 
 
 def local_directory(path: str | Path) -> Path:

@@ -40,6 +40,7 @@ from ._directories import (
     load_trainer_directory,
     local_directory,
     of_rank_zero,
+    remove_directory,
 )
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import TRAINS_NOTHING, EnginePrecision, HookWatch, is_compiled, lend, take_back
@@ -418,7 +419,14 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Not before what replaces it is complete."""
-        self._directory_saver.then(functools.partial(super().remove_checkpoint, filepath))
+        self._directory_saver.then(functools.partial(self._remove_now, filepath))
+
+    def _remove_now(self, filepath: str | Path) -> None:
+        path = local_path(filepath)
+        if self.is_global_zero and path is not None and path.is_dir():
+            remove_directory(path)
+        else:
+            super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """What this class loads itself stays in the mapped file; callbacks and hooks get the rest to keep.

@@ -77,7 +77,7 @@ class BucketPlanner:
             deferred: parameters whose bucket waits for the end of backward.
             needed: by parameter, whether its bucket waits for its gradient.
         """
-        if not self.judges_order or len(layout.buckets) == 1:
+        if not self.judges_order or not self._arrived or len(layout.buckets) == 1:
             return False
         arrived = [index for index in self._arrived if index not in deferred]  # what waits for the end goes last
         self._wanted_order = better_layout_order(layout, self._config, arrived, needed)

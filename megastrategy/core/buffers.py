@@ -173,6 +173,10 @@ class GradBuffers(ABC):
     def clear(self, params: Iterable[int]) -> None:
         """Drops the gradients of these parameters: ``.grad`` is None, accumulation starts from zero."""
 
+    def drop_unfinished(self) -> None:
+        """A backward broke off, or its sums are no good: every gradient is dropped, and nothing is sealed."""
+        self.clear(range(len(self.params)))
+
     def zero(self, params: Iterable[int]) -> None:
         """Sets the gradients that exist to zero, and keeps them."""
         for index in params:

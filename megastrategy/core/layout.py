@@ -371,6 +371,12 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
             "reduce_scatter_with_fp32_accumulation=True: instances of one rank have no shards to sum into, and "
             "gradients are all-reduced. Pass fewer instances, or leave one of the two out"
         )
+    if instances == dp_size > 1 and config.grad_buffer == "pooled":
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts grad_buffer='pooled': "
+            "instances of one rank have no shards to sum into, and gradients are all-reduced. Pass fewer instances, or "
+            "leave one of the two out"
+        )
     return dp_size // instances
 
 

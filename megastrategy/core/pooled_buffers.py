@@ -104,10 +104,6 @@ class PooledGradBuffers(GradBuffers):
     # --- one backward ------------------------------------------------------------------------------------------------
 
     def open(self, first: int | None = None) -> None:
-        if self._on_the_way:  # since a backward that broke off
-            self._sealed.clear()
-            self._on_the_way.clear()
-            self._staging.clear()
         for bucket in self.layout.buckets:
             self._zero_stale(bucket)
         for index, param in enumerate(self.params):
@@ -214,6 +210,12 @@ class PooledGradBuffers(GradBuffers):
             self.params[index].grad = None
             self.has_grad[index] = False
             self._stale[index] = True
+
+    def drop_unfinished(self) -> None:
+        super().drop_unfinished()
+        self._sealed.clear()
+        self._on_the_way.clear()
+        self._staging.clear()
 
     def zero(self, params: Iterable[int]) -> None:
         params = list(params)

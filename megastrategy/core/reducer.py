@@ -146,12 +146,12 @@ class Reducer:
 
     def _drop_unfinished(self) -> None:
         """What a backward that ended in an exception left behind is waited for and dropped."""
-        if self._active:
+        if self._active or self._handles:  # the latter after an UnusedParameterError, when backward was over
             self._active = self._syncing = False
             self._wait_for_launched()
             self._late.clear()
             self._has_local_grads = False
-            self.buffers.clear(range(len(self._params)))
+            self.buffers.drop_unfinished()
 
     def after_forward(self, outputs: Any, sync: bool) -> None:
         """A forward ended whose backward shall be synchronised or not."""
@@ -453,11 +453,13 @@ class Reducer:
 
     def _raise_nonfinite(self) -> None:
         self._wait_for_launched()
+        self.buffers.drop_unfinished()  # shards that sums are added to would keep what is not finite
         by_rank = self._collectives.all_gather_objects(self._nonfinite, self._device)
         raise NonFiniteGradError(describe_nonfinite([item for items in by_rank for item in items]))
 
     def _raise_microbatch_mismatch(self) -> None:
         self._wait_for_launched()
+        self.buffers.drop_unfinished()
         microbatches = self._collectives.all_gather_objects(self.microbatch, self._device)
         raise MicrobatchMismatchError(
             "the ranks reduce the gradients of different microbatches: "

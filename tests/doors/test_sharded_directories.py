@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from megastrategy import MegatronDDPStrategy, _directories
+from megastrategy._directories import remove_directory
 from megastrategy.core import CheckpointError, is_directory_checkpoint, read_directory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 
@@ -385,6 +386,24 @@ def test_there_is_a_complete_checkpoint_at_any_time_while_the_next_is_saved(rank
     for found in ranks.run(fit_slowly_in_background, tmp_path / "run"):
         assert set(found[3:]) == {1, 2} or set(found[3:]) == {1}
     assert len(folder_of(tmp_path / "run")) == 1
+
+
+def test_a_removal_that_is_cut_off_leaves_no_part_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("one.ckpt", "two.ckpt"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            remove_directory(tmp_path / "one.ckpt")
+    assert folder_of(tmp_path) == {".one.ckpt.removed", "two.ckpt"}
+    remove_directory(tmp_path / "two.ckpt")
+    assert folder_of(tmp_path) == set()
 
 
 def test_remote_paths_are_refused(ranks: Ranks) -> None:

@@ -14,7 +14,12 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import CollectiveError, MicrobatchMismatchError, NonFiniteGradError
+from megastrategy.core.errors import (
+    CollectiveError,
+    MicrobatchMismatchError,
+    NonFiniteGradError,
+    UnusedParameterError,
+)
 from megastrategy.core.events import Event, EventKind
 
 from ..support.doubles import DelayingCollectives, RecordingCollectives
@@ -137,6 +142,91 @@ def test_training_goes_on_after_the_error(mode: str) -> None:
 
     for clean, spoiled in run_ranks(2, run):
         assert torch.equal(clean, spoiled)
+
+
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
+def test_training_goes_on_after_the_error_without_zero_grad(mode: str) -> None:
+    """Whatever the window held is dropped; nothing that is not finite stays in a shard's sums."""
+
+    def run(rank: int, group: ProcessGroup) -> torch.Tensor:
+        model = wrap(group, check_for_nan_in_grad=True, **MODES[mode])
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        with pytest.raises(NonFiniteGradError):
+            model(torch.full((2, 10), math.nan)).sum().backward()
+        model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
+        optimizer.step()
+        return torch.cat([param.detach().flatten() for param in model.module.parameters()])
+
+    def undisturbed(rank: int, group: ProcessGroup) -> torch.Tensor:
+        module = two_layers()
+        model = TorchDDP(module, process_group=group)
+        model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+        return torch.cat([param.detach().flatten() for param in module.parameters()])
+
+    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, undisturbed), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class LeavesOut(nn.Module):
+    """Two layers, of which the first may be left out of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = two_layers()
+
+    def forward(self, x: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+        hidden = self.layers[:-1](x)
+        return self.layers[-1](hidden if whole else hidden.detach())
+
+
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
+def test_training_goes_on_after_an_unused_parameter_was_told(mode: str) -> None:
+    def train(model: nn.Module, optimizer: Any, rank: int) -> None:
+        model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
+        optimizer.step()
+
+    def run(rank: int, group: ProcessGroup) -> torch.Tensor:
+        config = DistributedDataParallelConfig(bucket_size=100, find_unused_parameters=False, **MODES[mode])
+        model = DistributedDataParallel(LeavesOut(), config, group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        with pytest.raises(UnusedParameterError):
+            model(torch.ones(2, 10), whole=False).square().sum().backward()
+        optimizer.zero_grad()
+        train(model, optimizer, rank)
+        return torch.cat([param.detach().flatten() for param in model.module.parameters()])
+
+    def undisturbed(rank: int, group: ProcessGroup) -> torch.Tensor:
+        module = LeavesOut()
+        train(TorchDDP(module, process_group=group), torch.optim.SGD(module.parameters(), lr=0.1), rank)
+        return torch.cat([param.detach().flatten() for param in module.parameters()])
+
+    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, undisturbed), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled"])
+def test_a_step_may_come_before_any_backward(mode: str) -> None:
+    """With the gradients that the module had when it was wrapped."""
+
+    def run(rank: int, group: ProcessGroup) -> torch.Tensor:
+        module = two_layers()
+        module(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
+        config = DistributedDataParallelConfig(bucket_size=100, **MODES[mode])
+        model = DistributedDataParallel(module, config, group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer.step()
+        return torch.cat([param.detach().flatten() for param in module.parameters()])
+
+    def by_hand(rank: int, group: ProcessGroup) -> torch.Tensor:
+        module = two_layers()
+        model = TorchDDP(module, process_group=group)
+        model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+        return torch.cat([param.detach().flatten() for param in module.parameters()])
+
+    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, by_hand), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_without_the_check_nothing_more_is_sent_and_nan_spreads() -> None:

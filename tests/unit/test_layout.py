@@ -191,6 +191,9 @@ def test_instances_that_do_not_fit_the_number_of_ranks_are_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"instances=2 on 2 ranks contradicts reduce_scatter_with_fp32_acc.*fewer"):
         build_layout([spec("a", 1)], in_sixteen_bits, 2)
+    pooled = DistributedDataParallelConfig(num_distributed_optimizer_instances=2, grad_buffer="pooled")
+    with pytest.raises(ValueError, match=r"instances=2 on 2 ranks contradicts grad_buffer='pooled'.*fewer"):
+        build_layout([spec("a", 1)], pooled, 2)
 
 
 def test_bad_arguments_are_named() -> None:
