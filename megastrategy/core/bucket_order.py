@@ -52,7 +52,6 @@ def better_layout_order(
     """
     times = collections.Counter(arrived)
     order = [index for index in arrived if times[index] == 1]
-    present = [index for bucket in layout.buckets for index in bucket.params]
     total = sum(layout.params[index].numel for index in times)
     arrival = [total if is_needed else 0 for is_needed in needed]
     so_far = 0
@@ -60,6 +59,6 @@ def better_layout_order(
         so_far += layout.params[index].numel
         if times[index] == 1:
             arrival[index] = so_far
-    order += [index for index in present if times[index] != 1]
+    order += [index for index in layout.param_order if times[index] != 1]
     other = build_layout(layout.params, config, layout.dp_size, order)
     return order if launch_cost(other, arrival) < WORTH_MOVING * launch_cost(layout, arrival) else None

@@ -93,11 +93,9 @@ class BucketSizeTuner:
         return True
 
     def _choose(self, layout: BufferLayout, times: BackwardTimes) -> BucketSizeChoice:
-        order = [index for bucket in layout.buckets for index in bucket.params]
-
         def layout_with(bucket_size: int) -> BufferLayout:
             config = dataclasses.replace(self._config, bucket_size=bucket_size)
-            return build_layout(layout.params, config, layout.dp_size, order)
+            return build_layout(layout.params, config, layout.dp_size, layout.param_order)
 
         if not self._config.overlap_grad_reduce:
             times = BackwardTimes({}, times.total_s)

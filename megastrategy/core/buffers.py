@@ -76,6 +76,7 @@ class GradBuffers(ABC):
         self.views += [None] * (len(params) - first)
         self.has_grad += [False] * (len(params) - first)
         self.num_updates += [0] * (len(params) - first)
+        self._stale += [False] * (len(params) - first)
         grads = [param.grad for param in params[first:]]
         for param, spec in zip(params[first:], layout.params[first:], strict=True):
             param.grad = None
@@ -169,9 +170,12 @@ class GradBuffers(ABC):
         is None by then, so zeroing through the raw module or by hand could not be noticed.
         """
 
-    @abstractmethod
     def clear(self, params: Iterable[int]) -> None:
         """Drops the gradients of these parameters: ``.grad`` is None, accumulation starts from zero."""
+        for index in params:
+            self.params[index].grad = None
+            self.has_grad[index] = False
+            self._stale[index] = True
 
     def drop_unfinished(self) -> None:
         """A backward broke off, or its sums are no good: every gradient is dropped, and nothing is sealed."""
@@ -185,6 +189,32 @@ class GradBuffers(ABC):
                 view.zero_()
             if grad is not None and grad is not view:
                 grad.zero_()
+            if self.has_grad[index]:
+                self._zero_sums(index)
+                self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
+
+    def _zero_sums(self, param: int) -> None:  # noqa: B027 - nothing to do where there are none apart
+        """This rank's part of what was reduced, where that has memory of its own, becomes zero."""
+
+    def _zero_param(self, param: int) -> None:
+        """All that is accumulated of a parameter on this rank becomes zero."""
+        self._zero_sums(param)
+
+    def _zero_bucket(self, bucket: int) -> None:
+        """The same for a bucket, in one."""
+        for index in self.layout.buckets[bucket].params:
+            self._zero_param(index)
+
+    def _zero_stale(self, bucket: int) -> None:
+        params = self.layout.buckets[bucket].params
+        stale = [index for index in params if self._stale[index]]
+        if len(stale) == len(params):
+            self._zero_bucket(bucket)
+        else:
+            for index in stale:
+                self._zero_param(index)
+        for index in stale:
+            self._stale[index] = self.has_grad[index] = False
 
     def check_param(self, param: int) -> None:
         """Raises ParameterChangedError if the parameter is no longer what its place was made for."""
@@ -225,7 +255,6 @@ class ContiguousGradBuffers(GradBuffers):
         for index, grad in enumerate(grads, first):
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
-            self._stale.append(False)
             if grad is not None:
                 copy_grad_(self._get_view(index), grad)
                 self.params[index].grad, self.has_grad[index] = self.views[index], True
@@ -274,7 +303,7 @@ class ContiguousGradBuffers(GradBuffers):
             check_unchanged(param, specs[index])
             if grad is None:
                 if self.has_grad[index] and slots[index].bucket not in reopened:
-                    self._zero_view(index)  # the user set .grad = None, which means zero
+                    self._zero_param(index)  # the user set .grad = None, which means zero
                     self.has_grad[index] = False
             elif index == first and slots[index].bucket in reopened:
                 view.add_(grad)  # autograd found .grad None; what was reduced before stays
@@ -328,7 +357,7 @@ class ContiguousGradBuffers(GradBuffers):
             param, view = self.params[index], self._get_view(index)
             grad = param.grad
             if grad is None:
-                self._zero_view(index)
+                self._zero_param(index)
                 self.has_grad[index] = False
             elif grad is not view or view.data_ptr() != self._addresses[index]:
                 # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
@@ -348,20 +377,6 @@ class ContiguousGradBuffers(GradBuffers):
             self.num_updates[index] += 1
             if not self._sharded:
                 self.params[index].grad = self.views[index] if self.has_grad[index] else None
-
-    def clear(self, params: Iterable[int]) -> None:
-        for index in params:
-            self.params[index].grad = None
-            self.has_grad[index] = False
-            self._stale[index] = True
-
-    def zero(self, params: Iterable[int]) -> None:
-        params = list(params)
-        super().zero(params)
-        for index in params:
-            if self.has_grad[index]:
-                self._zero_sums(index)
-                self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
 
     def adopt_written(self, params: Iterable[int]) -> None:
         for index in params:
@@ -396,30 +411,22 @@ class ContiguousGradBuffers(GradBuffers):
         assert view is not None
         return view
 
-    def _zero_view(self, index: int) -> None:
-        self._get_view(index).zero_()
-        self._zero_sums(index)
+    def _zero_param(self, param: int) -> None:
+        self._get_view(param).zero_()
+        self._zero_sums(param)
 
-    def _zero_sums(self, index: int) -> None:
-        if (sums := self._owned_sums(index)) is not None:
+    def _zero_sums(self, param: int) -> None:
+        if (sums := self._owned_sums(param)) is not None:
             sums.zero_()
 
     def _mark_stale(self, params: Iterable[int]) -> None:
         for index in params:
             self._stale[index] = True
 
-    def _zero_stale(self, bucket: int) -> None:
-        params = self.layout.buckets[bucket].params
-        stale = [index for index in params if self._stale[index]]
-        if len(stale) == len(params):
-            self.bucket(bucket).zero_()
-            if (sums := self._sums[bucket]) is not None:
-                sums.zero_()
-        else:
-            for index in stale:
-                self._zero_view(index)
-        for index in stale:
-            self._stale[index] = self.has_grad[index] = False
+    def _zero_bucket(self, bucket: int) -> None:
+        self.bucket(bucket).zero_()
+        if (sums := self._sums[bucket]) is not None:
+            sums.zero_()
 
 
 class ParamBuffers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,11 +56,6 @@ class FlattenedGradBuffers(GradBuffers):
             if param.grad is None or param.grad.layout != param.layout:  # a mean over ranks is dense
                 param.grad = torch.empty_like(param, dtype=flat.dtype)
             param.grad.copy_(self._view_in(flat, index))
-
-    def clear(self, params: Iterable[int]) -> None:
-        for index in params:
-            self.params[index].grad = None
-            self.has_grad[index] = False
 
     def _view_in(self, flat: Tensor, index: int) -> Tensor:
         spec, slot = self.layout.params[index], self.layout.slots[index]

@@ -200,6 +200,11 @@ class BufferLayout:
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
 
+    @property
+    def param_order(self) -> list[int]:
+        """All parameters, bucket after bucket in launch order, and in each by address."""
+        return [index for bucket in self.buckets for index in bucket.params]
+
     def extended_by(self, other: BufferLayout) -> BufferLayout:
         """This plan with ``other``'s parameters, buffers and buckets after its own, which keep their places.
 
@@ -365,18 +370,13 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
             f"num_distributed_optimizer_instances={instances} does not divide the {dp_size} data-parallel rank(s), of "
             f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
         )
-    if instances == dp_size > 1 and config.reduce_scatter_with_fp32_accumulation:
-        raise ValueError(
-            f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts "
-            "reduce_scatter_with_fp32_accumulation=True: instances of one rank have no shards to sum into, and "
-            "gradients are all-reduced. Pass fewer instances, or leave one of the two out"
-        )
-    if instances == dp_size > 1 and config.grad_buffer == "pooled":
-        raise ValueError(
-            f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts grad_buffer='pooled': "
-            "instances of one rank have no shards to sum into, and gradients are all-reduced. Pass fewer instances, or "
-            "leave one of the two out"
-        )
+    for name, value in (("reduce_scatter_with_fp32_accumulation", True), ("grad_buffer", "pooled")):
+        if instances == dp_size > 1 and getattr(config, name) == value:
+            raise ValueError(
+                f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts {name}={value!r}: "
+                "instances of one rank have no shards to sum into, and gradients are all-reduced. Pass fewer "
+                "instances, or leave one of the two out"
+            )
     return dp_size // instances
 
 

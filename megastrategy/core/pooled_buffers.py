@@ -83,16 +83,11 @@ class PooledGradBuffers(GradBuffers):
             self._reduced.append(False)
         self._staging_nbytes = self.layout.staging_nbytes
         for index, grad in enumerate(grads, first):
-            self._stale.append(False)
             if grad is not None:
                 self.params[index].grad = grad.to(self.layout.params[index].grad_dtype)
                 self.has_grad[index] = True
 
     # --- what others read --------------------------------------------------------------------------------------------
-
-    def sums(self, bucket: int) -> Tensor:
-        """This rank's shard of the bucket's reduced gradients: 1-D, in the sum dtype."""
-        return self._sums[bucket]
 
     def is_sharded(self, param: int) -> bool:
         return self._reduced[self.layout.slots[param].bucket]
@@ -105,7 +100,7 @@ class PooledGradBuffers(GradBuffers):
 
     def open(self, first: int | None = None) -> None:
         for bucket in self.layout.buckets:
-            self._zero_stale(bucket)
+            self._zero_stale(bucket.index)
         for index, param in enumerate(self.params):
             if param.grad is None:
                 continue
@@ -205,44 +200,23 @@ class PooledGradBuffers(GradBuffers):
         for index in params:
             self._stale[index] = True
 
-    def clear(self, params: Iterable[int]) -> None:
-        for index in params:
-            self.params[index].grad = None
-            self.has_grad[index] = False
-            self._stale[index] = True
-
     def drop_unfinished(self) -> None:
         super().drop_unfinished()
         self._sealed.clear()
         self._on_the_way.clear()
         self._staging.clear()
 
-    def zero(self, params: Iterable[int]) -> None:
-        params = list(params)
-        super().zero(params)
-        for index in params:
-            if self.has_grad[index]:
-                self._zero_sums(index)
-                self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
-
     def close(self) -> None:
         super().close()
         self._sums, self._staging, self._sealed = [], [], {}
         self._on_the_way.clear()
 
-    def _zero_sums(self, index: int) -> None:
-        if (owned := self.layout.owned_range(index, self._dp_rank)) is not None:
-            self.reduced(self.layout.slots[index].bucket, *owned).zero_()
+    def _zero_sums(self, param: int) -> None:
+        if (owned := self.layout.owned_range(param, self._dp_rank)) is not None:
+            self.reduced(self.layout.slots[param].bucket, *owned).zero_()
 
-    def _zero_stale(self, bucket: Bucket) -> None:
-        stale = [index for index in bucket.params if self._stale[index]]
-        if len(stale) == len(bucket.params):
-            self._sums[bucket.index].zero_()
-        else:
-            for index in stale:
-                self._zero_sums(index)
-        for index in stale:
-            self._stale[index] = self.has_grad[index] = False
+    def _zero_bucket(self, bucket: int) -> None:
+        self._sums[bucket].zero_()
 
 
 def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _Piece:
