@@ -94,8 +94,7 @@ class BucketSizeTuner:
 
     def _choose(self, layout: BufferLayout, times: BackwardTimes) -> BucketSizeChoice:
         def layout_with(bucket_size: int) -> BufferLayout:
-            config = dataclasses.replace(self._config, bucket_size=bucket_size)
-            return build_layout(layout.params, config, layout.dp_size, layout.param_order)
+            return build_layout(layout.params, self._config, layout.dp_size, layout.param_order, bucket_size)
 
         if not self._config.overlap_grad_reduce:
             times = BackwardTimes({}, times.total_s)

@@ -1,5 +1,6 @@
-"""Every byte that leaves a rank goes through here, and where the optimizer has several instances, through
-``instanced_collectives``. They and ``process_groups`` are the only files that call torch.distributed.
+"""Every byte that leaves a rank goes through here, on gloo by way of ``gloo_rings``, and where the optimizer has
+several instances, through ``instanced_collectives``. They and ``process_groups`` are the only files that call
+torch.distributed.
 
 Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the
 default group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return
@@ -12,7 +13,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import pickle
-import secrets
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .errors import CollectiveError, NotOnAllRanksError
+from .gloo_rings import GlooRings
 from .roll_call import RollCall
 from .tensor_parts import add_parts_, chunks_by_dtype
 from .worker import Worker
@@ -241,23 +242,18 @@ class BackendCollectives(Collectives):
 
 
 class GlooCollectives(Collectives):
-    """Gloo, with rings of our own for reduce-scatter and all-gather.
+    """Gloo, with :class:`~.gloo_rings.GlooRings` for reduce-scatter and all-gather.
 
-    Gloo's reduce-scatter is an all-reduce inside and sends twice the bytes. The ring (as in Patarasuk and Yuan,
-    "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009) sends ``(size - 1) / size`` of the
-    tensor, the least possible. One thread carries out everything in order, so the caller's thread (autograd's, during
-    backward) goes on; it mostly waits outside the GIL.
+    One thread carries out everything in order, so the caller's thread (autograd's, during backward) goes on; it mostly
+    waits outside the GIL.
     """
 
     def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
         super().__init__(group, roll_call)
         self._worker: Worker | None = None
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._exchanges = 0  # counted alike on all ranks: the tag of the messages
-        self._ready_word = torch.zeros(1, dtype=torch.uint8)
-        self._ready_received = torch.zeros(1, dtype=torch.uint8)
+        self._rings = GlooRings(group, self._scratch)
         self._probes: list[Any] = []  # kept, as gloo would wait for them
-        self._next_is_ready: Any = None  # the posted receive of the next rank's readiness
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run() -> None:
@@ -273,13 +269,13 @@ class GlooCollectives(Collectives):
         return self._start("all-reduce", lambda: self.group.allreduce([tensor], _max_options()).wait())
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self._start("reduce-scatter", lambda: self._ring_reduce_scatter(tensor, scale, scale_sum))
+        return self._start("reduce-scatter", lambda: self._rings.reduce_scatter(tensor, scale, scale_sum=scale_sum))
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self._start("reduce-scatter", lambda: add_parts_(sums, self._exchange_parts(tensor), scale, scale_sum))
+        return self._start("reduce-scatter", lambda: add_parts_(sums, self._rings.all_to_all(tensor), scale, scale_sum))
 
     def all_gather(self, tensor: Tensor) -> Handle:
-        return self._start("all-gather", lambda: self._ring_all_gather(tensor))
+        return self._start("all-gather", lambda: self._rings.all_gather(tensor))
 
     def broadcast(self, tensor: Tensor) -> Handle:
         return self._start("broadcast", lambda: self.group.broadcast([tensor], dist.BroadcastOptions()).wait())
@@ -301,7 +297,7 @@ class GlooCollectives(Collectives):
 
     def _probe(self, rank: int) -> None:
         """Gloo refuses to begin a message on a connection that the other end has closed. Nobody receives this one."""
-        self._probes.append(self.group.send([self._ready_word], rank, _PROBE_TAG))
+        self._probes.append(self.group.send([torch.zeros(1, dtype=torch.uint8)], rank, _PROBE_TAG))
 
     def _finish_started(self) -> None:
         if self._worker is not None:
@@ -320,69 +316,6 @@ class GlooCollectives(Collectives):
                 self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
                 self._worker = None
             raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
-
-    def _exchange_parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        """What every rank has in this rank's part of ``tensor``, by rank: views of scratch."""
-        received = self._get_scratch(tensor.dtype, tensor.numel())
-        # as bytes: gloo has the numbers of some dtypes only
-        raw = received.view(torch.uint8), tensor.view(torch.uint8)
-        self.group.alltoall_base(*raw, [], [], dist.AllToAllOptions()).wait()
-        return received.chunk(self.size)
-
-    def _ring_reduce_scatter(self, tensor: Tensor, scale: float, scale_sum: bool) -> None:
-        if not scale_sum:
-            tensor.mul_(scale)
-        chunks = tensor.chunk(self.size)
-        received = self._get_scratch(tensor.dtype, chunks[0].numel())
-        for step in range(self.size - 1):
-            sent = chunks[(self.rank - step - 1) % self.size]
-            target = chunks[(self.rank - step - 2) % self.size]
-            self._exchange(sent, received, into=target)
-        if scale_sum:
-            chunks[self.rank].mul_(scale)
-
-    def _ring_all_gather(self, tensor: Tensor) -> None:
-        chunks = tensor.chunk(self.size)
-        for step in range(self.size - 1):
-            self._exchange(chunks[(self.rank - step) % self.size], chunks[(self.rank - step - 1) % self.size])
-
-    def _exchange(self, sent: Tensor, received: Tensor, into: Tensor | None = None) -> None:
-        """Sends to the next rank while receiving from the one before, and adds what came to ``into``.
-
-        A message that meets the posting of its own receive makes gloo's event thread spin for the connection's lock:
-        on two cores most exchanges of a few kB then take a scheduler tick (4 ms, a core busy) instead of 0.1 ms. So a
-        rank sends only when the next one has said that its receive is posted, and the receive of that word is itself
-        posted before the data that it answers to is sent.
-        """
-        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
-        if self._next_is_ready is None:
-            # Counted from a number of this object's own: one before it on the same group left a posted receive behind.
-            first = torch.tensor([secrets.randbelow(2**28)])
-            self.group.broadcast([first], dist.BroadcastOptions()).wait()
-            self._exchanges = int(first.item())
-            self._next_is_ready = self._await_readiness(after)
-        self._exchanges += 1
-        # ranks that are in different collectives do not take each other's data: gloo ends a process at a wrong size
-        tag = 4 * self._exchanges + (1 if into is None else 0)
-        receive = self.group.recv([received], before, tag)
-        say_ready = self.group.send([self._ready_word], before, 4 * self._exchanges + 2)
-        self._next_is_ready.wait()
-        self._next_is_ready = self._await_readiness(after)
-        send = self.group.send([sent], after, tag)
-        receive.wait()
-        if into is not None:
-            into.add_(received)
-        send.wait()
-        say_ready.wait()
-
-    def _await_readiness(self, after: int) -> Any:
-        return self.group.recv([self._ready_received], after, 4 * (self._exchanges + 1) + 2)
-
-    def _get_scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
-        scratch = self._scratch.get(dtype)
-        if scratch is None or scratch.numel() < numel:
-            scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype)
-        return scratch[:numel]
 
 
 class WorkHandle(Handle):

@@ -21,7 +21,8 @@ class DistributedDataParallelConfig:
     bucket_size: int | Literal["auto"] | None = None
     """Soft minimum of a bucket, in elements: a bucket is closed by the parameter that reaches it. ``None`` takes an
     eighth of the model's trainable elements, at least 2**18 (1 MB in fp32) and at most Megatron-LM's
-    ``max(40_000_000, 1_000_000 * dp_size)``. Why an eighth: the bucket filled last cannot overlap with backward, so its
+    ``max(40_000_000, 1_000_000 * dp_size)``, and an eighth, a quarter and a half of that for the first three buckets,
+    so that the link has work early. Why an eighth: the bucket filled last cannot overlap with backward, so its
     share of the traffic is always exposed; more buckets than that pay latency for little, and below 1 MB a
     collective costs more in latency than in bytes. From 320M elements on the bucket is Megatron-LM's. ``"auto"`` times
     a few collectives at the start and the first backwards, takes the size that leaves the least communication exposed

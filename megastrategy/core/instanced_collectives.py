@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives import BackendCollectives, Collectives, GlooCollectives, Handle, WorkHandle
+from .gloo_rings import GlooRings
 from .process_groups import destroy_group, part_of_group
 from .tensor_parts import add_parts_
 
@@ -156,6 +157,10 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     So they count among the collectives of all ranks, which they are wherever all ranks run the same program.
     """
 
+    def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
+        super().__init__(every, instance, across)
+        self._rings = GlooRings(instance, every._scratch)
+
     @property
     def every(self) -> GlooCollectives:
         every = super().every
@@ -165,17 +170,14 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
         return self.every._start(what, run)
 
-    def _get_scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
-        return self.every._get_scratch(dtype, numel)
-
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
         return self._start(what, run)
 
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
-        self._ring_reduce_scatter(tensor, 1.0 if scale is None else scale, scale_sum=scale is None)
+        self._rings.reduce_scatter(tensor, 1.0 if scale is None else scale, scale_sum=scale is None)
 
     def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
-        return self._exchange_parts(tensor)
+        return self._rings.all_to_all(tensor)
 
 
 class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):

@@ -19,9 +19,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -30,6 +31,8 @@ from .config import DistributedDataParallelConfig
 PARAM_ALIGNMENT_NUMEL = 64
 BUCKET_ALIGNMENT_NUMEL = 128
 NCCL_ALIGNMENT_NUMEL = 2**16
+MIN_FIRST_BUCKET_NUMEL = 2**17
+"""A smaller bucket costs more in latency than it gains by being early."""
 """Of a bucket, with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
 STAGING_BUFFERS = 2
 """With pooled gradients, how many pieces of buckets may be on their way at once. Two are the fewest that keep the wire
@@ -283,11 +286,25 @@ def default_bucket_size(total_numel: int, dp_size: int) -> int:
     return min(max(total_numel // 8, 2**18), megatron)
 
 
+def minimum_numels(bucket_size: int) -> Iterator[int]:
+    """How many elements the buckets of a chosen size have at least, in launch order: an eighth, a quarter, a half, and
+    then all of it. (A size that takes the whole model is one bucket.)
+
+    The link has nothing to do until the first bucket is complete, and each of the next is there by the time that the
+    one before it has been sent. (torch DDP begins with one small bucket for the same reason.) Behind the next forward
+    parameters are gathered the other way round, so that the last layers, and then backward, wait for a small gather.
+    """
+    for divisor in (8, 4, 2):
+        yield max(bucket_size // divisor, min(bucket_size, MIN_FIRST_BUCKET_NUMEL))
+    yield from itertools.repeat(bucket_size)
+
+
 def build_layout(
     specs: Sequence[ParamSpec],
     config: DistributedDataParallelConfig,
     dp_size: int,
     order: Sequence[int] | None = None,
+    bucket_size: int | None = None,
 ) -> BufferLayout:
     """Places every parameter.
 
@@ -297,6 +314,8 @@ def build_layout(
         dp_size: number of data-parallel ranks.
         order: every index into ``specs`` once, the first to be complete in a backward first; None for the reverse of
             registration.
+        bucket_size: in elements, where the configuration leaves it open; None for :func:`default_bucket_size`. One that
+            the configuration gives holds for all buckets alike.
 
     Raises:
         ValueError: if two specs share a name, or ``dp_size`` is not positive or does not divide into the instances.
@@ -307,9 +326,12 @@ def build_layout(
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
-    bucket_size = config.bucket_size
-    if not isinstance(bucket_size, int):
-        bucket_size = default_bucket_size(sum(spec.numel for spec in specs), dp_size)
+    total_numel = sum(spec.numel for spec in specs)
+    if bucket_size is None:
+        bucket_size = default_bucket_size(total_numel, dp_size)
+    are_alike = bucket_size >= total_numel
+    if isinstance(config.bucket_size, int):
+        bucket_size, are_alike = config.bucket_size, True
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
     alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, for_nccl)
 
@@ -321,17 +343,18 @@ def build_layout(
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
         members = [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind]
-        bucket_start = position = 0
+        minimums = itertools.repeat(bucket_size) if are_alike else minimum_numels(bucket_size)
+        minimum, bucket_start, position = next(minimums), 0, 0
         current: list[int] = []
         for place, index in enumerate(members):
             position = _round_up(position, PARAM_ALIGNMENT_NUMEL)
             starts[index] = position
             position += specs[index].numel
             current.append(index)
-            if position - bucket_start >= bucket_size or place == len(members) - 1:
+            if position - bucket_start >= minimum or place == len(members) - 1:
                 position = _round_up(position, alignment)
                 drafts.append((number, bucket_start, position, tuple(current)))
-                bucket_start, current = position, []
+                minimum, bucket_start, current = next(minimums), position, []
         numels[number] = position
     # A bucket is complete when its last parameter is, so that decides the order between dtypes.
     completed = {index: place for place, index in enumerate(order)}

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
 from megastrategy.core.errors import CollectiveError
+from megastrategy.core.gloo_rings import SEGMENT_BYTES
 from tests.support.ranks import run_ranks, try_ranks
 
 CPU = torch.device("cpu")
@@ -46,6 +47,33 @@ def test_reduce_scatter_all_gather_all_reduce(size: int, dtype: torch.dtype) -> 
         largest = torch.tensor([rank, -rank], dtype=torch.float32)
         collectives.all_reduce_max(largest).wait()
         assert largest.tolist() == [size - 1, 0]
+        collectives.close()
+
+    run_ranks(size, run)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_tensors_go_in_segments(size: int) -> None:
+    """The last of them short; every element has another value than its neighbours in other segments."""
+    numel = 2 * (SEGMENT_BYTES // 4) + 5
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, CPU)
+        total = torch.stack([values(r, size * numel) for r in range(size)]).sum(0)
+        own = slice(rank * numel, (rank + 1) * numel)
+        scattered, summed = values(rank, size * numel), values(rank, size * numel)
+        handles = [collectives.reduce_scatter(scattered, 0.5), collectives.reduce_scatter(summed, 0.5, scale_sum=True)]
+        sums = torch.ones(numel)
+        handles.append(collectives.reduce_scatter_into(sums, values(rank, size * numel), 0.5))
+        gathered = torch.zeros(size * numel)
+        gathered[own] = total[own]
+        handles.append(collectives.all_gather(gathered))
+        for handle in handles:
+            handle.wait()
+        assert torch.equal(scattered[own], total[own] * 0.5)
+        assert torch.equal(summed[own], total[own] * 0.5)
+        assert torch.equal(sums, total[own] * 0.5 + 1)
+        assert torch.equal(gathered, total)
         collectives.close()
 
     run_ranks(size, run)

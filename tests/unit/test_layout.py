@@ -145,6 +145,25 @@ def test_digest_tells_layouts_apart() -> None:
     assert len({same, *others}) == len(others) + 1
 
 
+def test_buckets_of_a_size_that_nobody_gave_begin_small() -> None:
+    """A quarter of a million elements a parameter, and eighths of the model of 64: 8 of them to a bucket."""
+    specs = [spec(f"layer {number}", 2**18) for number in range(64)]
+    default = build_layout(specs, DistributedDataParallelConfig(), 2)
+    assert [len(bucket.params) for bucket in default.buckets] == [1, 2, 4, 8, 8, 8, 8, 8, 8, 8, 1]
+    auto = build_layout(specs, DistributedDataParallelConfig(bucket_size="auto"), 2, bucket_size=2**22)
+    assert [len(bucket.params) for bucket in auto.buckets] == [2, 4, 8, 16, 16, 16, 2]
+    given = build_layout(specs, DistributedDataParallelConfig(bucket_size=2**21), 2, bucket_size=2**22)
+    assert [len(bucket.params) for bucket in given.buckets] == [8] * 8, "as the user says"
+
+
+def test_small_models_begin_with_no_smaller_bucket_than_is_worth_it() -> None:
+    specs = [spec(f"layer {number}", 2**14) for number in range(40)]
+    layout = build_layout(specs, DistributedDataParallelConfig(), 2)
+    assert [len(bucket.params) for bucket in layout.buckets] == [8, 8, 8, 16], "2**17 elements, and then 2**18"
+    whole = build_layout(specs[:16], DistributedDataParallelConfig(), 2)
+    assert len(whole.buckets) == 1, "all of a model that fits into a bucket"
+
+
 def test_default_bucket_size() -> None:
     assert default_bucket_size(10_000, 2) == 2**18  # a small model: latency counts
     assert default_bucket_size(10_000_000, 2) == 1_250_000  # eight buckets
