@@ -370,9 +370,8 @@ class Reducer:
             has_grad[:] = self._static_used
         planner = self._planner
         wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
-        if not agrees and not self._config.check_for_nan_in_grad:
-            if planner is not None and planner.judges_order and any(self._max_over_ranks([wants])):
-                planner.take_order_of_rank_zero(len(self._params))
+        judges = planner is not None and planner.judges_order
+        if not (agrees or judges or self._config.check_for_nan_in_grad):
             return []
         local, used = list(has_grad), self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
