@@ -30,7 +30,14 @@ from .results import Report, Skipped, summarise
 
 _QUICK_CASES = ("gpt-14m", "gpt-14m-accumulate-4", "gpt-14m-bf16", "small-2000")
 _FULL_CASES = (*_QUICK_CASES, "gpt-124m")
-_FULL_ONLY_ENGINES = ("bound-sharded", "ddp-view", "ours-gather-off", "ours-pooled", "ours-bf16-wire-fp32-sum")
+_FULL_ONLY_ENGINES = (
+    "bound-sharded",
+    "ddp-view",
+    "deepspeed-2",
+    "ours-gather-off",
+    "ours-pooled",
+    "ours-bf16-wire-fp32-sum",
+)
 _BYTES_PER_ELEMENT = 28
 """Of one engine at its worst moment, at the most: DDP with its buckets apart, and what a step allocates besides."""
 _MEMORY_SHARE = 0.7

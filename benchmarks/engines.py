@@ -19,8 +19,8 @@ import megastrategy
 from megastrategy.core import Event
 
 from .cases import Case, LanguageModel
+from .peers import LR, Stepper, build_deepspeed, build_megatron_core
 
-_LR = 1e-4
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"adamw": {}, "adamw-foreach": {"foreach": True}, "adamw-fused": {"fused": True}}
 )
@@ -40,7 +40,7 @@ class Engine:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Stepper
     not_synced: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     settle: Callable[[Tensor], None] = lambda tokens: None
     close: Callable[[], None] = lambda: None
@@ -75,11 +75,8 @@ class EngineSpec:
         """Why it cannot run this case here."""
         if self.only_dtype not in (None, case.dtype):
             return f"is for {self.only_dtype} cases"
-        if self.kind == "foreign":
-            module = self.options["module"]
-            if not _is_installed(module):
-                return f"{module} is not installed"
-            return f"{module} is installed, but this benchmark has no adapter for it yet"
+        if self.kind in _PACKAGES and not _is_installed(_PACKAGES[self.kind]):
+            return f"{_PACKAGES[self.kind]} is not installed"
         if self.kind == "ours":
             known = {field.name for field in dataclasses.fields(megastrategy.DistributedDataParallelConfig)}
             if missing := self.options.keys() - known:
@@ -97,7 +94,7 @@ class EngineSpec:
 
 
 def _adamw(params: Any, options: Mapping[str, Any]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=_LR, **options)
+    return torch.optim.AdamW(params, lr=LR, **options)
 
 
 def _bound(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
@@ -124,7 +121,7 @@ def _zero(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) 
 
     model = TorchDDP(module, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=_LR, **adamw
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, **adamw
     )
     return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync)
 
@@ -177,9 +174,40 @@ def _ours(
     return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync, settle=settle, close=model.close)
 
 
+def _deepspeed(
+    module: LanguageModel, case: Case, adamw: Mapping[str, Any], options: Mapping[str, Any], *_: Any
+) -> Engine:
+    optimizer = _adamw(module.parameters(), adamw)
+    stage = options["stage"]
+    model, stepper, not_last = build_deepspeed(module, stage, case.microbatch, case.accumulate, case.dtype, optimizer)
+    return Engine(model=model, optimizer=stepper, not_synced=not_last)
+
+
+def _megatron_core(module: LanguageModel, case: Case, *_: Any) -> Engine:
+    """Its own Adam, as it is without Apex and Transformer Engine: torch's."""
+    model, optimizer, not_synced = build_megatron_core(module, case.dtype)
+
+    def settle(tokens: Tensor) -> None:
+        with torch.no_grad():
+            model(tokens)  # which waits for what is being gathered
+
+    return Engine(model=model, optimizer=optimizer, not_synced=not_synced, settle=settle)
+
+
 _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
-    {"bound": _bound, "bound-sharded": _bound_sharded, "ddp": _ddp, "zero": _zero, "fsdp2": _fsdp2, "ours": _ours}
+    {
+        "bound": _bound,
+        "bound-sharded": _bound_sharded,
+        "ddp": _ddp,
+        "zero": _zero,
+        "fsdp2": _fsdp2,
+        "deepspeed": _deepspeed,
+        "megatron-core": _megatron_core,
+        "ours": _ours,
+    }
 )
+_PACKAGES: Mapping[str, str] = MappingProxyType({"deepspeed": "deepspeed", "megatron-core": "megatron.core"})
+"""By kind, what has to be installed."""
 
 
 def _is_installed(module: str) -> bool:
@@ -212,13 +240,9 @@ _SPECS = (
     EngineSpec(name="ddp-fp32", about="torch DDP, fp32 weights", kind="ddp", dtype="fp32", only_dtype="bf16"),
     EngineSpec(name="zero", about="torch DDP + ZeroRedundancyOptimizer", kind="zero"),
     EngineSpec(name="fsdp2", about="FSDP2, reshard_after_forward=False", kind="fsdp2"),
-    EngineSpec(name="deepspeed", about="DeepSpeed ZeRO-1", kind="foreign", options={"module": "deepspeed"}),
-    EngineSpec(
-        name="megatron-core",
-        about="Megatron-core DDP + distributed optimizer",
-        kind="foreign",
-        options={"module": "megatron.core"},
-    ),
+    EngineSpec(name="deepspeed-1", about="DeepSpeed ZeRO-1", kind="deepspeed", options={"stage": 1}),
+    EngineSpec(name="deepspeed-2", about="DeepSpeed ZeRO-2", kind="deepspeed", options={"stage": 2}),
+    EngineSpec(name="megatron-core", about="Megatron-core DDP + distributed optimizer", kind="megatron-core"),
     ours("ours", "default"),
     ours("ours-all-reduce", "not sharded", use_distributed_optimizer=False),
     ours("ours-gather-off", "gather after the step", overlap_param_gather=False),

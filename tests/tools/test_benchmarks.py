@@ -53,6 +53,30 @@ def run(out: Path, *arguments: str) -> dict[str, Any]:
     return json.loads((out / "results.json").read_text())
 
 
+PEERS = ("deepspeed-1", "deepspeed-2", "megatron-core")
+MISSING = {name: reason for name in PEERS if (reason := ENGINES[name].why_skipped(CASES["tiny"]))}
+
+
+@pytest.mark.skipif(not MISSING, reason="all peers are installed")
+def test_peers_that_are_not_installed_are_named(tmp_path: Path) -> None:
+    skipped = run(tmp_path, "--engines", ",".join(["ddp", *MISSING]))["skipped"]
+    assert {row["engine"]: row["reason"] for row in skipped} == MISSING
+    assert all(reason.endswith("is not installed") for reason in MISSING.values())
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_peers_are_measured_where_they_are_installed(name: str, tmp_path: Path) -> None:
+    """DeepSpeed 0.19 trains to other losses than torch DDP with one microbatch a step, which the program says."""
+    if name in MISSING:
+        pytest.skip(MISSING[name])
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--cases", "tiny", "--engines", f"ddp,{name}"]
+    command += ["--ranks", "2", "--rounds", "1", "--steps", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0 or (name != "megatron-core" and "trained to other losses" in done.stderr), done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["failed"] == results["skipped"] == []
+
+
 @pytest.mark.parametrize("network", ["loopback", pytest.param("1gbit", marks=needs_namespaces)])
 def test_it_measures_and_writes_what_it_measured(network: str, tmp_path: Path) -> None:
     network_arguments = [] if network == "loopback" else ["--network", network]

@@ -1,0 +1,126 @@
+"""Engines of other projects that are measured where they are installed: DeepSpeed and Megatron-core, on gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+LR = 1e-4
+
+
+class Stepper:
+    """What a training loop does with an optimizer."""
+
+    def __init__(self, step: Callable[[], object], zero_grad: Callable[[], object]) -> None:
+        self.step, self.zero_grad = step, zero_grad
+
+
+def build_deepspeed(
+    module: nn.Module, stage: int, microbatch: int, accumulate: int, dtype: str, adamw: torch.optim.AdamW
+) -> tuple[nn.Module, Stepper, Callable[[], contextlib.AbstractContextManager[None]]]:
+    """ZeRO of a stage; gradients are accumulated and reduced in fp32.
+
+    Returns:
+        The model, what steps, and a context for microbatches that are not the last.
+    """
+    import deepspeed
+
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())  # asked for, and not used on the host
+    config = {
+        "train_micro_batch_size_per_gpu": microbatch,
+        "gradient_accumulation_steps": accumulate,
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw, config=config, dist_init_required=False)
+
+    @contextlib.contextmanager
+    def not_last() -> Iterator[None]:
+        yield
+        engine.step()  # which counts microbatches
+
+    return engine, Stepper(engine.step, lambda: None), not_last
+
+
+def build_megatron_core(
+    module: nn.Module, dtype: str
+) -> tuple[nn.Module, Stepper, Callable[[], contextlib.AbstractContextManager[None]]]:
+    """DDP and the distributed optimizer, both overlaps on.
+
+    Returns:
+        The model, what steps, and a context for microbatches that are not the last.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    is_bf16 = dtype == "bf16"
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+    of_model = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, bf16=is_bf16)  # looked at by name
+    of_ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True
+    )
+    of_optimizer = OptimizerConfig(
+        optimizer="adam",
+        lr=LR,
+        weight_decay=0.01,
+        adam_beta2=0.999,
+        clip_grad=0.0,
+        bf16=is_bf16,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+    )
+    with OnHost():
+        model = DistributedDataParallel(of_model, of_ddp, module)
+        # {}: weight decay for every parameter, as torch has it
+        optimizer = get_megatron_optimizer(of_optimizer, [model], {})
+
+    def zero_grad() -> None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    def step() -> None:
+        model.finish_grad_sync()
+        with OnHost():
+            optimizer.step()
+
+    return model, Stepper(step, zero_grad), model.no_sync
+
+
+class OnHost(TorchFunctionMode):
+    """While this is open what asks for CUDA gets the host: Megatron-core's optimizer makes tensors there and looks at
+    the names of tensor types. Nothing that it computes is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._patch = mock.patch("torch.cuda.current_device", return_value="cpu")
+
+    def __enter__(self) -> OnHost:
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
