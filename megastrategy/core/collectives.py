@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .errors import CollectiveError, NotOnAllRanksError
+from .lent_tensors import LentTensors
 from .roll_call import RollCall
 from .tensor_parts import add_parts_, chunks_by_dtype
 from .worker import Worker
@@ -252,6 +253,7 @@ class GlooCollectives(Collectives):
     def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
         super().__init__(group, roll_call)
         self._worker: Worker | None = None
+        self._lent = LentTensors()  # in the worker's thread
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._exchanges = 0  # counted alike on all ranks: the tag of the messages
         self._ready_word = torch.zeros(1, dtype=torch.uint8)
@@ -263,14 +265,14 @@ class GlooCollectives(Collectives):
         def run() -> None:
             if not scale_sum:
                 tensor.mul_(scale)
-            self.group.allreduce([tensor]).wait()
+            self.group.allreduce([self._lend(tensor)]).wait()
             if scale_sum:
                 tensor.mul_(scale)
 
         return self._start("all-reduce", run)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return self._start("all-reduce", lambda: self.group.allreduce([tensor], _max_options()).wait())
+        return self._start("all-reduce", lambda: self.group.allreduce([self._lend(tensor)], _max_options()).wait())
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self._start("reduce-scatter", lambda: self._ring_reduce_scatter(tensor, scale, scale_sum))
@@ -282,7 +284,7 @@ class GlooCollectives(Collectives):
         return self._start("all-gather", lambda: self._ring_all_gather(tensor))
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return self._start("broadcast", lambda: self.group.broadcast([tensor], dist.BroadcastOptions()).wait())
+        return self._start("broadcast", lambda: self._broadcast(tensor))
 
     def close(self) -> None:
         if self._worker is not None:
@@ -294,7 +296,7 @@ class GlooCollectives(Collectives):
         if self._worker is None:
             self._worker = Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
-            weakref.finalize(self, self._worker.close)
+            weakref.finalize(self, _end, self._worker, self._lent)
         self.num_started += 1
         self.last_started.append(what)
         return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
@@ -321,11 +323,18 @@ class GlooCollectives(Collectives):
                 self._worker = None
             raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
 
+    def _broadcast(self, tensor: Tensor) -> None:
+        self.group.broadcast([self._lend(tensor)], dist.BroadcastOptions()).wait()
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        """What a thread of gloo's is given in place of ``tensor``."""
+        return self._lent.lend(tensor)
+
     def _exchange_parts(self, tensor: Tensor) -> Sequence[Tensor]:
         """What every rank has in this rank's part of ``tensor``, by rank: views of scratch."""
         received = self._get_scratch(tensor.dtype, tensor.numel())
         # as bytes: gloo has the numbers of some dtypes only
-        raw = received.view(torch.uint8), tensor.view(torch.uint8)
+        raw = self._lend(received.view(torch.uint8)), self._lend(tensor.view(torch.uint8))
         self.group.alltoall_base(*raw, [], [], dist.AllToAllOptions()).wait()
         return received.chunk(self.size)
 
@@ -358,7 +367,7 @@ class GlooCollectives(Collectives):
         if self._next_is_ready is None:
             # Counted from a number of this object's own: one before it on the same group left a posted receive behind.
             first = torch.tensor([secrets.randbelow(2**28)])
-            self.group.broadcast([first], dist.BroadcastOptions()).wait()
+            self._broadcast(first)
             self._exchanges = int(first.item())
             self._next_is_ready = self._await_readiness(after)
         self._exchanges += 1
@@ -421,6 +430,12 @@ class _FutureHandle(Handle):
             raise
         except RuntimeError as error:
             raise _failed(self._what, self._collectives, error) from error
+
+
+def _end(worker: Worker, lent: LentTensors) -> None:
+    """See [Note: gloo lets go after it is done]."""
+    if worker.close():
+        lent.wait_until_returned(Worker.CLOSE_TIMEOUT_S)
 
 
 def _max_options() -> dist.AllreduceOptions:
