@@ -288,7 +288,7 @@ class GlooCollectives(Collectives):
 
     def close(self) -> None:
         if self._worker is not None:
-            self._worker.close()
+            _end(self._worker, self._lent)
             self._worker = None
         self._scratch.clear()
 
