@@ -129,6 +129,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         print(f"\n{best['eval_accuracy']:.1%} of {len(test)} lines told right by the best of {args.epochs} epochs")
         print(f"{args.out}, {trainer.args.world_size} process(es)")
+    trainer.accelerator.end_training()  # ends gloo's threads, which may abort a process that ends before them
 
 
 if __name__ == "__main__":

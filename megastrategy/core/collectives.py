@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from .errors import CollectiveError, NotOnAllRanksError
 from .gloo_rings import GlooRings
+from .lent_tensors import LentTensors
 from .roll_call import RollCall
 from .tensor_parts import add_parts_, chunks_by_dtype
 from .worker import Worker
@@ -251,22 +252,23 @@ class GlooCollectives(Collectives):
     def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
         super().__init__(group, roll_call)
         self._worker: Worker | None = None
+        self._lent = LentTensors()  # in the worker's thread
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._rings = GlooRings(group, self._scratch)
+        self._rings = GlooRings(group, self._scratch, self._lent)
         self._probes: list[Any] = []  # kept, as gloo would wait for them
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run() -> None:
             if not scale_sum:
                 tensor.mul_(scale)
-            self.group.allreduce([tensor]).wait()
+            self.group.allreduce([self._lend(tensor)]).wait()
             if scale_sum:
                 tensor.mul_(scale)
 
         return self._start("all-reduce", run)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return self._start("all-reduce", lambda: self.group.allreduce([tensor], _max_options()).wait())
+        return self._start("all-reduce", lambda: self.group.allreduce([self._lend(tensor)], _max_options()).wait())
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self._start("reduce-scatter", lambda: self._rings.reduce_scatter(tensor, scale, scale_sum=scale_sum))
@@ -278,11 +280,11 @@ class GlooCollectives(Collectives):
         return self._start("all-gather", lambda: self._rings.all_gather(tensor))
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return self._start("broadcast", lambda: self.group.broadcast([tensor], dist.BroadcastOptions()).wait())
+        return self._start("broadcast", lambda: self._broadcast(tensor))
 
     def close(self) -> None:
         if self._worker is not None:
-            self._worker.close()
+            _end(self._worker, self._lent)
             self._worker = None
         self._scratch.clear()
 
@@ -290,7 +292,7 @@ class GlooCollectives(Collectives):
         if self._worker is None:
             self._worker = Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
-            weakref.finalize(self, self._worker.close)
+            weakref.finalize(self, _end, self._worker, self._lent)
         self.num_started += 1
         self.last_started.append(what)
         return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
@@ -316,6 +318,13 @@ class GlooCollectives(Collectives):
                 self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
                 self._worker = None
             raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self.group.broadcast([self._lend(tensor)], dist.BroadcastOptions()).wait()
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        """What a thread of gloo's is given in place of ``tensor``."""
+        return self._lent.lend(tensor)
 
 
 class WorkHandle(Handle):
@@ -354,6 +363,12 @@ class _FutureHandle(Handle):
             raise
         except RuntimeError as error:
             raise _failed(self._what, self._collectives, error) from error
+
+
+def _end(worker: Worker, lent: LentTensors) -> None:
+    """See [Note: gloo lets go after it is done]."""
+    if worker.close():
+        lent.wait_until_returned(Worker.CLOSE_TIMEOUT_S)
 
 
 def _max_options() -> dist.AllreduceOptions:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .lent_tensors import LentTensors
+
 SEGMENT_BYTES = 2**20
 """Large enough that a segment's own cost (0.1 ms) is small on a link of 10 Gbit/s, small enough that what is left to be
 added when the last one has come is too."""
@@ -31,10 +33,11 @@ class GlooRings:
     Args:
         group: on which nobody else sends between two ranks with these tags.
         scratch: memory by dtype, to share with rings that never run at the same time.
+        lent: keeps what gloo's threads have.
     """
 
-    def __init__(self, group: ProcessGroup, scratch: dict[torch.dtype, Tensor]) -> None:
-        self._group, self._scratch = group, scratch
+    def __init__(self, group: ProcessGroup, scratch: dict[torch.dtype, Tensor], lent: LentTensors) -> None:
+        self._group, self._scratch, self._lent = group, scratch, lent
         self._rank, self._size = group.rank(), group.size()
         self._first = -1
         self._num_exchanges: dict[int, int] = {}  # by distance, alike on all ranks: the tags of the messages
@@ -96,7 +99,7 @@ class GlooRings:
         if self._first < 0:
             # A number of this object's own: one before it on the same group left posted receives behind.
             first = torch.tensor([secrets.randbelow(2**28)])
-            self._group.broadcast([first], dist.BroadcastOptions()).wait()
+            self._group.broadcast([self._lent.lend(first)], dist.BroadcastOptions()).wait()
             self._first = int(first.item())
         if distance not in self._posted:
             self._num_exchanges[distance] = self._first

@@ -123,7 +123,7 @@ class InstanceCollectives(Collectives):
         def run() -> None:
             own = tensor.chunk(self.size)[self.rank]
             self._scatter_inside(tensor, None if scale_sum else scale)
-            self.across.allreduce([own]).wait()
+            self._sum_across(own)
             if scale_sum:
                 own.mul_(scale)
 
@@ -133,10 +133,14 @@ class InstanceCollectives(Collectives):
         def run() -> None:
             total = torch.zeros_like(sums)  # sums has what earlier reductions gave, on all owners alike
             add_parts_(total, self._exchange_inside(tensor), 1.0 if scale_sum else scale, scale_sum)
-            self.across.allreduce([total]).wait()
+            self._sum_across(total)
             sums.add_(total.mul_(scale) if scale_sum else total)
 
         return self._in_order("reduce-scatter", tensor.device, run)
+
+    def _sum_across(self, tensor: Tensor) -> None:
+        """``tensor`` becomes its sum over the ranks at this rank's place in all instances."""
+        self.across.allreduce([tensor]).wait()
 
     @abstractmethod
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
@@ -159,7 +163,7 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
 
     def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(every, instance, across)
-        self._rings = GlooRings(instance, every._scratch)
+        self._rings = GlooRings(instance, every._scratch, every._lent)
 
     @property
     def every(self) -> GlooCollectives:
@@ -170,8 +174,14 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
         return self.every._start(what, run)
 
+    def _lend(self, tensor: Tensor) -> Tensor:
+        return self.every._lend(tensor)
+
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
         return self._start(what, run)
+
+    def _sum_across(self, tensor: Tensor) -> None:
+        super()._sum_across(self._lend(tensor))
 
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
         self._rings.reduce_scatter(tensor, 1.0 if scale is None else scale, scale_sum=scale is None)

@@ -326,12 +326,7 @@ def build_layout(
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
-    total_numel = sum(spec.numel for spec in specs)
-    if bucket_size is None:
-        bucket_size = default_bucket_size(total_numel, dp_size)
-    are_alike = bucket_size >= total_numel
-    if isinstance(config.bucket_size, int):
-        bucket_size, are_alike = config.bucket_size, True
+    size, are_alike = _resolve_bucket_size(config, bucket_size, sum(spec.numel for spec in specs), dp_size)
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
     alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, for_nccl)
 
@@ -343,7 +338,7 @@ def build_layout(
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
         members = [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind]
-        minimums = itertools.repeat(bucket_size) if are_alike else minimum_numels(bucket_size)
+        minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
         minimum, bucket_start, position = next(minimums), 0, 0
         current: list[int] = []
         for place, index in enumerate(members):
@@ -378,8 +373,18 @@ def build_layout(
         buckets=buckets,
         dp_size=dp_size,
         num_shards=num_shards,
-        piece_numel=_round_up(bucket_size, alignment) if pooled else None,
+        piece_numel=_round_up(size, alignment) if pooled else None,
     )
+
+
+def _resolve_bucket_size(
+    config: DistributedDataParallelConfig, chosen: int | None, total_numel: int, dp_size: int
+) -> tuple[int, bool]:
+    """The size in elements, and whether it holds for all buckets alike: if the user gave it, or one takes them all."""
+    if isinstance(config.bucket_size, int):
+        return config.bucket_size, True
+    size = default_bucket_size(total_numel, dp_size) if chosen is None else chosen
+    return size, size >= total_numel
 
 
 def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:

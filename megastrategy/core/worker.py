@@ -14,7 +14,7 @@ import torch
 class Worker:
     """One thread that runs what it is given, in order. A daemon: a rank whose peers are gone must be able to exit."""
 
-    _CLOSE_TIMEOUT_S = 5.0
+    CLOSE_TIMEOUT_S = 5.0
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[tuple[int, int]], Callable[[], object]] | None] = queue.SimpleQueue()
@@ -31,12 +31,13 @@ class Worker:
         """Lets the thread end after what is queued; may be called again."""
         self._jobs.put(None)
 
-    def close(self) -> None:
-        """Ends the thread after what is queued; after an error on another rank that may never come, so not waited for
-        long."""
+    def close(self) -> bool:
+        """Ends the thread after what is queued, and says whether it has ended; after an error on another rank that may
+        never come, so not waited for long."""
         self.stop()
         if threading.current_thread() is not self._thread:  # the last reference may go there
-            self._thread.join(self._CLOSE_TIMEOUT_S)
+            self._thread.join(self.CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

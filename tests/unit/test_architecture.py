@@ -17,9 +17,19 @@ DOORS = {path.stem for path in PACKAGE.glob("[a-z]*.py")} | SHARED_BY_DOORS
 
 # Lower may not import higher. Within a rank of this list files do not import each other.
 RANKS = [
-    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "gloo_rings"},
+    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors"},
     {"layout"},
-    {"memory", "elementwise", "param_shard", "nonfinite", "roll_call", "bucket_order", "bucket_choice", "worker"},
+    {
+        "memory",
+        "elementwise",
+        "param_shard",
+        "nonfinite",
+        "roll_call",
+        "bucket_order",
+        "bucket_choice",
+        "worker",
+        "gloo_rings",
+    },
     {"collectives", "buffers"},
     {"bucket_tuning", "flattened_buffers", "pooled_buffers", "instanced_collectives"},
     {"bucket_planner"},
