@@ -46,7 +46,9 @@ def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = with_instances(group, 2)
         assert isinstance(collectives, GlooCollectives)
-        lent = collectives._lent = HeldTensors()
+        instance = collectives.instances[2]
+        assert isinstance(instance, GlooCollectives)
+        lent = collectives._lent = collectives._rings._lent = instance._rings._lent = HeldTensors()
         start, num_lent = OPERATIONS[operation]
         start(collectives).wait()
         assert len(lent.held) == num_lent
