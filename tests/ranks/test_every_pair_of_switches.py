@@ -97,14 +97,14 @@ class Watched:
     """One rank's training under recording collectives, which are counted after every backward and every step."""
 
     def __init__(self, row: Row, rank: int, group: ProcessGroup) -> None:
-        self.row, self.messages = row, list[str]()
+        self.row, self.messages, self.events = row, list[str](), list[Event]()
         self.collectives: RecordingCollectives
 
         def record(real: Collectives) -> Collectives:
             self.collectives = RecordingCollectives(group, real)
             return self.collectives
 
-        self.training = start_ours(row.run, rank, group, row.config, record)
+        self.training = start_ours(row.run, rank, group, row.config, record, self.events.append)
         self.model = self.training.model
         self.model.on_message = self.messages.append
         self.training.after_backward = self.check_backward
@@ -117,10 +117,15 @@ class Watched:
         self.seen += len(calls)
         return calls
 
+    def new_events(self) -> list[EventKind]:
+        kinds = [event.kind for event in self.events]
+        self.events.clear()
+        return kinds
+
     def check_backward(self, last: bool) -> None:
         """Every bucket, or piece of one, was reduced once, if the backward is synchronised; and what was used was
         agreed on as the configuration says."""
-        config, plan, calls = self.row.config, self.layout, self.new_calls()
+        config, plan, calls, events = self.row.config, self.layout, self.new_calls(), self.new_events()
         self.layout = self.model.layout
         is_pooled = config.grad_buffer == "pooled"
         reductions = [call for call in calls if call.name in REDUCTIONS]
@@ -134,6 +139,7 @@ class Watched:
             pieces = [(end - start) * plan.num_shards for start, end in plan.pieces(bucket)]
             assert sum(pieces) == bucket.numel
             assert is_pooled or len(pieces) == 1
+            assert (bucket.numel % 2**16 == 0) == config.pad_buckets_for_high_nccl_busbw
             expected += pieces
         assert [call.numel for call in reductions] == expected
         sent_in = torch.bfloat16 if self.row.sends_sixteen_bits else torch.float32
@@ -141,11 +147,14 @@ class Watched:
         numel = sum(buffer.numel for buffer in plan.buffers)
         assert sum(call.nbytes for call in reductions) == numel * sent_in.itemsize
         assert {call.name for call in reductions} == {self.kind_of_reduction()}
+        assert {call.scale_sum for call in reductions} == {config.average_in_collective}
         self.num_synced += 1
-        if self.num_synced > 1 and not self.tuner_may_move():
+        if self.num_synced > 1 and config.bucket_size != "auto":  # no move, which is agreed on with the same collective
             agrees = config.check_for_nan_in_grad or (config.find_unused_parameters and not config.static_graph)
             sizes = [len(plan.params) + len(plan.buckets) + 4] if agrees else []  # a byte each
             assert [call.nbytes for call in agreements] == sizes
+        self.check_overlap(events)
+        self.check_memory_of_grads()
 
     def kind_of_reduction(self) -> str:
         config = self.row.config
@@ -154,18 +163,46 @@ class Watched:
         sums_apart = config.grad_buffer == "pooled" or config.reduce_scatter_with_fp32_accumulation
         return "reduce_scatter_into" if sums_apart else "reduce_scatter"
 
-    def tuner_may_move(self) -> bool:
-        """A move is agreed on with the same collective."""
-        return self.row.config.bucket_size == "auto"
+    def check_overlap(self, events: list[EventKind]) -> None:
+        """The first reduction starts before the last gradient is there; if no bucket waits for a gradient that does not
+        come, and if there are several."""
+        begun = events[: events.index(EventKind.REDUCE_START)]
+        is_early = begun.count(EventKind.GRAD_READY) < events.count(EventKind.GRAD_READY)
+        if not self.row.config.overlap_grad_reduce:
+            assert not is_early
+        elif self.row.run.used == "all" and len(self.layout.buckets) > 1 and self.num_synced > 1:
+            assert is_early
+
+    def check_memory_of_grads(self) -> None:
+        """Gradients that every rank has whole lie in buffers, as the layout says, or where autograd put them; where it
+        has a part of them it shows none."""
+        shown = [(param.grad, slot) for param, slot in zip(self.model.params, self.layout.slots, strict=True)]
+        starts = {grad.data_ptr() - slot.start * grad.element_size() for grad, slot in shown if grad is not None}
+        if self.row.config.use_distributed_optimizer:
+            assert not starts
+        elif self.row.config.use_contiguous_buffers:
+            assert len(starts) == len(self.layout.buffers)
+        else:
+            assert len(starts) > len(self.layout.buffers)
 
     def step(self, step: int) -> None:
-        """Every bucket of new weights was gathered once in the step."""
+        """Every bucket of new weights was gathered once in the step, and module buffers were sent before it."""
+        config, sent = self.row.config, len(self.collectives.named("broadcast"))
         self.training.step(step)
+        if step > 0:  # the order of buckets is broadcast too, once
+            assert (len(self.collectives.named("broadcast")) > sent) == config.broadcast_buffers
         gathers = [call for call in self.new_calls() if call.name == "all_gather"]
-        sharded = self.row.config.use_distributed_optimizer
+        sharded = config.use_distributed_optimizer
         buckets = sorted(bucket.numel for bucket in self.layout.buckets)
         assert sorted(call.numel for call in gathers) == (buckets if sharded else [])
         assert {call.dtype for call in gathers} <= {self.row.dtype}
+        events = self.new_events()
+        early = EventKind.GATHER_START in events[: events.index(EventKind.STEP_END)]
+        rank, plan = self.training.rank, self.layout
+        has_shards = any(plan.owned_range(index, rank) is not None for index in range(len(plan.params)))
+        assert early == (sharded and has_shards and config.overlap_param_gather is not False)
+        awaited = any(type(param) is not torch.nn.Parameter for param in self.model.params)
+        assert awaited == (sharded and config.overlap_param_gather == "forward")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)

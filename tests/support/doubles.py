@@ -17,12 +17,14 @@ from megastrategy.core.collectives import Collectives, Handle, make_collectives
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One collective: its name, the elements, bytes and dtype of the tensor, and when it was started."""
+    """One collective: its name, the elements, bytes and dtype of the tensor, whether it is the sum that is scaled, and
+    when it was started."""
 
     name: str
     numel: int
     nbytes: int
     dtype: torch.dtype
+    scale_sum: bool
     time_ns: int
 
 
@@ -96,7 +98,8 @@ class RecordingCollectives(_Double):
     def _do(
         self, name: str, tensor: Tensor, *args: float, start: Callable[..., Handle] | None = None, **options: bool
     ) -> Handle:
-        self.calls.append(Call(name, tensor.numel(), tensor.nbytes, tensor.dtype, time.perf_counter_ns()))
+        scale_sum = options.get("scale_sum", False)
+        self.calls.append(Call(name, tensor.numel(), tensor.nbytes, tensor.dtype, scale_sum, time.perf_counter_ns()))
         handle: Handle = (start or getattr(self._real, name))(tensor, *args, **options)
         return handle
 
