@@ -113,9 +113,10 @@ class Training:
     losses: list[float] = dataclasses.field(default_factory=list)
     norms: list[Tensor] = dataclasses.field(default_factory=list)
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, *, zero_grad: bool = True) -> None:
         run, microbatches = self.run, self.run.num_microbatches(step)
-        self.optimizer.zero_grad()
+        if zero_grad:
+            self.optimizer.zero_grad()
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
             with contextlib.nullcontext() if last else self.model.no_sync():
