@@ -183,7 +183,7 @@ class LeavesOut(nn.Module):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_training_goes_on_after_an_unused_parameter_was_told(mode: str, overlap: bool) -> None:
-    """What the backward that raised left is dropped, whether or not buckets were launched, and nobody has to zero it."""
+    """What the backward that raised left is dropped, whether or not buckets were launched; nobody has to zero it."""
 
     def train(model: nn.Module, optimizer: Any, rank: int) -> None:
         model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()

@@ -305,11 +305,9 @@ POINTS = {
     "the broadcast": BROADCAST,
 }
 CASES = [
-    pytest.param(
-        row, point, (number + len(name)) % 2 == 0, (number + len(name)) // 2 % row.num_ranks, id=f"{name}-{row}"
-    )
+    pytest.param(row, point, turn % 2 == 0, turn // 2 % row.num_ranks, id=f"{name}-{row}")
     for number, row in enumerate(EVERY_SWITCH)
-    for name, point in POINTS.items()
+    for turn, (name, point) in enumerate(POINTS.items(), number)
     if point.is_in(row)
 ]
 """In turn the collective does not start, or breaks the connection; and in turn it is another rank's."""
