@@ -303,7 +303,7 @@ class GlooCollectives(Collectives):
 
     def _finish_started(self) -> None:
         if self._worker is not None:
-            self._worker.submit(lambda: None).result()
+            concurrent.futures.wait([self._worker.submit(lambda: None)])
 
     def glance(self, what: str, number: int) -> None:
         """Called while the ``number``-th collective that was started takes long.

@@ -154,11 +154,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> tuple[int, int]:
-        """How many steps of this object began to change weights, and how many were completed.
+        """How many steps of this object began to change weights, and how many were completed: a step whose weights did
+        not arrive, of which ``overlap_param_gather="forward"`` hears after ``step`` has returned, was not.
 
         After an exception the ranks' shards and weights belong together if all ranks have the same two numbers, equal.
         """
-        return self._impl.num_steps_begun, self._impl.num_steps_done
+        impl = self._impl
+        begun, done = impl.num_steps_begun, impl.num_steps_done
+        lacks_weights = impl.sharded and bool(impl.model.param_gather.missing)
+        return begun, min(done, begun - 1) if begun and lacks_weights else done
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or, with ``set_to_none=False``, zeroes) the gradients of this optimizer's parameters."""

@@ -36,6 +36,9 @@ class ParamGather:
         collectives: how buckets are sent.
         module: the wrapped module.
         listener: gets every event, or None.
+
+    Attributes:
+        missing: the buckets whose last gather failed, and of which other ranks' shards may be those before the step.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class ParamGather:
         self._module = module
         self._listener = listener
         self._handles: dict[int, Handle] = {}  # by bucket, in the order of their start
+        self.missing: set[int] = set()
         self._bucket_of: dict[int, int] = {}  # by id, the bucket of each parameter that is still to come
         self._classes: dict[type[Parameter], type[Parameter]] = {}
         self._hooks: dict[int, RemovableHandle] = {}  # by id of the module
@@ -61,11 +65,14 @@ class ParamGather:
         """
         self._emit(EventKind.GATHER_START, bucket)
         self._handles[bucket] = self._collectives.all_gather(self._buffers.bucket(bucket))
+        self.missing.discard(bucket)
 
     def follow(self, buffers: ParamBuffers) -> None:
         """The parameters have moved, while no gather was under way."""
         assert not self._handles, "a gather would write where the parameters were"
         self._buffers, self._num_held = buffers, -1
+        if self.missing:  # what they have went to other buckets
+            self.missing = {bucket.index for bucket in buffers.layout.buckets}
 
     def finish(self) -> None:
         """Returns when all parameters are whole (on CUDA: for work queued from now on).
@@ -114,6 +121,7 @@ class ParamGather:
                 self._make_plain(bucket)
         except CollectiveError:  # those behind it will not arrive either, and whoever heard of it may clean up
             pending, self._handles = list(self._handles), {}
+            self.missing.update(pending)
             for bucket in pending:
                 self._make_plain(bucket)
             raise

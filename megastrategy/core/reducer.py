@@ -83,6 +83,7 @@ class Reducer:
 
         self._active = False  # a backward is under way and has reached a parameter
         self._syncing = False
+        self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
         self._is_finishing = False  # between the WAIT_START and the WAIT_END at the end of a reduction
         self._forward_decision: bool | None = None
         self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
@@ -145,9 +146,9 @@ class Reducer:
         self._forward_decision = None
 
     def _drop_unfinished(self) -> None:
-        """What a backward that ended in an exception left behind is waited for and dropped."""
-        if self._active or self._handles:  # the latter after an UnusedParameterError, when backward was over
-            self._active = self._syncing = False
+        """What a backward that ended in an exception left behind, sealed in part, is waited for and dropped."""
+        if self._active or self._is_unfinished:
+            self._active = self._syncing = self._is_unfinished = False
             self._wait_for_launched()
             self._late.clear()
             self._has_local_grads = False
@@ -242,7 +243,9 @@ class Reducer:
         if synced:
             if self._planner is not None:
                 self._planner.stop()
+            self._is_unfinished = True
             self.finish_grad_sync()
+            self._is_unfinished = False
         else:
             self.buffers.detach_unused()
         self._emit(EventKind.BACKWARD_END, int(synced))
@@ -280,6 +283,7 @@ class Reducer:
         if not self._has_local_grads:
             return
         self._check_promises()
+        self._is_unfinished = True
         while len(self._handles) < len(self.layout.buckets):
             self._launch(len(self._handles))
         self._emit(EventKind.WAIT_START, 0)
@@ -302,6 +306,7 @@ class Reducer:
             self._planner.finish(self.layout)
             if self._planner.is_done:
                 self._planner = None
+        self._is_unfinished = False
 
     def _launch_ready(self) -> None:
         while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
@@ -451,14 +456,12 @@ class Reducer:
             self._nonfinite += find_in_grad(grad, index, self.layout, self._collectives.rank)
 
     def _raise_nonfinite(self) -> None:
-        self._wait_for_launched()
-        self.buffers.drop_unfinished()  # shards that sums are added to would keep what is not finite
+        self._drop_unfinished()  # shards that sums are added to would keep what is not finite
         by_rank = self._collectives.all_gather_objects(self._nonfinite, self._device)
         raise NonFiniteGradError(describe_nonfinite([item for items in by_rank for item in items]))
 
     def _raise_microbatch_mismatch(self) -> None:
-        self._wait_for_launched()
-        self.buffers.drop_unfinished()
+        self._drop_unfinished()
         microbatches = self._collectives.all_gather_objects(self.microbatch, self._device)
         raise MicrobatchMismatchError(
             "the ranks reduce the gradients of different microbatches: "

@@ -12,7 +12,11 @@ import torch
 
 
 class Worker:
-    """One thread that runs what it is given, in order. A daemon: a rank whose peers are gone must be able to exit."""
+    """One thread that runs what it is given, in order. A daemon: a rank whose peers are gone must be able to exit.
+
+    What comes after something that failed fails at once, and is not begun: the ranks are not at the same place any
+    more, and one that waited for the others in a later collective would keep those waiting that need it in this one.
+    """
 
     CLOSE_TIMEOUT_S = 5.0
 
@@ -40,13 +44,17 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        failure = ""
         while (job := self._jobs.get()) is not None:
             future, run = job
             begun_ns = time.perf_counter_ns()
             try:
+                if failure:
+                    raise RuntimeError(failure)
                 with torch.no_grad():
                     run()
             except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+                failure = failure or f"one before it had failed: {error}"
                 future.set_exception(error)
             else:
                 future.set_result((begun_ns, time.perf_counter_ns()))

@@ -32,8 +32,7 @@ class LinkCollectives(RecordingCollectives):
     def _do(self, name: str, tensor: Tensor, *args: float, **options: bool) -> Handle:
         if tensor.nbytes > 2000:
             seconds = self._latency_s + tensor.nbytes * self._seconds_per_byte
-            start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
-            start("link", lambda: time.sleep(seconds))
+            self._do_before("link", lambda: time.sleep(seconds))
         return super()._do(name, tensor, *args, **options)
 
 

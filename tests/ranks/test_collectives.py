@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.gloo_rings import SEGMENT_BYTES
+from tests.support.doubles import FailingCollectives
 from tests.support.ranks import run_ranks, try_ranks
 
 CPU = torch.device("cpu")
@@ -234,3 +235,26 @@ def test_a_rank_that_hangs_ends_the_others_at_the_timeout_of_the_group() -> None
     survivor, _ = try_ranks(2, run, timeout_s=2)
     assert 1 < time.monotonic() - start < 20
     assert isinstance(survivor, CollectiveError)
+
+
+def test_what_follows_a_collective_that_failed_is_not_begun_until_they_are_closed() -> None:
+    """Or this rank waits in it for others, who wait for it in the one that failed."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = FailingCollectives(group)
+        collectives.all_reduce(torch.ones(4), 1.0).wait()
+        collectives.fail_at(1, on_the_wire=True)
+        failing = collectives.all_reduce(torch.ones(4), 1.0)
+        collectives.fail_at(0)
+        following = torch.ones(4)
+        handle = collectives.all_reduce(following, 1.0)
+        for failed in (handle, failing):
+            with pytest.raises(CollectiveError, match="out of luck"):
+                failed.wait()
+        assert following.tolist() == [1.0] * 4, "not begun"
+        collectives.close()
+        collectives.all_reduce(following, 1.0).wait()
+        assert following.tolist() == [2.0] * 4
+        collectives.close()
+
+    run_ranks(2, run)

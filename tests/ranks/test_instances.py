@@ -24,7 +24,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core import describe_setup
 from megastrategy.core.collectives import BackendCollectives, GlooCollectives
 from megastrategy.core.errors import CollectiveError, LayoutMismatchError
-from tests.support.models import awkward_model, images, two_layers
+from tests.support.models import WholeGrads, awkward_model, images, two_layers, whole_numbers
 from tests.support.ranks import run_ranks, try_ranks, with_instances
 from tests.support.training import Run, assert_close, train_with_ddp, train_with_ours
 
@@ -161,29 +161,6 @@ def test_clipping_by_norm_is_torch_ddps() -> None:
     assert all(norm > 0.05 for norm in ours[0].norms[:3]), "the test clips"
 
 
-class WholeGrads(nn.Module):
-    """Gradients that are whole numbers whatever the weights are, so that their sums and means over 2**k ranks are exact
-    in any order, in 16 bits too. The second layer is used on odd steps, the third on rank 1 only."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.always, self.odd = nn.Linear(33, 5), nn.Linear(33, 7)
-        self.rank_one, self.never = nn.Linear(33, 3, bias=False), nn.Linear(3, 2)
-        generator = torch.Generator().manual_seed(0)
-        for param in self.parameters():
-            param.data = torch.randn(param.shape, generator=generator).to(dtype)
-
-    def forward(self, x: Tensor, step: int, rank: int) -> Tensor:
-        loss = self.always(x).sum()
-        loss = loss + 2 * self.odd(x).sum() if step % 2 else loss
-        return loss + 4 * self.rank_one(x).sum() if rank == 1 else loss
-
-
-def inputs(rank: int, step: int, microbatch: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + microbatch)
-    return torch.randint(-4, 5, (2, 33), generator=generator).to(dtype)
-
-
 def train_whole(
     rank: int, model: Any, optimizer: Any, module: WholeGrads, accumulate: int, steps: range = range(6)
 ) -> list[Tensor]:
@@ -193,7 +170,7 @@ def train_whole(
         optimizer.zero_grad()
         for microbatch in range(accumulate):
             with model.no_sync() if microbatch % 2 else contextlib.nullcontext():
-                model(inputs(rank, step, microbatch, module.always.weight.dtype), step, rank).backward()
+                model(whole_numbers(rank, step, microbatch, module.always.weight.dtype), step, rank).backward()
         optimizer.step()
         seen.append(weights_of(module))
     return seen
@@ -274,8 +251,8 @@ def test_gradients_of_several_backwards_add_up_and_are_whole_on_every_rank(
         model = wrap(group, module, instances, **options)
         expected = torch.zeros(5, 33)
         for step in (0, 2, 4):  # not cleared in between
-            model(inputs(rank, step, 0, dtype), step, rank).backward()
-            grads = [inputs(r, step, 0, torch.float32).sum(0).expand(5, 33) for r in range(size)]
+            model(whole_numbers(rank, step, 0, dtype), step, rank).backward()
+            grads = [whole_numbers(r, step, 0, torch.float32).sum(0).expand(5, 33) for r in range(size)]
             expected += torch.stack(grads).sum(0) / size
             seen = model.full_grad(module.always.weight)
             assert seen is not None

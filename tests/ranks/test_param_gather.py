@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
-from tests.support.doubles import DelayingCollectives
+from tests.support.doubles import DelayingCollectives, FailingCollectives
 from tests.support.models import awkward_model, images
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -401,3 +401,31 @@ def test_a_rank_that_ends_is_named_where_a_parameter_is_read() -> None:
     assert isinstance(dead, ZeroDivisionError)
     assert isinstance(survivor, CollectiveError)
     assert "did not complete" in str(survivor)
+
+
+def test_a_step_whose_weights_did_not_arrive_is_not_done() -> None:
+    """Or whoever saves after the error takes the old weights of other ranks' shards for those of the new state. The
+    next step that brings all weights makes up for it."""
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module, collectives = net(), FailingCollectives(group)
+        model = DistributedDataParallel(module, config("forward"), collectives=collectives)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+        numbers = []
+        for step in range(3):
+            model(torch.full((2, 20), 1.0 + rank)).square().sum().backward()
+            if step == 1:
+                collectives.fail_at(1, ("all_gather",), on_the_wire=True)
+            optimizer.step()
+            if step == 1:
+                with pytest.raises(CollectiveError):
+                    module[0].weight.sum()
+                collectives.fail_at(0)
+                collectives.close()  # and what is started next is started anew
+            numbers.append(optimizer.num_steps)
+        model.close()
+        assert numbers == [(1, 1), (2, 1), (3, 3)]
+        return [param.detach().clone() for param in module.parameters()]
+
+    first, second = run_ranks(2, run)
+    assert all(map(torch.equal, first, second))

@@ -1,4 +1,7 @@
-"""Training equals torch DDP with the same optimizer: to the bit on two ranks, within 1e-6 on more."""
+"""Training equals torch DDP with the same optimizer: to the bit on two ranks, within 1e-6 on more.
+
+All switches of the configuration, each with each, are in ``test_every_pair_of_switches``.
+"""
 
 from __future__ import annotations
 
@@ -47,52 +50,6 @@ def configs(**choices: list[Any]) -> list[DistributedDataParallelConfig]:
 EVERY_CONFIG = configs(
     bucket_size=[ONE_PARAM, SOME, ALL], overlap_grad_reduce=[True, False], use_distributed_optimizer=[True, False]
 )
-
-
-SWITCHES: dict[str, list[Any]] = {
-    "bucket_size": [ONE_PARAM, SOME, ALL],
-    "overlap_param_gather": [False, "step", "forward"],
-    "overlap_grad_reduce": [True, False],
-    "average_in_collective": [False, True],
-    "pad_buckets_for_high_nccl_busbw": [False, True],
-    "check_for_nan_in_grad": [False, True],
-    "use_distributed_optimizer": [True, False],
-    "grad_buffer": ["contiguous", "pooled"],
-}
-
-
-def is_allowed(row: dict[str, Any]) -> bool:
-    """Whether the configuration takes these values together."""
-    try:
-        DistributedDataParallelConfig(**row)
-    except ValueError:
-        return False
-    return True
-
-
-def pairwise(choices: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Few rows in which any two values of two names meet, if they may: greedily the row that has most pairs not met
-    yet."""
-
-    def pairs(row: dict[str, Any]) -> set[tuple[Any, ...]]:
-        return {(a, row[a], b, row[b]) for a, b in itertools.combinations(choices, 2)}
-
-    rows = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    rows = [row for row in rows if is_allowed(row)]
-    missing, chosen = set().union(*map(pairs, rows)), []
-    while missing:
-        best = max(rows, key=lambda row: len(pairs(row) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
-
-
-@pytest.mark.parametrize("switches", pairwise(SWITCHES), ids=lambda row: "-".join(map(str, row.values())))
-def test_every_pair_of_switches_to_the_bit_on_two_ranks(switches: dict[str, Any]) -> None:
-    """Pooled gradients of one microbatch a step: of several the mean is taken first, which rounds elsewhere."""
-    accumulate = 1 if switches["grad_buffer"] == "pooled" else 3
-    run = make_run("adamw", accumulate=accumulate, groups=3)
-    assert_same_bits(train_with_ours(run, 2, DistributedDataParallelConfig(**switches)), train_with_ddp(run, 2))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.buffers import ContiguousGradBuffers, ParamBuffers
-from megastrategy.core.collectives import Handle
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import EventKind
 from megastrategy.core.layout import BufferLayout, build_layout
@@ -25,7 +24,7 @@ from megastrategy.core.memory import memory_use
 from megastrategy.core.relayout import relayout
 from tests.ranks.test_memory import bytes_of
 from tests.ranks.test_order_seen import Layers, adamw, amsgrad, batch, groups, momentum, moves, wrap
-from tests.support.doubles import RecordingCollectives
+from tests.support.doubles import FailingCollectives
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.training import assert_same_state
 
@@ -416,25 +415,6 @@ def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is(gone_
     run_ranks(2, run)
 
 
-class FailsInMove(RecordingCollectives):
-    """Raises in place of a collective of a move: the ``number``-th after it has begun, on one rank."""
-
-    def __init__(self, group: ProcessGroup, number: int) -> None:
-        super().__init__(group)
-        self.countdown: int | None = None
-        self._number = number
-
-    def begin(self) -> None:
-        self.countdown = self._number
-
-    def _do(self, name: str, tensor: Tensor, *args: float, **options: bool) -> Handle:
-        if self.countdown is not None:
-            self.countdown -= 1
-            if self.countdown == 0:
-                raise RuntimeError("out of luck")
-        return super()._do(name, tensor, *args, **options)
-
-
 @pytest.mark.parametrize("number", [1, 3, 8, 15])
 def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -> None:
     """In the exchange of what there is, in the first and a middle one of what is gathered, and in the last of all, in
@@ -444,7 +424,7 @@ def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = Layers(reverse=False, dtype=BF16)
-        collectives = FailsInMove(group, number if rank == 1 else 10**6)
+        collectives = FailingCollectives(group)
         config = DistributedDataParallelConfig(bucket_size=500, overlap_grad_reduce=False)
         model = DistributedDataParallel(module, config, collectives=collectives)
         optimizer = DistributedOptimizer(adamw(model), model)
@@ -453,7 +433,7 @@ def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -
             optimizer.step()
         model(batch(rank, 2, BF16)).backward()
         before = untouched(model, optimizer)
-        collectives.begin()
+        collectives.fail_at(number if rank == 1 else 0)
         collectives.calls.clear()
         try:
             relayout(model, other_layout(model, 150))
@@ -475,13 +455,13 @@ def test_a_rank_that_fails_while_buckets_take_their_order_ends_all() -> None:
     """The error comes out of ``backward()``."""
 
     def run(rank: int, group: ProcessGroup) -> None:
-        collectives = FailsInMove(group, 5 if rank == 1 else 10**6)
+        collectives = FailingCollectives(group)
         begun: list[bool] = []
 
         def listener(event: Any) -> None:
             if event.kind is EventKind.WAIT_END and not begun:
                 begun.append(True)
-                collectives.begin()
+                collectives.fail_at(5 if rank == 1 else 0)
 
         config = DistributedDataParallelConfig(bucket_size=150)
         model = DistributedDataParallel(Layers(reverse=True), config, collectives=collectives, listener=listener)

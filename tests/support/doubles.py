@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,33 +17,33 @@ from megastrategy.core.collectives import Collectives, Handle, make_collectives
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One collective: its name, the elements and bytes of the tensor, and when it was started."""
+    """One collective: its name, the elements, bytes and dtype of the tensor, whether it is the sum that is scaled, and
+    when it was started."""
 
     name: str
     numel: int
     nbytes: int
+    dtype: torch.dtype
+    scale_sum: bool
     time_ns: int
 
 
-class RecordingCollectives(Collectives):
-    """Writes down every collective, then does it."""
+class _Double(Collectives):
+    """Every collective goes through ``_do``, which has the one of ``real`` to start."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        super().__init__(group)
-        self._real = make_collectives(group, torch.device("cpu"))
-        self.calls: list[Call] = []
+    def __init__(self, real: Collectives) -> None:
+        super().__init__(real.group)
+        self._real = real
 
+    @property
+    def is_rank_zero(self) -> bool:
+        return self._real.is_rank_zero
+
+    @abstractmethod
     def _do(
-        self,
-        name: str,
-        tensor: Tensor,
-        *args: float,
-        start: Callable[..., Handle] | None = None,
-        **options: bool,
+        self, name: str, tensor: Tensor, *args: float, start: Callable[..., Handle] | None = None, **options: bool
     ) -> Handle:
-        self.calls.append(Call(name, tensor.numel(), tensor.nbytes, time.perf_counter_ns()))
-        handle: Handle = (start or getattr(self._real, name))(tensor, *args, **options)
-        return handle
+        """Starts the collective ``name`` on ``tensor``: by ``start``, or with what the real ones have by that name."""
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self._do("all_reduce", tensor, scale, scale_sum=scale_sum)
@@ -65,6 +66,49 @@ class RecordingCollectives(Collectives):
     def broadcast(self, tensor: Tensor) -> Handle:
         return self._do("broadcast", tensor)
 
+
+class _OfInstance(_Double):
+    """What one instance of the distributed optimizer does, as part of the whole double."""
+
+    def __init__(self, real: Collectives, do: Callable[..., Handle]) -> None:
+        super().__init__(real)
+        self._do_in_whole = do
+
+    def _do(
+        self, name: str, tensor: Tensor, *args: float, start: Callable[..., Handle] | None = None, **options: bool
+    ) -> Handle:
+        return self._do_in_whole(name, tensor, *args, start=start or getattr(self._real, name), **options)
+
+
+class RecordingCollectives(_Double):
+    """Writes down every collective, then does it.
+
+    Args:
+        group: the ranks.
+        real: what does it, on ``group``; if it is divided into instances, so is this, and their collectives are among
+            the calls. None for what fits the group.
+    """
+
+    def __init__(self, group: ProcessGroup, real: Collectives | None = None) -> None:
+        super().__init__(make_collectives(group, torch.device("cpu")) if real is None else real)
+        self.calls: list[Call] = []
+        for size, instance in self._real.instances.items():
+            self.instances[size] = _OfInstance(instance, self._do)
+
+    def _do(
+        self, name: str, tensor: Tensor, *args: float, start: Callable[..., Handle] | None = None, **options: bool
+    ) -> Handle:
+        scale_sum = options.get("scale_sum", False)
+        self.calls.append(Call(name, tensor.numel(), tensor.nbytes, tensor.dtype, scale_sum, time.perf_counter_ns()))
+        handle: Handle = (start or getattr(self._real, name))(tensor, *args, **options)
+        return handle
+
+    def _do_before(self, what: str, run: Callable[[], object]) -> Handle:
+        """In the thread of the real collectives, between what was started before and what is started after it."""
+        start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
+        handle: Handle = start(what, run)
+        return handle
+
     def close(self) -> None:
         self._real.close()
 
@@ -73,22 +117,74 @@ class RecordingCollectives(Collectives):
         return [call for call in self.calls if call.name in names]
 
 
+REDUCTIONS = ("reduce_scatter", "reduce_scatter_into", "all_reduce")
+EVERYTHING = (*REDUCTIONS, "all_reduce_max", "all_gather", "broadcast")
+
+
 class DelayingCollectives(RecordingCollectives):
     """Before each reduction (or what else is named) ``delay_s`` passes in the worker's thread, so buckets stay in
-    flight."""
+    flight.
+
+    Args:
+        group: as for recording.
+        delay_s: seconds, or what is asked for them at each call.
+        names: the collectives that are late.
+        real: as for recording.
+    """
 
     def __init__(
         self,
         group: ProcessGroup,
-        delay_s: float,
-        names: Sequence[str] = ("reduce_scatter", "reduce_scatter_into", "all_reduce"),
+        delay_s: float | Callable[[], float],
+        names: Sequence[str] = REDUCTIONS,
+        real: Collectives | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, real)
         self._delay_s = delay_s
         self._names = names
 
     def _do(self, name: str, tensor: Tensor, *args: float, **options: Any) -> Handle:
         if name in self._names:
-            start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
-            start("delay", lambda: time.sleep(self._delay_s))
+            seconds = self._delay_s() if callable(self._delay_s) else self._delay_s
+            self._do_before("delay", lambda: time.sleep(seconds))
+        return super()._do(name, tensor, *args, **options)
+
+
+class OutOfLuckError(RuntimeError):
+    """What a collective raises that was told to fail."""
+
+
+class FailingCollectives(RecordingCollectives):
+    """One collective, named by :meth:`fail_at`, fails on this rank. Until then, everything is done."""
+
+    def __init__(self, group: ProcessGroup, real: Collectives | None = None) -> None:
+        super().__init__(group, real)
+        self._names: Sequence[str] = ()
+        self._countdown = 0
+        self._on_the_wire = self.has_failed = False
+
+    def fail_at(self, number: int, names: Sequence[str] = EVERYTHING, *, on_the_wire: bool = False) -> None:
+        """From now on the ``number``-th of those with these names fails.
+
+        Args:
+            number: from 1; 0 for none.
+            names: of the collectives that are counted.
+            on_the_wire: it starts, and its ``wait`` raises, as does that of all that follow: a connection broke.
+                Else it raises in place of starting, as where memory is short, and what follows is done.
+        """
+        self._countdown, self._names, self._on_the_wire, self.has_failed = number, names, on_the_wire, False
+
+    def _do(self, name: str, tensor: Tensor, *args: float, **options: Any) -> Handle:
+        if self._countdown > 0 and name in self._names:
+            self._countdown -= 1
+            if self._countdown == 0:
+                self.has_failed = True
+                if not self._on_the_wire:
+                    raise OutOfLuckError("out of luck")
+        if self.has_failed and self._on_the_wire:
+
+            def fail() -> None:
+                raise OutOfLuckError("out of luck")
+
+            return self._do_before(name, fail)
         return super()._do(name, tensor, *args, **options)

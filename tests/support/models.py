@@ -66,6 +66,40 @@ def images(rank: int, step: int, microbatch: int, dtype: torch.dtype = torch.flo
     return torch.randn(4, 3, 6, 6, generator=generator).to(dtype)
 
 
+class WholeGrads(nn.Module):
+    """Gradients that are whole numbers whatever the weights are, so that their sums and means over 2**k ranks are exact
+    in any order, in 16 bits too. The second layer is used on odd steps, the third on rank 1 only.
+
+    ``forward`` takes whole numbers (batch, 33), the step and the rank, and returns a scalar loss; a module buffer adds
+    up what it has seen. The weights' values are the same in every dtype.
+    """
+
+    total: Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.always, self.odd = nn.Linear(33, 5), nn.Linear(33, 7)
+        self.rank_one, self.never = nn.Linear(33, 3, bias=False), nn.Linear(3, 2)
+        self.register_buffer("total", torch.zeros((), dtype=torch.int64))
+        generator = torch.Generator().manual_seed(0)
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator).bfloat16().to(dtype)
+
+    def forward(self, x: Tensor, step: int, rank: int) -> Tensor:
+        self.total += x.detach().long().sum()
+        loss = self.always(x).sum()
+        loss = loss + 2 * self.odd(x).sum() if step % 2 else loss
+        return loss + 4 * self.rank_one(x).sum() if rank == 1 else loss
+
+
+def whole_numbers(
+    rank: int, step: int, microbatch: int, dtype: torch.dtype, *, batch: int = 2, largest: int = 4
+) -> Tensor:
+    """(batch, 33) whole numbers from ``-largest`` to ``largest``, that depend on rank, step and microbatch alone."""
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + microbatch)
+    return torch.randint(-largest, largest + 1, (batch, 33), generator=generator).to(dtype)
+
+
 def two_layers(width: int = 33) -> nn.Sequential:
     """10 -> width -> 7 with tanh: the smallest model with several parameters; the same weights at each call."""
     generator = torch.Generator().manual_seed(1)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.collectives import Collectives, make_collectives
+from megastrategy.core.events import Listener
 
-from .models import awkward_model, images
+from .models import WholeGrads, awkward_model, images, whole_numbers
 from .ranks import run_ranks, with_instances
 
 Groups = list[dict[str, Any]]
@@ -28,6 +30,9 @@ class Run:
 
     ``groups``: 1 for all parameters in one group, 3 for three with hyper-parameters of their own.
     ``accumulate``: microbatches a step; every fourth step has one less, as the last window of an epoch may.
+    ``used``: the parameters of a backward differ from step to step and from rank to rank ("some"), from rank to rank
+    only ("same"), or are all there are ("all"; those that some rank never uses are frozen).
+    ``largest_whole``: instead of :class:`AwkwardModel`, :class:`WholeGrads` of inputs up to this, one a microbatch.
     """
 
     optimizer: str = "AdamW"
@@ -37,6 +42,19 @@ class Run:
     steps: int = 12
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float32
+    used: Literal["some", "same", "all"] = "some"
+    largest_whole: int | None = None
+
+    def make_module(self) -> nn.Module:
+        if self.largest_whole is None:
+            module: nn.Module = awkward_model().to(self.dtype)
+            seldom = [module.rank_zero, module.never]
+        else:
+            module = WholeGrads(self.dtype)
+            seldom = [module.rank_one, module.never]
+        for part in seldom if self.used == "all" else []:
+            part.requires_grad_(False)
+        return module
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         kind = getattr(torch.optim, self.optimizer)
@@ -52,69 +70,126 @@ class Run:
         ]
         return kind(groups, **dict(self.options))
 
+    def num_microbatches(self, step: int) -> int:
+        return max(1, self.accumulate - (step % 4 == 3))
+
+    def arguments(self, rank: int, step: int, microbatch: int) -> tuple[Tensor, int, int]:
+        """What the module is called with."""
+        if self.largest_whole is None:
+            x = images(rank, step, microbatch, self.dtype)
+        else:
+            x = whole_numbers(rank, step, microbatch, self.dtype, batch=1, largest=self.largest_whole)
+        return x, {"some": step, "same": 0, "all": 1}[self.used], rank
+
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank ended with. Tensors are copies."""
+    """What a rank ended with. Tensors are copies.
+
+    ``main_params``: with 16-bit weights, of ours, on rank 0.
+    """
 
     weights: dict[str, Tensor]
     losses: list[float]
     norms: list[Tensor]
     optimizer_state: dict[str, Any]
+    main_params: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def _train(
-    run: Run, rank: int, model: Any, optimizer: Any, clip: Callable[[], Tensor]
-) -> tuple[list[float], list[Tensor]]:
-    losses, norms = [], []
-    for step in range(run.steps):
-        microbatches = max(1, run.accumulate - (step % 4 == 3))
-        optimizer.zero_grad()
+@dataclasses.dataclass
+class Training:
+    """A run on one rank, step by step, under either engine.
+
+    ``after_backward`` is called after each backward with whether it was the step's last.
+    """
+
+    run: Run
+    rank: int
+    module: nn.Module
+    model: Any
+    optimizer: Any
+    clip: Callable[[], Tensor]
+    after_backward: Callable[[bool], object] = lambda last: None
+    losses: list[float] = dataclasses.field(default_factory=list)
+    norms: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def step(self, step: int, *, zero_grad: bool = True) -> None:
+        run, microbatches = self.run, self.run.num_microbatches(step)
+        if zero_grad:
+            self.optimizer.zero_grad()
         for microbatch in range(microbatches):
             last = microbatch == microbatches - 1
-            with contextlib.nullcontext() if last else model.no_sync():
-                loss = model(images(rank, step, microbatch, run.dtype), step, rank) / microbatches
+            with contextlib.nullcontext() if last else self.model.no_sync():
+                loss = self.model(*run.arguments(self.rank, step, microbatch)) / microbatches
                 loss.backward()
-        losses.append(loss.item())
+            self.after_backward(last)
+        self.losses.append(loss.item())
         if run.clip_norm is not None:
-            norms.append(clip().clone())
-        optimizer.step()
-    return losses, norms
+            self.norms.append(self.clip().clone())
+        self.optimizer.step()
 
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of parameters and module buffers."""
+        return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
 
-def _outcome(module: nn.Module, losses: list[float], norms: list[Tensor], state: dict[str, Any]) -> Outcome:
-    return Outcome({name: value.detach().clone() for name, value in module.state_dict().items()}, losses, norms, state)
+    def finish(self) -> Outcome:
+        """Ours is closed, so that weights are read from a plain module."""
+        state, main_params = self.optimizer.state_dict(), {}
+        if isinstance(self.model, DistributedDataParallel):
+            main_params = self.optimizer.main_params()
+            self.model.close()
+        return Outcome(self.weights(), self.losses, self.norms, state, main_params)
 
 
 @functools.cache
-def train_with_ddp(run: Run, size: int) -> list[Outcome]:
+def train_with_ddp(run: Run, size: int, **options: bool) -> list[Outcome]:
     """By rank. Cached: a reference is trained once for all that is compared with it."""
 
     def train(rank: int, group: ProcessGroup) -> Outcome:
-        module = awkward_model().to(run.dtype)
-        model = TorchDDP(module, process_group=group, find_unused_parameters=True)
+        module = run.make_module()
+        model = TorchDDP(module, process_group=group, find_unused_parameters=True, **options)
         optimizer = run.make_optimizer(model)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         clip = functools.partial(torch.nn.utils.clip_grad_norm_, params, run.clip_norm or 0.0)
-        losses, norms = _train(run, rank, model, optimizer, clip)
-        return _outcome(module, losses, norms, optimizer.state_dict())
+        training = Training(run, rank, module, model, optimizer, clip)
+        for step in range(run.steps):
+            training.step(step)
+        return training.finish()
 
     return run_ranks(size, train)
 
 
+def start_ours(
+    run: Run,
+    rank: int,
+    group: ProcessGroup,
+    config: DistributedDataParallelConfig,
+    double: Callable[[Collectives], Collectives] | None = None,
+    listener: Listener | None = None,
+) -> Training:
+    """Wraps the module; with a double, that is put around the real collectives."""
+    module = run.make_module()
+    instances, collectives = config.num_distributed_optimizer_instances, None
+    if 1 < instances < group.size():
+        collectives = with_instances(group, instances)
+    elif double is not None:
+        collectives = make_collectives(group, torch.device("cpu"))
+    if double is not None and collectives is not None:
+        collectives = double(collectives)
+    model = DistributedDataParallel(module, config, group, collectives=collectives, listener=listener)
+    optimizer = DistributedOptimizer(run.make_optimizer(model), model)
+    clip = functools.partial(optimizer.clip_grad_norm_, run.clip_norm or 0.0)
+    return Training(run, rank, module, model, optimizer, clip)
+
+
 def train_with_ours(run: Run, size: int, config: DistributedDataParallelConfig) -> list[Outcome]:
-    """By rank; afterwards the module is closed, so weights are read from a plain module."""
+    """By rank."""
 
     def train(rank: int, group: ProcessGroup) -> Outcome:
-        module = awkward_model().to(run.dtype)
-        instances = config.num_distributed_optimizer_instances
-        collectives = with_instances(group, instances) if 1 < instances < size else None
-        model = DistributedDataParallel(module, config, group, collectives=collectives)
-        optimizer = DistributedOptimizer(run.make_optimizer(model), model)
-        losses, norms = _train(run, rank, model, optimizer, lambda: optimizer.clip_grad_norm_(run.clip_norm or 0.0))
-        state = optimizer.state_dict()
-        model.close()
-        return _outcome(module, losses, norms, state)
+        training = start_ours(run, rank, group, config)
+        for step in range(run.steps):
+            training.step(step)
+        return training.finish()
 
     return run_ranks(size, train)
 

@@ -1,0 +1,438 @@
+"""Every switch of the configuration with every other (:mod:`tests.support.switches`): under collectives that record,
+that are late, and that fail.
+
+A row's training is the one that torch DDP's result has to be met in to the bit; see :attr:`.switches.Row.run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy.core import bucket_choice, bucket_tuning, layout
+from megastrategy.core.collectives import Collectives
+from megastrategy.core.config import field_names
+from megastrategy.core.errors import CollectiveError
+from megastrategy.core.events import Event, EventKind
+from megastrategy.core.layout import BufferLayout
+from tests.support.doubles import (
+    EVERYTHING,
+    REDUCTIONS,
+    Call,
+    DelayingCollectives,
+    FailingCollectives,
+    OutOfLuckError,
+    RecordingCollectives,
+)
+from tests.support.ranks import run_ranks, try_ranks
+from tests.support.switches import SWITCHES, Row, pairwise
+from tests.support.training import Outcome, Training, assert_same_bits, start_ours, train_with_ddp
+
+EVERY_SWITCH = pairwise()
+WHERE_ALL_ROUNDS = pairwise(dtype=torch.float32, grad_reduce_in_fp32=True, num_distributed_optimizer_instances=1)
+"""With these three as they are a row trains the awkward model."""
+ROWS = list(dict.fromkeys([*EVERY_SWITCH, *WHERE_ALL_ROUNDS]))
+
+
+@pytest.fixture(autouse=True)
+def small_buckets_to_choose_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``bucket_size="auto"`` begins with several buckets, and may choose others, for these small models as well."""
+
+    def default_bucket_size(total_numel: int, dp_size: int) -> int:
+        return total_numel // 8
+
+    for module in (layout, bucket_tuning):
+        monkeypatch.setattr(module, "default_bucket_size", default_bucket_size)
+    monkeypatch.setattr(bucket_choice, "MIN_BUCKET_NUMEL", 64)
+
+
+def test_every_field_of_the_configuration_is_a_switch() -> None:
+    assert SWITCHES.keys() - {"dtype"} == set(field_names())
+
+
+def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
+    """Counted without the search that chose the rows: what does not meet is refused whatever the others are."""
+    values = [{**dataclasses.asdict(row.config), "dtype": row.dtype} for row in EVERY_SWITCH]
+    apart = {
+        (a, x, b, y)
+        for a in SWITCHES
+        for b in SWITCHES
+        for x in SWITCHES[a]
+        for y in SWITCHES[b]
+        if a < b and not any((row[a], row[b]) == (x, y) for row in values)
+    }
+    refused = {
+        ("grad_buffer", "pooled", "use_distributed_optimizer", False),
+        ("grad_buffer", "pooled", "use_contiguous_buffers", False),
+        ("num_distributed_optimizer_instances", 2, "use_distributed_optimizer", False),
+        ("num_distributed_optimizer_instances", 2, "use_contiguous_buffers", False),
+        ("bucket_size", "auto", "use_contiguous_buffers", False),
+        ("use_contiguous_buffers", False, "use_distributed_optimizer", True),
+        ("overlap_grad_reduce", True, "use_contiguous_buffers", False),
+        ("grad_reduce_in_fp32", True, "reduce_scatter_with_fp32_accumulation", True),
+        ("reduce_scatter_with_fp32_accumulation", True, "use_distributed_optimizer", False),
+        ("reduce_scatter_with_fp32_accumulation", True, "use_contiguous_buffers", False),
+        ("find_unused_parameters", False, "static_graph", True),
+        ("dtype", torch.float32, "grad_reduce_in_fp32", False),  # which would say nothing there
+        ("dtype", torch.float32, "reduce_scatter_with_fp32_accumulation", True),
+    }
+    assert apart == refused
+
+
+# --- recording -------------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """One rank's training under recording collectives, which are counted after every backward and every step."""
+
+    def __init__(self, row: Row, rank: int, group: ProcessGroup) -> None:
+        self.row, self.messages, self.events = row, list[str](), list[Event]()
+        self.collectives: RecordingCollectives
+
+        def record(real: Collectives) -> Collectives:
+            self.collectives = RecordingCollectives(group, real)
+            return self.collectives
+
+        self.training = start_ours(row.run, rank, group, row.config, record, self.events.append)
+        self.model = self.training.model
+        self.model.on_message = self.messages.append
+        self.training.after_backward = self.check_backward
+        self.seen = len(self.collectives.calls)
+        self.layout: BufferLayout = self.model.layout  # it may become another at the end of a backward
+        self.num_synced = 0
+
+    def new_calls(self) -> list[Call]:
+        calls = self.collectives.calls[self.seen :]
+        self.seen += len(calls)
+        return calls
+
+    def new_events(self) -> list[EventKind]:
+        kinds = [event.kind for event in self.events]
+        self.events.clear()
+        return kinds
+
+    def check_backward(self, last: bool) -> None:
+        """Every bucket, or piece of one, was reduced once, if the backward is synchronised; and what was used was
+        agreed on as the configuration says."""
+        config, plan, calls, events = self.row.config, self.layout, self.new_calls(), self.new_events()
+        self.layout = self.model.layout
+        is_pooled = config.grad_buffer == "pooled"
+        reductions = [call for call in calls if call.name in REDUCTIONS]
+        agreements = [call for call in calls if call.name == "all_reduce_max"]
+        if not (last or is_pooled):
+            assert not reductions
+            assert not agreements
+            return
+        expected = []
+        for bucket in plan.buckets:
+            pieces = [(end - start) * plan.num_shards for start, end in plan.pieces(bucket)]
+            assert sum(pieces) == bucket.numel
+            assert is_pooled or len(pieces) == 1
+            assert (bucket.numel % 2**16 == 0) == config.pad_buckets_for_high_nccl_busbw
+            expected += pieces
+        assert [call.numel for call in reductions] == expected
+        sent_in = torch.bfloat16 if self.row.sends_sixteen_bits else torch.float32
+        assert {call.dtype for call in reductions} == {sent_in}
+        numel = sum(buffer.numel for buffer in plan.buffers)
+        assert sum(call.nbytes for call in reductions) == numel * sent_in.itemsize
+        assert {call.name for call in reductions} == {self.kind_of_reduction()}
+        assert {call.scale_sum for call in reductions} == {config.average_in_collective}
+        self.num_synced += 1
+        if self.num_synced > 1 and config.bucket_size != "auto":  # no move, which is agreed on with the same collective
+            agrees = config.check_for_nan_in_grad or (config.find_unused_parameters and not config.static_graph)
+            sizes = [len(plan.params) + len(plan.buckets) + 4] if agrees else []  # a byte each
+            assert [call.nbytes for call in agreements] == sizes
+        self.check_overlap(events)
+        self.check_memory_of_grads()
+
+    def kind_of_reduction(self) -> str:
+        config = self.row.config
+        if not config.use_distributed_optimizer:
+            return "all_reduce"
+        sums_apart = config.grad_buffer == "pooled" or config.reduce_scatter_with_fp32_accumulation
+        return "reduce_scatter_into" if sums_apart else "reduce_scatter"
+
+    def check_overlap(self, events: list[EventKind]) -> None:
+        """The first reduction starts before the last gradient is there; if no bucket waits for a gradient that does not
+        come, and if there are several."""
+        begun = events[: events.index(EventKind.REDUCE_START)]
+        is_early = begun.count(EventKind.GRAD_READY) < events.count(EventKind.GRAD_READY)
+        if not self.row.config.overlap_grad_reduce:
+            assert not is_early
+        elif self.row.run.used == "all" and len(self.layout.buckets) > 1 and self.num_synced > 1:
+            assert is_early
+
+    def check_memory_of_grads(self) -> None:
+        """Gradients that every rank has whole lie in buffers, as the layout says, or where autograd put them; where it
+        has a part of them it shows none."""
+        shown = [(param.grad, slot) for param, slot in zip(self.model.params, self.layout.slots, strict=True)]
+        starts = {grad.data_ptr() - slot.start * grad.element_size() for grad, slot in shown if grad is not None}
+        if self.row.config.use_distributed_optimizer:
+            assert not starts
+        elif self.row.config.use_contiguous_buffers:
+            assert len(starts) == len(self.layout.buffers)
+        else:
+            assert len(starts) > len(self.layout.buffers)
+
+    def step(self, step: int) -> None:
+        """Every bucket of new weights was gathered once in the step, and module buffers were sent before it."""
+        config, sent = self.row.config, len(self.collectives.named("broadcast"))
+        self.training.step(step)
+        if step > 0:  # the order of buckets is broadcast too, once
+            assert (len(self.collectives.named("broadcast")) > sent) == config.broadcast_buffers
+        gathers = [call for call in self.new_calls() if call.name == "all_gather"]
+        sharded = config.use_distributed_optimizer
+        buckets = sorted(bucket.numel for bucket in self.layout.buckets)
+        assert sorted(call.numel for call in gathers) == (buckets if sharded else [])
+        assert {call.dtype for call in gathers} <= {self.row.dtype}
+        events = self.new_events()
+        early = EventKind.GATHER_START in events[: events.index(EventKind.STEP_END)]
+        rank, plan = self.training.rank, self.layout
+        has_shards = any(plan.owned_range(index, rank) is not None for index in range(len(plan.params)))
+        assert early == (sharded and has_shards and config.overlap_param_gather is not False)
+        awaited = any(type(param) is not torch.nn.Parameter for param in self.model.params)
+        assert awaited == (sharded and config.overlap_param_gather == "forward")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_recorded(row: Row) -> None:
+    """All ranks launch the same collectives in the same order; each backward and each step exactly those of the
+    layout; and the result is torch DDP's to the bit."""
+
+    def train(rank: int, group: ProcessGroup) -> tuple[Outcome, list[tuple[Any, ...]], int]:
+        watched = Watched(row, rank, group)
+        for step in range(row.run.steps):
+            watched.step(step)
+        # without those of state_dict(), which is of an instance, and pickles what that has
+        calls = [(call.name, call.numel, call.dtype) for call in watched.collectives.calls]
+        outcome = watched.training.finish()
+        assert len(watched.messages) == (row.config.bucket_size == "auto" and rank == 0), "the size was chosen"
+        return outcome, calls, watched.num_synced
+
+    outcomes, calls, num_synced = zip(*run_ranks(row.num_ranks, train), strict=True)
+    for rank, launched in enumerate(calls):
+        assert launched == calls[0], f"rank {rank} launched other collectives than rank 0"
+    microbatches = sum(map(row.run.num_microbatches, range(row.run.steps)))
+    assert set(num_synced) == {microbatches if row.config.grad_buffer == "pooled" else row.run.steps}
+    assert_torch_ddps(row, list(outcomes))
+
+
+def assert_torch_ddps(row: Row, ours: list[Outcome]) -> None:
+    """Weights, module buffers, losses and optimizer state are torch DDP's to the bit.
+
+    With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding.
+    """
+    run = dataclasses.replace(row.run, dtype=torch.float32)
+    options = {} if row.config.broadcast_buffers else {"forward_sync_buffers": False}
+    reference = train_with_ddp(run, row.num_ranks, **options)
+    if row.dtype == torch.bfloat16:
+        for name, value in ours[0].main_params.items():
+            assert torch.equal(value, reference[0].weights[name]), f"main param {name}"
+        trained = {name for name, param in run.make_module().named_parameters() if param.requires_grad}
+        assert ours[0].main_params.keys() == trained
+        reference = [
+            dataclasses.replace(theirs, weights=rounded(theirs.weights, row.dtype), losses=mine.losses)
+            for theirs, mine in zip(reference, ours, strict=True)
+        ]
+    assert_same_bits(ours, reference)
+
+
+def rounded(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+
+
+# --- delaying --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", EVERY_SWITCH, ids=str)
+def test_delayed(row: Row) -> None:
+    """Every collective comes late, by another time on every rank and in every call: torch DDP's bits all the same."""
+
+    def train(rank: int, group: ProcessGroup) -> Outcome:
+        generator = random.Random(rank)
+        delay: Callable[[], float] = lambda: generator.choice([0.0, 0.0, 0.001, 0.004])  # noqa: E731
+
+        def late(real: Collectives) -> Collectives:
+            return DelayingCollectives(group, delay, EVERYTHING, real)
+
+        training = start_ours(row.run, rank, group, row.config, late)
+        for step in range(row.run.steps):
+            training.step(step)
+        return training.finish()
+
+    assert_torch_ddps(row, run_ranks(row.num_ranks, train))
+
+
+# --- failing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The ``number``-th collective of these names from the beginning of ``step`` on."""
+
+    names: tuple[str, ...]
+    step: int
+    number: int = 1
+
+    def is_in(self, row: Row) -> bool:
+        """Whether the row's training has such a collective."""
+        config = row.config
+        if "all_gather" in self.names:
+            return config.use_distributed_optimizer
+        if "all_reduce_max" in self.names:
+            return config.check_for_nan_in_grad or (config.find_unused_parameters and not config.static_graph)
+        return "broadcast" not in self.names or config.broadcast_buffers
+
+
+FIRST_REDUCTION, LATER_REDUCTION = Point(REDUCTIONS, 0), Point(REDUCTIONS, 1, 2)  # that of step 2, with one bucket
+AGREEMENT, GATHER, BROADCAST = Point(("all_reduce_max",), 1), Point(("all_gather",), 1), Point(("broadcast",), 1)
+POINTS = {
+    "the first reduction": FIRST_REDUCTION,
+    "a later reduction": LATER_REDUCTION,
+    "the agreement": AGREEMENT,
+    "the gather": GATHER,
+    "the broadcast": BROADCAST,
+}
+CASES = [
+    pytest.param(row, point, turn % 2 == 0, turn // 2 % row.num_ranks, id=f"{name}-{row}")
+    for number, row in enumerate(EVERY_SWITCH)
+    for turn, (name, point) in enumerate(POINTS.items(), number)
+    if point.is_in(row)
+]
+"""In turn the collective does not start, or breaks the connection; and in turn it is another rank's."""
+
+
+@functools.cache
+def weights_after(row: Row, num_steps: int) -> dict[str, Tensor]:
+    """Of a run without failures, on any rank: the parameters."""
+
+    def train(rank: int, group: ProcessGroup) -> dict[str, Tensor]:
+        training = start_ours(row.run, rank, group, row.config)
+        for step in range(num_steps):
+            training.step(step)
+        training.model.close()
+        return parameters(training)
+
+    return run_ranks(row.num_ranks, train)[0]
+
+
+def parameters(training: Training) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in training.module.named_parameters()}
+
+
+@pytest.mark.parametrize(("row", "point", "on_the_wire", "culprit"), CASES)
+def test_one_rank_fails(row: Row, point: Point, on_the_wire: bool, culprit: int) -> None:
+    """Every rank ends in an error, long before the group's timeout, with nothing half done and no thread left."""
+    has_failed: list[bool] = []
+
+    def train(rank: int, group: ProcessGroup) -> None:
+        collectives: FailingCollectives
+        events: list[Event] = []
+
+        def failing(real: Collectives) -> Collectives:
+            nonlocal collectives
+            collectives = FailingCollectives(group, real)
+            return collectives
+
+        training = start_ours(row.run, rank, group, row.config, failing, events.append)
+        try:
+            for step in range(3):
+                if (rank, step) == (culprit, point.step):
+                    collectives.fail_at(point.number, point.names, on_the_wire=on_the_wire)
+                training.step(step)
+            training.model.finish_param_gather()
+        finally:
+            if rank == culprit:
+                has_failed.append(collectives.has_failed)
+            assert_nothing_half_done(row, training, events)
+
+    before = set(threading.enumerate())
+    start = time.monotonic()
+    outcomes = try_ranks(row.num_ranks, train, timeout_s=60)
+    assert time.monotonic() - start < 30
+    assert has_failed == [True]
+    for rank, outcome in enumerate(outcomes):
+        expected = OutOfLuckError if rank == culprit and not on_the_wire else CollectiveError
+        assert isinstance(outcome, expected), f"rank {rank}: {outcome!r}\n{getattr(outcome, '__notes__', '')}"
+    assert_threads_end(before)
+
+
+def assert_nothing_half_done(row: Row, training: Training, events: list[Event]) -> None:
+    """On a rank that caught the error: what was waited for is said to have ended, the weights are those of the last
+    whole step unless the engine says that they were changing, and a closed model is a plain one."""
+    model, module, optimizer = training.model, training.module, training.optimizer
+    waits = [(event.kind, event.index) for event in events if event.kind in (EventKind.WAIT_START, EventKind.WAIT_END)]
+    starts, ends = waits[::2], waits[1::2]
+    assert [(EventKind.WAIT_END, index) for _, index in starts] == ends, "each wait ends before the next"
+    with contextlib.suppress(CollectiveError):
+        model.finish_param_gather()  # that it fails is told once
+    assert all(type(param) is torch.nn.Parameter for param in module.parameters()), "nobody waits for them any more"
+    begun, done = optimizer.num_steps
+    assert begun - done in (0, 1)
+    if begun == done:
+        expected = weights_after(row, done)
+        for name, value in parameters(training).items():
+            assert torch.equal(value, expected[name]), f"{name} after {done} steps"
+    num_calls = len(model.collectives.calls)
+    model.close()
+    assert all(param.grad is None for param in module.parameters())
+    module(*training.run.arguments(training.rank, 0, 0)).backward()
+    assert any(param.grad is not None for param in module.parameters())
+    assert len(model.collectives.calls) == num_calls, "a plain module sends nothing"
+
+
+def assert_threads_end(before: set[threading.Thread]) -> None:
+    """Those of the engine that have come since; they may be on their way out."""
+    deadline = time.monotonic() + 10.0
+    while left := [t for t in set(threading.enumerate()) - before if t.name.startswith("megastrategy")]:
+        assert time.monotonic() < deadline, f"{left} are left behind"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("row", EVERY_SWITCH, ids=str)
+def test_a_step_that_failed_on_all_ranks_is_tried_again(row: Row) -> None:
+    """A collective that all ranks failed to start, in backward or at its end, is nothing to the result of the step when
+    that is tried again from its first microbatch: torch DDP's bits, for nothing that was on the wire or half summed is
+    left in it, though nobody zeroes gradients in between."""
+    failures = {1: FIRST_REDUCTION, 2: LATER_REDUCTION, 4: AGREEMENT}
+
+    def train(rank: int, group: ProcessGroup) -> Outcome:
+        collectives: FailingCollectives
+
+        def failing(real: Collectives) -> Collectives:
+            nonlocal collectives
+            collectives = FailingCollectives(group, real)
+            return collectives
+
+        training = start_ours(row.run, rank, group, row.config, failing)
+        for step in range(row.run.steps):
+            buffers = [buffer.clone() for buffer in training.module.buffers()]
+            point = failures.get(step)
+            if point is not None and point.is_in(row):
+                plan = training.model.layout
+                num_pieces = sum(len(plan.pieces(bucket)) for bucket in plan.buckets)
+                collectives.fail_at(
+                    num_pieces if point is LATER_REDUCTION else 1, point.names
+                )  # the last of a backward
+                with pytest.raises(OutOfLuckError):
+                    training.step(step)
+                assert training.optimizer.num_steps == (step, step)
+                for buffer, value in zip(training.module.buffers(), buffers, strict=True):
+                    buffer.copy_(value)  # what forwards have seen is theirs
+                training.step(step, zero_grad=False)
+            else:
+                training.step(step)
+        return training.finish()
+
+    assert_torch_ddps(row, run_ranks(row.num_ranks, train))

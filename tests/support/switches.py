@@ -1,0 +1,137 @@
+"""Every switch of the configuration, and few rows in which any two values of any two of them meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megastrategy import DistributedDataParallelConfig
+
+from .training import Run
+
+MAY_CONTRADICT: dict[str, Sequence[Any]] = {
+    "bucket_size": [1, 200, 10**9, "auto"],  # a bucket for each parameter, several, one, and what is measured
+    "overlap_grad_reduce": [True, False],
+    "use_distributed_optimizer": [True, False],
+    "num_distributed_optimizer_instances": [1, 2],
+    "use_contiguous_buffers": [True, False],
+    "grad_buffer": ["contiguous", "pooled"],
+    "dtype": [torch.float32, torch.bfloat16],  # the weights'; no field, but two fields are about 16 bits alone
+    "grad_reduce_in_fp32": [True, False],
+    "reduce_scatter_with_fp32_accumulation": [False, True],
+    "find_unused_parameters": [True, False],
+    "static_graph": [False, True],
+}
+GO_WITH_ALL: dict[str, Sequence[Any]] = {
+    "overlap_param_gather": [False, "step", "forward"],
+    "average_in_collective": [False, True],
+    "pad_buckets_for_high_nccl_busbw": [False, True],
+    "broadcast_buffers": [True, False],
+    "check_for_nan_in_grad": [False, True],
+}
+SWITCHES = {**MAY_CONTRADICT, **GO_WITH_ALL}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A value for every switch."""
+
+    config: DistributedDataParallelConfig
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """What differs from the defaults."""
+        chosen = [f"{self.dtype}".removeprefix("torch.")]
+        for field in dataclasses.fields(self.config):
+            value = getattr(self.config, field.name)
+            if value != field.default and isinstance(value, bool):
+                chosen.append(field.name if value else f"no {field.name}")
+            elif value != field.default:
+                chosen.append(f"{field.name}={value}")
+        return ", ".join(chosen)
+
+    @property
+    def num_ranks(self) -> int:
+        """Two in each instance."""
+        return 2 * self.config.num_distributed_optimizer_instances
+
+    @property
+    def sends_sixteen_bits(self) -> bool:
+        return self.dtype == torch.bfloat16 and not self.config.grad_reduce_in_fp32
+
+    @property
+    def run(self) -> Run:
+        """What is trained, so that torch DDP's result has to be met to the bit.
+
+        Parameters are used as the row promises. fp32 on two ranks, where a sum has one order only: the awkward model,
+        whose every operation rounds; pooled gradients of one microbatch a step, since of several the mean over ranks
+        is taken first, which rounds elsewhere. In all other rows sums over ranks have another order than torch DDP's,
+        or another dtype: there gradients are whole numbers, of which no sum is rounded, of up to 127 (two microbatches
+        are 8 bits, of several ranks more than bf16 has) unless they are summed in bf16 itself.
+        """
+        config, pooled = self.config, self.config.grad_buffer == "pooled"
+        used = "same" if config.static_graph else "some" if config.find_unused_parameters else "all"
+        options = (("lr", 0.01), ("weight_decay", 0.01))
+        if self.dtype == torch.float32 and self.num_ranks == 2:
+            return Run("AdamW", options, groups=3, accumulate=1 if pooled else 2, steps=6, used=used)
+        in_bf16 = self.sends_sixteen_bits and not (pooled or config.reduce_scatter_with_fp32_accumulation)
+        largest = 15 if in_bf16 else 127
+        return Run(
+            "AdamW", options, groups=3, accumulate=2, steps=6, dtype=self.dtype, used=used, largest_whole=largest
+        )
+
+
+def make_row(values: Mapping[str, Any]) -> Row:
+    """Raises ValueError for values that contradict each other."""
+    fields = dict(values)
+    row = Row(dtype=fields.pop("dtype"), config=DistributedDataParallelConfig(**fields))
+    if not row.config.grad_reduce_in_fp32 and row.dtype == torch.float32:
+        raise ValueError("grad_reduce_in_fp32=False says nothing of fp32 gradients")
+    return row
+
+
+def product(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination."""
+    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+
+
+def is_allowed(values: Mapping[str, Any]) -> bool:
+    """Whether these values of :data:`MAY_CONTRADICT` may be chosen together."""
+    try:
+        make_row(values)
+    except ValueError:
+        return False
+    return True
+
+
+def pairs(values: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:
+    """Each two of the switches with their values."""
+    return [(a, values[a], b, values[b]) for a, b in itertools.combinations(SWITCHES, 2)]
+
+
+def pairwise(**fixed: Any) -> list[Row]:
+    """Few rows in which any two values of two switches meet, if they may: greedily the row that has most pairs not met
+    yet. Of the switches in ``fixed`` there is this value only."""
+    may_contradict, go_with_all = (
+        {name: [fixed[name]] if name in fixed else values for name, values in switches.items()}
+        for switches in (MAY_CONTRADICT, GO_WITH_ALL)
+    )
+    allowed = [values for values in product(may_contradict) if is_allowed(values)]
+    candidates = [{**values, **others} for values in allowed for others in product(go_with_all)]
+    number_of: dict[tuple[str, Any, str, Any], int] = {}
+    met = []  # by candidate its pairs, one bit each
+    for values in candidates:
+        bits = 0
+        for pair in pairs(values):
+            bits |= 1 << number_of.setdefault(pair, len(number_of))
+        met.append(bits)
+    missing, chosen = (1 << len(number_of)) - 1, []
+    while missing:
+        best = max(range(len(met)), key=lambda number: (met[number] & missing).bit_count())
+        chosen.append(make_row(candidates[best]))
+        missing &= ~met[best]
+    return chosen
