@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -155,6 +156,12 @@ def _fsdp2(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any)
     return Engine(model=module, optimizer=_adamw(module.parameters(), adamw), not_synced=not_synced)
 
 
+def _read_params(model: nn.Module, tokens: Tensor) -> None:
+    """A forward reads every parameter, and so waits for what is still being gathered."""
+    with torch.no_grad():
+        model(tokens)
+
+
 def _ours(
     module: LanguageModel,
     case: Case,
@@ -168,8 +175,7 @@ def _ours(
 
     def settle(tokens: Tensor) -> None:
         if getattr(config, "overlap_param_gather", False) == "forward":
-            with torch.no_grad():
-                model(tokens)  # reads every parameter, and so waits for what is still being gathered
+            _read_params(model, tokens)
 
     return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync, settle=settle, close=model.close)
 
@@ -185,13 +191,8 @@ def _deepspeed(
 
 def _megatron_core(module: LanguageModel, case: Case, *_: Any) -> Engine:
     """Its own Adam, as it is without Apex and Transformer Engine: torch's."""
-    model, optimizer, not_synced = build_megatron_core(module, case.dtype)
-
-    def settle(tokens: Tensor) -> None:
-        with torch.no_grad():
-            model(tokens)  # which waits for what is being gathered
-
-    return Engine(model=model, optimizer=optimizer, not_synced=not_synced, settle=settle)
+    model, stepper, not_synced = build_megatron_core(module, case.dtype)
+    return Engine(model=model, optimizer=stepper, not_synced=not_synced, settle=functools.partial(_read_params, model))
 
 
 _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(

@@ -22,14 +22,14 @@ class Stepper:
         self.step, self.zero_grad = step, zero_grad
 
 
+Peer = tuple[nn.Module, Stepper, Callable[[], contextlib.AbstractContextManager[None]]]
+"""The model, what steps, and a context for microbatches that are not the last."""
+
+
 def build_deepspeed(
     module: nn.Module, stage: int, microbatch: int, accumulate: int, dtype: str, adamw: torch.optim.AdamW
-) -> tuple[nn.Module, Stepper, Callable[[], contextlib.AbstractContextManager[None]]]:
-    """ZeRO of a stage; gradients are accumulated and reduced in fp32.
-
-    Returns:
-        The model, what steps, and a context for microbatches that are not the last.
-    """
+) -> Peer:
+    """ZeRO of a stage; gradients are accumulated and reduced in fp32."""
     import deepspeed
 
     os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank())  # asked for, and not used on the host
@@ -51,14 +51,8 @@ def build_deepspeed(
     return engine, Stepper(engine.step, lambda: None), not_last
 
 
-def build_megatron_core(
-    module: nn.Module, dtype: str
-) -> tuple[nn.Module, Stepper, Callable[[], contextlib.AbstractContextManager[None]]]:
-    """DDP and the distributed optimizer, both overlaps on.
-
-    Returns:
-        The model, what steps, and a context for microbatches that are not the last.
-    """
+def build_megatron_core(module: nn.Module, dtype: str) -> Peer:
+    """DDP and the distributed optimizer, both overlaps on."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -67,7 +61,8 @@ def build_megatron_core(
     is_bf16 = dtype == "bf16"
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
-    of_model = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, bf16=is_bf16)  # looked at by name
+    # of a transformer, which the module need not be: nothing reads these sizes
+    of_model = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, bf16=is_bf16)
     of_ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True
     )

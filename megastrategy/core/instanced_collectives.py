@@ -163,7 +163,8 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
 
     def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(every, instance, across)
-        self._rings = GlooRings(instance, every._scratch, every._lent)
+        self._scratch, self._lent = every._scratch, every._lent
+        self._rings = GlooRings(instance, self._scratch, self._lent)
 
     @property
     def every(self) -> GlooCollectives:
@@ -173,9 +174,6 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
 
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
         return self.every._start(what, run)
-
-    def _lend(self, tensor: Tensor) -> Tensor:
-        return self.every._lend(tensor)
 
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
         return self._start(what, run)

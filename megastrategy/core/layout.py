@@ -31,9 +31,9 @@ from .config import DistributedDataParallelConfig
 PARAM_ALIGNMENT_NUMEL = 64
 BUCKET_ALIGNMENT_NUMEL = 128
 NCCL_ALIGNMENT_NUMEL = 2**16
+"""Of a bucket, with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
 MIN_FIRST_BUCKET_NUMEL = 2**17
 """A smaller bucket costs more in latency than it gains by being early."""
-"""Of a bucket, with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
 STAGING_BUFFERS = 2
 """With pooled gradients, how many pieces of buckets may be on their way at once. Two are the fewest that keep the wire
 busy: while one piece is sent the next is queued behind it, and the one after that is staged in time if its gradients
@@ -286,7 +286,7 @@ def default_bucket_size(total_numel: int, dp_size: int) -> int:
     return min(max(total_numel // 8, 2**18), megatron)
 
 
-def minimum_numels(bucket_size: int) -> Iterator[int]:
+def _minimum_numels(bucket_size: int) -> Iterator[int]:
     """How many elements the buckets of a chosen size have at least, in launch order: an eighth, a quarter, a half, and
     then all of it. (A size that takes the whole model is one bucket.)
 
@@ -338,7 +338,7 @@ def build_layout(
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
         members = [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind]
-        minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
+        minimums = itertools.repeat(size) if are_alike else _minimum_numels(size)
         minimum, bucket_start, position = next(minimums), 0, 0
         current: list[int] = []
         for place, index in enumerate(members):

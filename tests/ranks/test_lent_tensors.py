@@ -48,7 +48,9 @@ def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
         assert isinstance(collectives, GlooCollectives)
         instance = collectives.instances[2]
         assert isinstance(instance, GlooCollectives)
-        lent = collectives._lent = collectives._rings._lent = instance._rings._lent = HeldTensors()
+        lent = HeldTensors()
+        for lender in (collectives, collectives._rings, instance, instance._rings):
+            lender._lent = lent
         start, num_lent = OPERATIONS[operation]
         start(collectives).wait()
         assert len(lent.held) == num_lent
