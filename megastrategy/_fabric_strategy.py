@@ -319,9 +319,10 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             self._save_directory(local_directory(self.broadcast(path)), state, filter or {})
             return
         optimizers = {key: self._distributed(value) for key, value in state.items()}
-        gathered = {
-            key: value.main_params() for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)
-        }
+        distributed = {key: value for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)}
+        for value in distributed.values():
+            value.require_all_ranks("fabric.save()")  # which ends in a barrier
+        gathered = {key: value.main_params() for key, value in distributed.items()}
         main_params = {key: params for key, params in gathered.items() if params}
         if main_params:
             state = {**state, MAIN_PARAMS_KEY: main_params}

@@ -199,7 +199,7 @@ class Alone(Collectives):
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
-        self._roll_call = None
+        self.roll_call = None
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         tensor.mul_(scale)

@@ -366,6 +366,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
             return {}
         if self.state_dict_type == "sharded" and isinstance(optimizer, DistributedOptimizer):
             return optimizer.sharded_state_dict()
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.require_all_ranks("saving a checkpoint")  # which ends in a barrier
         return optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

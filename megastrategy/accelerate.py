@@ -32,6 +32,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from . import _accelerate_checkpoint as checkpoint
+from ._accelerate_alone import SavesAlone
 from ._accelerate_plugin import MegatronDDPPlugin, refuse_other_engines
 from ._prepared_model import (
     Alone,
@@ -60,7 +61,7 @@ _TRAINS_NOTHING = (
 )
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator``, with all of its arguments and methods, training with Megatron-LM's data parallelism.
 
     Args:
@@ -342,15 +343,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As accelerate's: the files of torch DDP, and beside them fp32 main params; with ``state_dict_type="sharded"``
-        weights and optimizers in a directory. All ranks call it."""
-        if self.megatron_ddp_plugin.state_dict_type == "sharded" and self.use_distributed:
-            return self._save_sharded(output_dir, safe_serialization, **kwargs)
+        weights and optimizers in a directory.
+
+        All ranks call it together. The main process may call it alone if its optimizers are not sharded or, on the CPU,
+        between a step and the next backward; it does not write a directory so.
+
+        Raises:
+            NotOnAllRanksError: if a rank calls it alone otherwise.
+        """
+        in_directory = self.megatron_ddp_plugin.state_dict_type == "sharded" and self.use_distributed
         optimizers = [_sharded_inside(item) for item in self._optimizers]
-        location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
-        checkpoint.save_main_params(location, optimizers, self.is_main_process)
-        if self.project_configuration.save_on_each_node and self.use_distributed:
-            checkpoint.copy_to_nodes(location, optimizers, self.is_local_main_process)
-        self.wait_for_everyone()  # so that it may be loaded at once, which accelerate leaves to the user
+        is_sharded = any(item is not None and item.is_sharded for item in optimizers)
+        with self._saving(is_sharded=is_sharded, in_directory=in_directory) as is_everybody_here:
+            if in_directory:
+                return self._save_sharded(output_dir, safe_serialization, **kwargs)
+            location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
+            checkpoint.save_main_params(location, optimizers, self.is_main_process)
+            if self.project_configuration.save_on_each_node and self.use_distributed and is_everybody_here:
+                checkpoint.copy_to_nodes(location, optimizers, self.is_local_main_process)
+            self.wait_for_everyone()  # so that it may be loaded at once, which accelerate leaves to the user
         return location
 
     def _save_sharded(self, *args: Any, **kwargs: Any) -> Path:

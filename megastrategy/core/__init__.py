@@ -14,7 +14,7 @@ from .config import DistributedDataParallelConfig, config_from_arguments, field_
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 from .elementwise import probe_state_tensors
-from .errors import CheckpointError, CollectiveError
+from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
 from .memory import describe_setup, memory_use, memory_use_of_ddp
 from .process_groups import private_group
@@ -41,6 +41,7 @@ __all__ = [
     "Event",
     "EventKind",
     "GradScaler",
+    "NotOnAllRanksError",
     "check_replaceable",
     "config_from_arguments",
     "describe_setup",

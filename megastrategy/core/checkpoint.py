@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,48 @@ from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
 from .param_shard import ParamShard
+
+
+class Gather(Protocol):
+    """How the ranks' parts of a state come to rank 0."""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank gets what is gathered."""
+
+    def everybody(self, own: Any) -> list[Any]:
+        """Every rank's picklable ``own``; on other ranks than the root it may be a part of them."""
+
+    def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
+        """``flat``, in which this rank's part of a bucket stands, becomes whole on the root. ``name``: whose elements
+        they are."""
+
+
+class CollectiveGather:
+    """By collectives, which all ranks call together."""
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives, self._device = collectives, device
+        self.is_root = collectives.is_rank_zero
+
+    def everybody(self, own: Any) -> list[Any]:
+        return self._collectives.all_gather_objects(own, self._device)
+
+    def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
+        self._collectives.all_gather(flat).wait()
+
+
+class Described(NamedTuple):
+    """What state there is."""
+
+    scalars: dict[int, dict[str, Any]]
+    """By parameter, the values that belong to it as a whole."""
+    sharded: dict[int, list[tuple[str, torch.dtype]]]
+    """By parameter, the names and dtypes of element-wise ones."""
+
+
+MAIN_PARAM = "(main param)"
+"""Among the names of a parameter's state, its fp32 main param."""
 
 
 def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -37,24 +79,19 @@ def gather_state_dict(
     params_by_id: Mapping[int, int],
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
-    collectives: Collectives | None,
+    gather: Gather | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """The full state on rank 0's host memory, nothing on other ranks. Collective if ``collectives`` is given.
+    """The full state on rank 0's host memory, nothing on other ranks. Without ``gather`` all of it is here.
 
     One state tensor of one bucket is gathered at a time.
     """
     numbers = number_params(optimizer)
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [numbers[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = groups_by_number(optimizer)
     number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
-    is_root = collectives is None or collectives.is_rank_zero
-    scalars, sharded_keys = _describe_state(optimizer, shards, collectives, device)
+    is_root = gather is None or gather.is_root
+    states = {index: optimizer.state.get(shard.main, {}) for index, shard in shards.items()}
+    scalars, sharded_keys = _describe_everywhere(states, shards, probe_state_names(optimizer), gather)
     state: dict[int, dict[str, Any]] = {}
     if is_root:
         state = {number_of[index]: dict(values) for index, values in scalars.items() if index in number_of}
@@ -67,24 +104,36 @@ def gather_state_dict(
             members = [i for i in bucket.params if (key, dtype) in sharded_keys.get(i, ())]
             own = {i: optimizer.state[shards[i].main][key] for i in members if i in shards}
             for index, full in _gather_bucket(
-                bucket, members, own, dtype, shards, layout, collectives, device, scratch
+                bucket, members, key, own, dtype, shards, layout, gather, device, scratch
             ):
                 if index in number_of:
                     state.setdefault(number_of[index], {})[key] = full
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
+def groups_by_number(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups as torch saves them."""
+    numbers = number_params(optimizer)
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [numbers[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
 def gather_main_params(
     params: Collection[int],
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
-    collectives: Collectives | None,
+    gather: Gather | None,
     device: torch.device,
 ) -> dict[str, Tensor]:
     """The fp32 main params of the 16-bit ones among ``params``, by name in the order of registration, whole, on rank
     0's host memory; nothing on other ranks.
 
-    Collective if ``collectives`` is given; one bucket is gathered at a time.
+    Without ``gather`` all of them are here. One bucket is gathered at a time.
     """
     main_params: dict[int, Tensor] = {}
     scratch: dict[torch.dtype, Tensor] = {}
@@ -92,7 +141,8 @@ def gather_main_params(
         members = [i for i in bucket.params if i in params and layout.params[i].has_main_param]
         if members:
             own = {i: shards[i].main for i in members if i in shards}
-            gathered = _gather_bucket(bucket, members, own, torch.float32, shards, layout, collectives, device, scratch)
+            dtype = torch.float32
+            gathered = _gather_bucket(bucket, members, MAIN_PARAM, own, dtype, shards, layout, gather, device, scratch)
             main_params.update(gathered)
     return {layout.params[index].name: main_params[index] for index in sorted(main_params)}
 
@@ -193,11 +243,12 @@ def load_own_state(
 def _gather_bucket(
     bucket: Bucket,
     members: Sequence[int],
+    key: str,
     own: Mapping[int, Tensor],
     dtype: torch.dtype,
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
-    collectives: Collectives | None,
+    gather: Gather | None,
     device: torch.device,
     scratch: dict[torch.dtype, Tensor],
 ) -> Iterator[tuple[int, Tensor]]:
@@ -206,7 +257,7 @@ def _gather_bucket(
     ``scratch`` is kept between calls: a bucket that came and went between the copies that stay would leave holes in the
     heap, as much as the state itself.
     """
-    if collectives is None:  # all of it is here, and referred to, as torch's own state dict does
+    if gather is None:  # all of it is here, and referred to, as torch's own state dict does
         yield from own.items()
         return
     if dtype not in scratch:
@@ -215,9 +266,9 @@ def _gather_bucket(
     flat = scratch[dtype][: bucket.numel].zero_()
     for index, value in own.items():
         start, shard = layout.slots[index].start - bucket.start, shards[index]
-        flat[start + shard.start : start + shard.end] = _in_memory_order(value, layout.params[index])
-    collectives.all_gather(flat).wait()
-    if not collectives.is_rank_zero:
+        flat[start + shard.start : start + shard.end] = in_memory_order(value, layout.params[index])
+    gather.bucket(bucket, key, flat)
+    if not gather.is_root:
         return
     for index in members:
         spec, start = layout.params[index], layout.slots[index].start - bucket.start
@@ -225,19 +276,14 @@ def _gather_bucket(
         yield index, full.as_strided(spec.shape, spec.stride)
 
 
-def _describe_state(
-    optimizer: torch.optim.Optimizer,
-    shards: Mapping[int, ParamShard],
-    collectives: Collectives | None,
-    device: torch.device,
-) -> tuple[dict[int, dict[str, Any]], dict[int, list[tuple[str, torch.dtype]]]]:
-    """What state exists on any rank: values that belong to a whole parameter, and the names and dtypes of
-    element-wise ones."""
-    known = probe_state_names(optimizer)
+def describe_state(
+    states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None
+) -> Described:
+    """What state there is of this rank's shards."""
     scalars: dict[int, dict[str, Any]] = {}
     sharded: dict[int, list[tuple[str, torch.dtype]]] = {}
     for index, shard in shards.items():
-        for key, value in optimizer.state.get(shard.main, {}).items():
+        for key, value in states.get(index, {}).items():
             if shard.main.dim() > 0 and is_per_element(key, value, shard.main.shape, known):
                 sharded.setdefault(index, []).append((key, value.dtype))
             elif isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
@@ -247,22 +293,31 @@ def _describe_state(
                 )
             else:
                 scalars.setdefault(index, {}).update(_to_host({key: value}))
-    if collectives is None:
-        return scalars, sharded
-    everybody = collectives.all_gather_objects((scalars, sharded), device)
+    return Described(scalars, sharded)
+
+
+def _describe_everywhere(
+    states: Mapping[int, Mapping[str, Any]],
+    shards: Mapping[int, ParamShard],
+    known: set[str] | None,
+    gather: Gather | None,
+) -> Described:
+    """What :func:`describe_state` finds on any rank."""
+    scalars, sharded = describe_state(states, shards, known)
+    everybody = gather.everybody(Described(scalars, sharded)) if gather is not None else ()
     for other_scalars, other_sharded in everybody:
         for index, values in other_scalars.items():
             scalars.setdefault(index, values)
         for index, keys in other_sharded.items():
             sharded.setdefault(index, keys)
-    return scalars, sharded
+    return Described(scalars, sharded)
 
 
 def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
-def _in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
+def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
     """A state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
     if value.dim() == 1 and tuple(value.shape) != spec.shape:
         return value
@@ -305,5 +360,5 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
             f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: "
             "this state is of another model"
         )
-    own = _in_memory_order(value, spec)[shard.start : shard.end].clone()
+    own = in_memory_order(value, spec)[shard.start : shard.end].clone()
     return own if shard.weights is not None else own.as_strided(spec.shape, spec.stride)

@@ -10,12 +10,12 @@ rank.
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
+import contextlib
 import pickle
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import CollectiveError, NotOnAllRanksError
+from .errors import CollectiveError, MegastrategyError
 from .gloo_rings import GlooRings
 from .lent_tensors import LentTensors
-from .roll_call import RollCall
+from .roll_call import Meeting, Progress, RollCall
 from .tensor_parts import add_parts_, chunks_by_dtype
 from .worker import Worker
 
@@ -76,8 +76,8 @@ class Collectives(ABC):
             meet in, as for a group that torch.distributed does not know.
 
     Attributes:
-        num_started: how many collectives this rank has started, where waiting keeps the host (gloo); else 0.
-        last_started: the kinds of the last of them, the newest last.
+        roll_call: as passed.
+        progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
         why_give_up: asked now and then by a caller that waits, with the collective's name and its number among those
             started, from 1: why it waits in vain, or an empty string. A backend knows when a peer's process ends, but
@@ -90,9 +90,8 @@ class Collectives(ABC):
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self._roll_call = roll_call
-        self.num_started = 0
-        self.last_started: collections.deque[str] = collections.deque(maxlen=64)
+        self.roll_call = roll_call
+        self.progress = roll_call.progress if roll_call is not None else Progress()
         self.instances: dict[int, Collectives] = {}
 
     @property
@@ -100,22 +99,54 @@ class Collectives(ABC):
         """Whether this rank is the one that gets what is gathered for one."""
         return self.rank == 0
 
+    @property
+    def num_started(self) -> int:
+        """How many collectives this rank has started."""
+        return self.progress.num_started
+
+    @property
+    def last_started(self) -> Sequence[str]:
+        """The kinds of the last of them, the newest last."""
+        return self.progress.last_started
+
     def require_all_ranks(self, what: str) -> None:
         """Returns when all ranks are about to do the same, which is collective and called ``what`` by the user.
 
         Raises:
             NotOnAllRanksError: if they are not, within bounded time.
         """
-        if self._roll_call is not None and self.size > 1:
-            self._finish_started()
-            try:
-                self._roll_call.answer(what, self.num_started, self._probe)
-            except RuntimeError as error:  # of a probe, or of the store, which ends with the process that holds it
-                if isinstance(error, NotOnAllRanksError):
-                    raise
-                raise _failed(what, self, error) from error
+        with self.meeting(what):
+            pass
 
-    def _probe(self, rank: int) -> None:  # noqa: B027 - a backend that cannot tell leaves it to the patience
+    @contextlib.contextmanager
+    def meeting(self, what: str, **options: Any) -> Iterator[Meeting]:
+        """As :meth:`.RollCall.meeting`. Where there is no roll call, all ranks are taken to come."""
+        if self.roll_call is None or self.size == 1:
+            yield Meeting(True)
+            return
+        self._finish_started()
+        with contextlib.ExitStack() as stack:
+            with self.named_failures(what):
+                meeting = stack.enter_context(self.roll_call.meeting(what, self.probe, **options))
+            yield meeting
+
+    @contextlib.contextmanager
+    def named_failures(self, what: str) -> Iterator[None]:
+        """What a backend, or a store that ended with its process, raises becomes a CollectiveError."""
+        try:
+            yield
+        except MegastrategyError:
+            raise
+        except RuntimeError as error:
+            raise _failed(what, self, error) from error
+
+    def _count(self, what: str) -> None:
+        """A collective is started."""
+        self.progress.start(what)
+        if self.roll_call is not None:
+            self.roll_call.resume()
+
+    def probe(self, rank: int) -> None:  # noqa: B027 - a backend that cannot tell leaves it to the patience
         """Raises a RuntimeError if the rank's process has ended."""
 
     def _finish_started(self) -> None:  # noqa: B027 - nothing is counted where waiting does not keep the host
@@ -148,9 +179,11 @@ class Collectives(ABC):
     def broadcast(self, tensor: Tensor) -> Handle:
         """``tensor`` becomes rank 0's."""
 
-    def close(self) -> None:  # noqa: B027 - the backend's own collectives hold nothing
+    def close(self) -> None:
         """Releases threads and scratch memory; the group stays the caller's. May be called again, and used again
         afterwards."""
+        if self.roll_call is not None:
+            self.roll_call.dismiss()
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
@@ -203,25 +236,29 @@ def host_collectives() -> Collectives:
 class BackendCollectives(Collectives):
     """The backend's own collectives (NCCL and others), asynchronous on its own streams."""
 
+    def _begun(self, what: str, work: Any, then: Callable[[], object] | None = None) -> Handle:
+        self._count(what)
+        return WorkHandle(what, work, self, then)
+
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         options = dist.AllreduceOptions()
         options.reduceOp, then = self._reduction(tensor, tensor, scale, scale_sum)
-        return WorkHandle("all-reduce", self.group.allreduce([tensor], options), self, then)
+        return self._begun("all-reduce", self.group.allreduce([tensor], options), then)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return WorkHandle("all-reduce", self.group.allreduce([tensor], _max_options()), self)
+        return self._begun("all-reduce", self.group.allreduce([tensor], _max_options()))
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         own = tensor.chunk(self.size)[self.rank]
         options = dist.ReduceScatterOptions()
         options.reduceOp, then = self._reduction(tensor, own, scale, scale_sum)
-        return WorkHandle("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), self, then)
+        return self._begun("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), then)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         received = torch.empty_like(tensor)
         work = self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
         parts = received.chunk(self.size)
-        return WorkHandle("reduce-scatter", work, self, lambda: add_parts_(sums, parts, scale, scale_sum))
+        return self._begun("reduce-scatter", work, lambda: add_parts_(sums, parts, scale, scale_sum))
 
     def _reduction(
         self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
@@ -236,10 +273,10 @@ class BackendCollectives(Collectives):
 
     def all_gather(self, tensor: Tensor) -> Handle:
         own = tensor.chunk(self.size)[self.rank]
-        return WorkHandle("all-gather", self.group._allgather_base(tensor, own), self)
+        return self._begun("all-gather", self.group._allgather_base(tensor, own))
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return WorkHandle("broadcast", self.group.broadcast([tensor], dist.BroadcastOptions()), self)
+        return self._begun("broadcast", self.group.broadcast([tensor], dist.BroadcastOptions()))
 
 
 class GlooCollectives(Collectives):
@@ -283,6 +320,7 @@ class GlooCollectives(Collectives):
         return self._start("broadcast", lambda: self._broadcast(tensor))
 
     def close(self) -> None:
+        super().close()
         if self._worker is not None:
             _end(self._worker, self._lent)
             self._worker = None
@@ -293,11 +331,10 @@ class GlooCollectives(Collectives):
             self._worker = Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
             weakref.finalize(self, _end, self._worker, self._lent)
-        self.num_started += 1
-        self.last_started.append(what)
+        self._count(what)
         return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
 
-    def _probe(self, rank: int) -> None:
+    def probe(self, rank: int) -> None:
         """Gloo refuses to begin a message on a connection that the other end has closed. Nobody receives this one."""
         self._probes.append(self.group.send([torch.zeros(1, dtype=torch.uint8)], rank, _PROBE_TAG))
 
@@ -311,8 +348,8 @@ class GlooCollectives(Collectives):
         Raises:
             CollectiveError: if it will not complete.
         """
-        if self._roll_call is not None:
-            self._roll_call.say_where(f"waiting in {what}", number)
+        if self.roll_call is not None:
+            self.roll_call.say_where(f"waiting in {what}", number)
         if self.why_give_up is not None and (reason := self.why_give_up(what, number)):
             if self._worker is not None:
                 self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that

@@ -11,7 +11,7 @@ optimizer's ``__dict__`` into wrappers of their own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
@@ -19,12 +19,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint import gather_main_params, gather_state_dict, load_full_state_dict, load_main_params, load_own_state
+from .checkpoint import (
+    Gather,
+    gather_main_params,
+    gather_state_dict,
+    groups_by_number,
+    load_full_state_dict,
+    load_main_params,
+    load_own_state,
+)
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import probe_state_names, probe_state_tensors, why_not_elementwise
 from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
 from .flat_shard import FlatShard
+from .hand_over import MAIN_PARAMS, STATE, Borrowing
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
 
@@ -51,6 +60,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _impl: ShardedStep
+    _borrowing: Borrowing | None
 
     def __new__(cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> DistributedOptimizer:
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
@@ -85,6 +95,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         state = optimizer.state_dict() if optimizer.state else None
         self._impl = impl = ShardedStep(optimizer, model)
+        self._borrowing = None
+        if impl.owner_collectives is not None:
+            self._borrowing = Borrowing(impl, model.collectives, impl.owner_collectives, model.device)
         if impl.has_shards:
             optimizer.register_step_pre_hook(impl.refuse_direct_use)
             optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
@@ -122,8 +135,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         """Loops that start anew assign an empty one."""
-        self._impl.split_state(replace=True)
-        self._impl.inner.state = state
+        with self._impl.at_rest.replaced():
+            self._impl.split_state(replace=True)
+            self._impl.inner.state = state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -151,6 +165,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             impl.step()
         return result
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has a part of the state alone."""
+        return self._impl.sharded
+
+    def require_all_ranks(self, what: str) -> None:
+        """Where it is sharded, returns when all ranks are about to do ``what``, as a framework's saving needs.
+
+        Raises:
+            NotOnAllRanksError: if they are not, within bounded time.
+        """
+        if self._impl.sharded:
+            self._impl.model.collectives.require_all_ranks(what)
 
     @property
     def num_steps(self) -> tuple[int, int]:
@@ -227,22 +255,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer would have saved under torch DDP: full-shaped state by parameter index, on the host.
-        Collective.
 
-        Rank 0 gets the state; on other ranks ``state`` is empty and the groups are there.
+        Rank 0 gets the state; on other ranks ``state`` is empty and the groups are there. All ranks call this together;
+        on the CPU rank 0 may call it alone, between a step and the next backward, see [Note: handing over].
 
         Raises:
-            NotOnAllRanksError: if it is sharded and another rank goes elsewhere instead, or does not come for a minute.
+            NotOnAllRanksError: if it is sharded and a rank calls it alone otherwise.
         """
         impl = self._impl
         if not impl.has_shards:
             return impl.inner.state_dict()
         impl.split_state()
-        if impl.sharded:
-            impl.model.collectives.require_all_ranks("state_dict() of a sharded optimizer")
-        return gather_state_dict(
-            impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device
-        )
+        with self._gather(STATE) as (gather, is_here):
+            if not is_here:
+                return {"state": {}, "param_groups": groups_by_number(impl.inner)}
+            return gather_state_dict(impl.inner, impl.index_by_id, impl.shards, impl.layout, gather, impl.model.device)
+
+    @contextlib.contextmanager
+    def _gather(self, what: str) -> Iterator[tuple[Gather | None, bool]]:
+        """How the parts of the ranks come together, and whether any do on this rank; without shards all is here."""
+        if self._borrowing is None:
+            yield None, True
+            return
+        with self._borrowing.gather(self._impl, what) as gather:
+            yield gather, gather is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch DDP would have saved it (every rank the whole of it) and keeps this rank's shards."""
@@ -250,23 +286,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not impl.has_shards:
             impl.inner.load_state_dict(state_dict)
             return
-        impl.split_state(replace=True)
-        load_full_state_dict(impl.inner, state_dict, impl.index_by_id, impl.shards, impl.layout, impl.groups_of_shards)
+        with impl.at_rest.replaced():
+            impl.split_state(replace=True)
+            load_full_state_dict(
+                impl.inner, state_dict, impl.index_by_id, impl.shards, impl.layout, impl.groups_of_shards
+            )
 
     def main_params(self) -> dict[str, Tensor]:
-        """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Collective."""
+        """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Called as
+        :meth:`state_dict` is."""
         impl = self._impl
         impl.follow_model()
-        if impl.sharded and any(spec.has_main_param for spec in impl.layout.params):
-            impl.model.collectives.require_all_ranks("main_params() of a sharded optimizer")
-        return gather_main_params(
-            impl.param_indices(), impl.shards, impl.layout, impl.owner_collectives, impl.model.device
-        )
+        if not any(spec.has_main_param for spec in impl.layout.params):
+            return {}
+        with self._gather(MAIN_PARAMS) as (gather, is_here):
+            if not is_here:
+                return {}
+            return gather_main_params(impl.param_indices(), impl.shards, impl.layout, gather, impl.model.device)
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
-        self._impl.follow_model()
-        load_main_params(main_params, self._impl.shards, self._impl.layout)
+        with self._impl.at_rest.replaced():
+            self._impl.follow_model()
+            load_main_params(main_params, self._impl.shards, self._impl.layout)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.
@@ -306,11 +348,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return {name: value.local if isinstance(value, FlatShard) else value for name, value in values.items()}
 
         def apply() -> None:
-            impl.split_state(replace=True)
-            groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
-            index_by_id = impl.index_by_id if impl.has_shards else {}
-            load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
-            load_main_params(saved.get("main_params", {}), impl.shards, impl.layout)
+            with impl.at_rest.replaced():
+                impl.split_state(replace=True)
+                groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
+                index_by_id = impl.index_by_id if impl.has_shards else {}
+                load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
+                load_main_params(saved.get("main_params", {}), impl.shards, impl.layout)
 
         return apply
 

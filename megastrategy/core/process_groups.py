@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 
 def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
@@ -65,6 +69,28 @@ def part_of_group(group: ProcessGroup, ranks: list[int], name: str, device: torc
     )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+class Pair:
+    """A gloo connection of two ranks, for tensors in host memory, that torch.distributed does not know.
+
+    Args:
+        store: that both see.
+        name: that no other connection has or had in it.
+        place: 0 on one of the ranks, 1 on the other; both make it at about the same time.
+        timeout: of that, and of each message.
+    """
+
+    def __init__(self, store: Store, name: str, place: int, timeout: timedelta) -> None:
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), place, 2, timeout)
+        self._other = 1 - place
+
+    def send(self, tensor: Tensor) -> None:
+        self._group.send([tensor], self._other, 0).wait()
+
+    def receive(self, tensor: Tensor) -> None:
+        """Into ``tensor``."""
+        self._group.recv([tensor], self._other, 0).wait()
 
 
 def destroy_group(group: ProcessGroup) -> None:

@@ -18,30 +18,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import lr_scheduler
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .buffers import ParamBuffers, slice_view
-from .checkpoint import shard_state
+from .checkpoint import MAIN_PARAM, shard_state
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import is_per_element, probe_state_names, steps_in_parts
+from .elementwise import counts_calls, is_per_element, probe_state_names, steps_in_parts
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
+from .hand_over import STATE, AtRest, OwnParts, Version
 from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
 from .param_shard import ParamShard
 from .relayout import Contents, PerElement, ShardHolder
 from .step_tensors import CHUNK_NUMEL, Run, build_runs, own_state
-
-_MAIN_PARAM = "(main param)"
-"""Among the names of a parameter's state, when it moves to another layout."""
 
 
 class ShardedStep(ShardHolder):
@@ -64,6 +60,7 @@ class ShardedStep(ShardHolder):
         self._runs: list[Run] = []
         self._members: list[list[int]] = []  # by group, the parameters of which there are runs
         self._is_joined = False  # whether state is that of the runs
+        self.at_rest = AtRest()
         self._is_on_cpu = model.device.type == "cpu"
         self._element_names = probe_state_names(optimizer) if self.sharded else None
         self._keeps_state_only = self.sharded and steps_in_parts(optimizer, model.device, torch.float32)
@@ -232,16 +229,34 @@ class ShardedStep(ShardHolder):
         Args:
             replace: another state is about to be loaded.
         """
-        self.follow_model()
-        if self._is_joined:
-            for run in self._runs:
-                run.split_state(self.inner.state, self._element_names)
-                if self._element_names is not None:  # state may come into being later than the probe's first step
-                    self._element_names |= run.element_names(self._element_names)
-            self._is_joined = False
-        if replace:
-            for run in self._runs:
-                run.forget_state()
+        with self.at_rest.lock:
+            self.follow_model()
+            if self._is_joined:
+                for run in self._runs:
+                    run.split_state(self.inner.state, self._element_names)
+                    if self._element_names is not None:  # state may come into being later than the probe's first step
+                        self._element_names |= run.element_names(self._element_names)
+                self._is_joined = False
+            if replace:
+                for run in self._runs:
+                    run.forget_state()
+
+    def version(self) -> Version:
+        rest, size = self.at_rest, len(self.layout.params)
+        return Version(self.num_steps_begun, self.num_steps_done, rest.num_replaced, rest.num_moves, size)
+
+    def own_parts(self, what: str) -> OwnParts:
+        state, shards, names = self.inner.state, dict(self.shards), self._element_names
+        states: dict[int, Mapping[str, Any]] = {}
+        if what == STATE:
+            states |= {index: state.get(shard.main, {}) for index, shard in shards.items()}
+            for run in self._runs if self._is_joined else ():
+                states |= zip((shard.param for shard in run.shards), run.states(state, names), strict=True)
+        else:
+            own, names = self.param_indices(), {MAIN_PARAM}
+            with_main = [index for index in own if index in shards and self.layout.params[index].has_main_param]
+            states |= {index: {MAIN_PARAM: shards[index].main} for index in with_main}
+        return OwnParts(states, shards, self.layout, self.model.shard_collectives.rank, names)
 
     def _join_state(self) -> list[Run]:
         """Makes the state that of the runs, and returns those that have gradients to step with."""
@@ -290,7 +305,7 @@ class ShardedStep(ShardHolder):
         contents: Contents = {}
         for index, shard in self.shards.items():
             contents[index] = (
-                {_MAIN_PARAM: PerElement(torch.float32)} if self.layout.params[index].has_main_param else {}
+                {MAIN_PARAM: PerElement(torch.float32)} if self.layout.params[index].has_main_param else {}
             )
             for name, value in self.inner.state.get(shard.main, {}).items():
                 if is_per_element(name, value, shard.main.shape, self._element_names):
@@ -304,12 +319,13 @@ class ShardedStep(ShardHolder):
 
     def part(self, param: int, name: str) -> Tensor | None:
         shard = self.shards.get(param)
-        if shard is None or name == _MAIN_PARAM:
+        if shard is None or name == MAIN_PARAM:
             return shard.main if shard is not None else None
         part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
         return part
 
     def release(self) -> None:
+        self.at_rest.num_moves += 1
         for shard in self.shards.values():
             self.inner.state.pop(shard.main, None)
         self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
@@ -319,10 +335,11 @@ class ShardedStep(ShardHolder):
         assert buffers is not None, "sharded"
         self._add_shards(contents, buffers)
         for index, values in contents.items():
-            if (main := values.pop(_MAIN_PARAM, None)) is not None:
+            if (main := values.pop(MAIN_PARAM, None)) is not None:
                 self.shards[index].main.copy_(main)
             if values:
                 state[self.shards[index].main] = values
+        self.at_rest.num_moves += 1
 
     # --- step --------------------------------------------------------------------------------------------------------
 
@@ -360,11 +377,12 @@ class ShardedStep(ShardHolder):
 
     def step(self) -> None:
         self.finish_grads()
-        if self.sharded:
-            self._step_shards()
-        else:
-            self._step_main_params()
-        self.num_steps_done += 1
+        with self.at_rest.lock:
+            if self.sharded:
+                self._step_shards()
+            else:
+                self._step_main_params()
+            self.num_steps_done += 1
 
     def _step_main_params(self) -> None:
         """Of parameters that are whole on every rank."""
@@ -397,7 +415,7 @@ class ShardedStep(ShardHolder):
         changing = self._changing_buckets(indices)
         overlap = model.config.overlap_param_gather
         self._begin_step()
-        if overlap and runs and self._may_step_in_parts():
+        if overlap and runs and self._keeps_state_only and not counts_calls(self.inner):
             try:
                 for bucket in sorted(changing | {run.bucket for run in runs}, reverse=True):
                     self._step_runs([run for run in runs if run.bucket == bucket])
@@ -452,18 +470,6 @@ class ShardedStep(ShardHolder):
         finally:
             for tensor in itertools.chain.from_iterable(stepped):
                 tensor.grad = None
-
-    def _may_step_in_parts(self) -> bool:
-        """Whether calling the optimizer for each bucket is what calling it once is; see [Note: bucket by bucket]."""
-        inner = self.inner
-        own_hooks = [*inner._optimizer_step_pre_hooks, *inner._optimizer_step_post_hooks][1:]  # the first is ours
-        hooks = [*own_hooks, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
-        # a scheduler's wrapper notes that there was a call; what somebody else's does is not known
-        wrapper = inner.__dict__.get("step")
-        while getattr(getattr(wrapper, "__code__", None), "co_filename", None) == lr_scheduler.__file__:
-            wrapper = getattr(wrapper, "__wrapped__", None)
-        is_own_step = wrapper is None or wrapper is type(inner).step
-        return self._keeps_state_only and not hooks and is_own_step
 
     def _changing_buckets(self, indices: Sequence[int]) -> set[int]:
         """The buckets of which some rank may step a parameter: not those of which this rank does, which a gradient

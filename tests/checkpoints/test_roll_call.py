@@ -1,15 +1,18 @@
-"""``if rank == 0: torch.save(optimizer.state_dict())`` is right under torch DDP; here it must not hang."""
+"""``if rank == 0: torch.save(optimizer.state_dict())`` is right under torch DDP; here it is either, or says why not."""
 
 from __future__ import annotations
 
+import itertools
+import pickle
 import time
-from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
+from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.collectives import GlooCollectives
@@ -24,31 +27,29 @@ class Training:
         self.optimizer = DistributedOptimizer(torch.optim.Adam(self.model.parameters()), self.model)
         self.train(1)
 
-    def train(self, steps: int) -> None:
-        for step in range(steps):
+    def train(self, steps: int, backwards: int = 0) -> None:
+        for step in range(steps + backwards):
             data = torch.randn(4, 10, generator=torch.Generator().manual_seed(step + dist.get_rank())).bfloat16()
             self.model(data).square().sum().backward()
-            self.optimizer.step()
+            if step < steps:
+                self.optimizer.step()
 
     def finish(self) -> bool:
         """After a call that was not on all ranks everything goes on: the ranks stay equal, and saving works."""
         self.train(2)
         weights = parameters_to_vector(self.model.module.parameters()).detach()
-        both = [torch.empty_like(weights) for _ in range(2)]
-        dist.all_gather(both, weights)
+        every = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, weights)
         state = self.optimizer.state_dict()["state"]
-        return torch.equal(*both) and len(state) == (4 if dist.get_rank() == 0 else 0)
+        return all(torch.equal(every[0], other) for other in every) and len(state) == (4 if dist.get_rank() == 0 else 0)
 
 
-def call_alone(rank: int, call: Callable[[DistributedOptimizer], object], message: str) -> tuple[bool, float]:
-    """Whether all went on well, and how long the call took."""
-    training = Training()
-    start = time.monotonic()
-    if dist.get_rank() == rank:
-        with pytest.raises(NotOnAllRanksError, match=message):
-            call(training.optimizer)
-    seconds = time.monotonic() - start
-    return training.finish(), seconds
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Of states and main params, to the bit."""
+    assert pickle.dumps(actual.get("param_groups")) == pickle.dumps(expected.get("param_groups"))
+    tensors, wanted = (tree_leaves({**state, "param_groups": None}) for state in (actual, expected))
+    assert len(tensors) == len(wanted)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, wanted, strict=True) if one is not None)
 
 
 def state_dict(optimizer: DistributedOptimizer) -> object:
@@ -59,49 +60,130 @@ def main_params(optimizer: DistributedOptimizer) -> object:
     return optimizer.main_params()
 
 
-@pytest.mark.parametrize("call", [state_dict, main_params])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_calls_alone_is_told_where_the_other_waits(
-    rank: int, call: Callable[[DistributedOptimizer], object]
-) -> None:
-    message = (
-        rf"rank {rank}: {call.__name__}\(\) of a sharded optimizer .* has to be called on all of them, but rank "
-        rf"{1 - rank} is elsewhere, waiting in [a-z-]+\. Call it on every rank, and save"
-    )
-    outcomes = run_processes(2, call_alone, rank, call, message)
-    assert [went_well for went_well, _ in outcomes] == [True, True]
-    assert outcomes[rank][1] < 20, "not the patience of a minute, nor the group's timeout"
+TIMEOUT_S = 180.0
+"""For many cases in one group of processes, whose start takes longer than all of them."""
 
 
-def save_and_meet() -> tuple[bool, float]:
-    """The idiom with a barrier of the user's own, in which nothing can be noticed: patience ends."""
+def call_on_rank_zero() -> list[str]:
+    """The cases in which rank 0 alone gets what all together get, and all goes on well after that.
+
+    A case is what is called, and where the other ranks are meanwhile: in the next backward, in a barrier that nothing
+    can look into, late (they call it, too), or accumulating.
+    """
+    went_well = []
+    for call, then in itertools.product((state_dict, main_params), ("backward", "barrier", "late", "no_sync")):
+        training = Training()
+        expected = call(training.optimizer)
+        if dist.get_rank() == 0:
+            assert_equal(call(training.optimizer), expected)
+            assert_equal(call(training.optimizer), expected)
+        elif then == "late":
+            time.sleep(1.5)  # longer than rank 0's grace
+            assert_equal(call(training.optimizer), expected)
+            assert_equal(call(training.optimizer), expected)
+        elif then == "no_sync":
+            with training.model.no_sync():
+                training.train(0, backwards=3)
+        if then == "barrier":
+            dist.barrier()
+        if then == "no_sync" and dist.get_rank() == 0:
+            with training.model.no_sync():
+                training.train(0, backwards=3)
+        went_well += [f"{call.__name__} {then}"] if training.finish() else []
+    return went_well
+
+
+def test_rank_zero_alone_gets_what_all_get() -> None:
+    cases = [
+        f"{call} {then}"
+        for call in ("state_dict", "main_params")
+        for then in ("backward", "barrier", "late", "no_sync")
+    ]
+    assert run_processes(3, call_on_rank_zero, timeout_s=TIMEOUT_S) == [cases] * 3
+
+
+def call_on_rank_one() -> list[float]:
+    """It would get nothing, and save that."""
+    seconds = []
+    for call in (state_dict, main_params):
+        training = Training()
+        message = (
+            rf"rank 1: {call.__name__}\(\) of a sharded optimizer .* has to be called on all of them, but rank "
+            r"0 is elsewhere, waiting in [a-z-]+\. Call it on every rank, and save"
+        )
+        start = time.monotonic()
+        if dist.get_rank() == 1:
+            with pytest.raises(NotOnAllRanksError, match=message):
+                call(training.optimizer)
+        seconds.append(time.monotonic() - start)
+        assert training.finish()
+    return seconds
+
+
+def test_another_rank_that_calls_alone_is_told_where_rank_zero_waits() -> None:
+    seconds = run_processes(2, call_on_rank_one, timeout_s=TIMEOUT_S)[1]
+    assert max(seconds) < 20, "not the patience of a minute, nor the group's timeout"
+
+
+def call_before_the_step() -> bool:
+    """Rank 0 has done its part of the reduction, so that the others step meanwhile."""
     training = Training()
-    roll_call = training.model.collectives._roll_call
-    assert roll_call is not None
-    assert dist.get_rank() != 0 or roll_call.patience == timedelta(seconds=60)
-    assert dist.get_rank() == 0 or roll_call.patience > timedelta(seconds=50), "rank 0 may evaluate alone"
+    training.train(0, backwards=1)
+    start = time.monotonic()
     if dist.get_rank() == 0:
-        roll_call.patience = timedelta(seconds=1)
-        with pytest.raises(NotOnAllRanksError, match=r"rank\(s\) \[1\] did not call it within 1 s"):
+        with pytest.raises(NotOnAllRanksError, match=r"rank 1 cannot hand its part over: it has begun its step 2, and"):
             training.optimizer.state_dict()
-    dist.barrier()
-    return training.finish(), 0.0
-
-
-def test_a_rank_that_waits_in_vain_is_told_so_in_bounded_time() -> None:
-    assert [went_well for went_well, _ in run_processes(2, save_and_meet)] == [True, True]
-
-
-def call_different_things() -> bool:
-    training = Training()
-    calls = [state_dict, main_params]
-    with pytest.raises(NotOnAllRanksError, match=r"rank 0 called state_dict\(\).*; rank 1 called main_params\(\)"):
-        calls[dist.get_rank()](training.optimizer)
+        assert time.monotonic() - start < 5
+    training.optimizer.step()
     return training.finish()
 
 
-def test_ranks_that_call_different_things_are_told_so() -> None:
-    assert run_processes(2, call_different_things) == [True, True]
+def load_meanwhile() -> bool:
+    """Rank 1 has another state already when rank 0 asks for the one before."""
+    training = Training()
+    state = {**training.optimizer.state_dict(), "state": {}}
+    if dist.get_rank() == 0:
+        with pytest.raises(NotOnAllRanksError, match="rank 1 cannot hand its part over: it has loaded another state"):
+            training.optimizer.state_dict()
+    training.optimizer.load_state_dict(state)
+    return training.finish()
+
+
+def wait_for_rank_zero() -> bool:
+    """Rank 1 calls alone while rank 0 is in a barrier of the user's: patience ends."""
+    training = Training()
+    roll_call = training.model.collectives.roll_call
+    assert roll_call is not None
+    assert dist.get_rank() != 0 or roll_call.patience == timedelta(seconds=60)
+    assert dist.get_rank() == 0 or roll_call.patience > timedelta(seconds=50), "rank 0 may evaluate alone"
+    if dist.get_rank() == 1:
+        roll_call.patience = timedelta(seconds=1)
+        with pytest.raises(NotOnAllRanksError, match=r"rank\(s\) \[0\] did not call it within 1 s"):
+            training.optimizer.state_dict()
+    dist.barrier()
+    return training.finish()
+
+
+def meet_on_rank_zero() -> bool:
+    """What needs all ranks, as a directory does; rank 1 is in the next backward."""
+    training = Training()
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(NotOnAllRanksError, match=r"but rank 1 is elsewhere, in the [a-z-]+ of a later step"):
+            training.model.collectives.require_all_ranks("saving")
+        assert time.monotonic() - start < 5
+    return training.finish()
+
+
+def call_different_things() -> bool:
+    """Rank 0 needs nobody; rank 1 learns that rank 0 went on."""
+    training = Training()
+    if dist.get_rank() == 0:
+        assert len(training.optimizer.state_dict()["state"]) == 4
+    else:
+        with pytest.raises(NotOnAllRanksError, match=r"main_params\(\).*rank 0 is elsewhere"):
+            training.optimizer.main_params()
+    return training.finish()
 
 
 def call_late() -> bool:
@@ -120,5 +202,15 @@ def call_late() -> bool:
     return training.optimizer.state_dict() is not None and training.finish()
 
 
-def test_being_late_is_no_error() -> None:
-    assert run_processes(2, call_late) == [True, True]
+def cases() -> dict[str, Any]:
+    """One after the other in the same processes."""
+    return {case.__name__: case() for case in CASES}
+
+
+CASES = [call_before_the_step, load_meanwhile, wait_for_rank_zero, meet_on_rank_zero, call_different_things, call_late]
+
+
+def test_what_cannot_be_gathered_is_refused_and_all_goes_on() -> None:
+    """Between backward and step, after another state was loaded, where all have to come; and being late is no error."""
+    for outcome in run_processes(2, cases, timeout_s=TIMEOUT_S):
+        assert outcome == {case.__name__: True for case in CASES}

@@ -34,7 +34,7 @@ RANKS = [
     {"bucket_tuning", "flattened_buffers", "pooled_buffers", "instanced_collectives"},
     {"bucket_planner"},
     {"reducer", "param_gather", "clip_grads", "checkpoint", "step_tensors", "relayout"},
-    {"sharded_checkpoint", "module_plan"},
+    {"sharded_checkpoint", "module_plan", "hand_over"},
     {"distributed_data_parallel"},
     {"sharded_step"},
     {"distributed_optimizer"},
