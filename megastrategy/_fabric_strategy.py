@@ -41,7 +41,6 @@ from ._directories import (
     local_directory,
     of_rank_zero,
 )
-from ._precision import TRAINS_NOTHING
 from ._world import checkpoint_collectives, engine_collectives
 from .core import (
     CheckpointError,
@@ -144,7 +143,6 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 "would be 16-bit ones, whose fp32 main params it has to step: call fabric.setup(model, optimizer), or "
                 "fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
             )
-        wrapped.register_forward_pre_hook(_check_that_it_trains)
         self._models.append(weakref.ref(wrapped))
         return wrapped
 
@@ -260,7 +258,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         distributed.clip_grad_value_(clip_val)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, where ``param.grad`` is None under reduce-scatter. Collective.
+        """The whole reduced gradient of a parameter, of which ``.grad`` is a stand-in under reduce-scatter. Collective.
 
         Raises:
             ValueError: if it is not a trainable parameter of a model that was set up.
@@ -450,12 +448,6 @@ class BackwardSyncControl:
 
 def _unwrapped(module: Module) -> Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def _check_that_it_trains(model: Module, _: Any) -> None:
-    assert isinstance(model, DistributedDataParallel)
-    if not model.is_closed and model.trains_nothing():
-        raise RuntimeError(TRAINS_NOTHING)
 
 
 def _is_floating_point(value: Any) -> bool:

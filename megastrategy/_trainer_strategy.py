@@ -7,7 +7,6 @@ front of their package's ``DDPStrategy``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
@@ -43,7 +42,7 @@ from ._directories import (
     remove_directory,
 )
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
-from ._precision import TRAINS_NOTHING, EnginePrecision, HookWatch, is_compiled, lend, take_back
+from ._precision import EnginePrecision, lend, take_back
 from ._signals import SignalAgreement
 from ._together import CollectivesTogether
 from ._world import (
@@ -112,7 +111,6 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
     _mock_optimizer: ClassVar[type[_MockOptimizer]]
     _engine_precision: ClassVar[type[EnginePrecision]]
     _async_io: ClassVar[type]
-    _hook_owners: ClassVar[tuple[type[pl.LightningModule], type[pl.Callback]]]
 
     def __init__(
         self,
@@ -146,8 +144,6 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         self._signal_agreement: SignalAgreement | None = None
         self._loaded_from = ""
         self._directory_saver = DirectorySaver()
-        self.hook_watch: HookWatch | None = None
-        self._num_watched = 0
         self._listeners: list[Callable[[Event], None]] = []
 
     # --- setup -------------------------------------------------------------------------------------------------------
@@ -209,8 +205,6 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         if not isinstance(self.model, DistributedDataParallel):
             return
         lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, None under reduce-scatter
-        if self.model.layout.num_shards > 1:
-            self.hook_watch = HookWatch(self.model, self._hook_owners)
         scaler = getattr(plugin, "scaler", None)
         if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return
@@ -230,8 +224,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         if self._signal_agreement is not None:
             self._signal_agreement.remove()
             self._signal_agreement = None
-        self.hook_watch = self._meeting = None
-        self._num_watched = 0
+        self._meeting = None
         self._listeners = []
         scaler = getattr(plugin, "scaler", None)
         if self._replaced_scaler is not None and scaler is not None:
@@ -252,24 +245,11 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         if isinstance(self.model, DistributedDataParallel):
             self.model.watch_backward(closure_loss)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """In manual optimization the first two are watched for who reads ``.grad``, and all if somebody did."""
-        module, watch = self.lightning_module, self.hook_watch
-        if watch is None or module is None or module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        if self._wrapped is not None and self._wrapped.trains_nothing():
-            raise RuntimeError(TRAINS_NOTHING)
-        if self._num_watched >= 2 and not watch.found:
-            return super().training_step(*args, **kwargs)
-        self._num_watched += 1
-        with contextlib.nullcontext() if is_compiled(module) else watch:
-            return super().training_step(*args, **kwargs)
-
     def post_backward(self, closure_loss: Tensor) -> None:
         """Gradients are final when backward returns, before ``on_after_backward``: nothing is left to do here."""
 
     def full_grad(self, param: torch.nn.Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, where ``param.grad`` is None under reduce-scatter. Collective."""
+        """The whole reduced gradient of a parameter, of which ``.grad`` stands in under reduce-scatter. Collective."""
         if not isinstance(self.model, DistributedDataParallel):
             raise RuntimeError("full_grad() is there during a fit, between a backward and the next zero_grad")
         return self.model.full_grad(param)
@@ -287,27 +267,15 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         if not isinstance(model, DistributedDataParallel):
             raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
         by_param = dict(zip(model.params, model.grad_norms(norm_type), strict=True))
-        sharded = model.layout.num_shards > 1
-        has_grad = dict(zip(model.params, model.grad_buffers.has_grad, strict=True))
         found = {
             f"grad_{norm_type}_norm/{name}": by_param[param]
             for name, param in model.module.named_parameters()
-            if param in by_param and (param.grad is not None or (sharded and has_grad[param]))
+            if param in by_param and param.grad is not None
         }
         if found:
             every = torch.stack(list(found.values()))
             found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(every, norm_type)
         return {name: norm.to(torch.get_default_dtype()) for name, norm in found.items()}
-
-    def on_validation_start(self) -> None:
-        """In a fit Lightning has just zeroed the raw module, which shows nothing where ``.grad`` is None already."""
-        super().on_validation_start()
-        module, model = self.lightning_module, self.model
-        if not isinstance(model, DistributedDataParallel) or model.layout.num_shards == 1 or module is None:
-            return
-        zeroes = type(module).on_validation_model_zero_grad is self._hook_owners[0].on_validation_model_zero_grad
-        if zeroes and not module.trainer.fit_loop._should_accumulate():
-            model.zero_grad()
 
     # --- after an exception ------------------------------------------------------------------------------------------
 

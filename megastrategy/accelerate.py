@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -51,13 +50,6 @@ from .core import DistributedOptimizer, GradScaler, describe_setup, probe_state_
 __all__ = ["Accelerator", "MegatronDDPPlugin"]
 
 _log = get_logger(__name__)
-
-_TRAINS_NOTHING = (
-    "the gradients of {} were reduced twice, and no prepared optimizer has its parameters. After a reduce-scatter "
-    ".grad is None, so an optimizer that was not prepared finds nothing to do, and trains nothing: call "
-    "accelerator.prepare(optimizer), freeze what is not trained, or pass "
-    "MegatronDDPPlugin(use_distributed_optimizer=False)"
-)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -235,23 +227,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.scaler = GradScaler.like(scaler)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As accelerate's.
-
-        Raises:
-            RuntimeError: if gradients are reduced again and again and no optimizer was prepared, which alone finds
-                them.
-        """
-        super().backward(loss, **kwargs)
-        models = [model for model in open_models() if any(model.module is item for item in self._models)]
-        idle = [model for model in models if model.trains_nothing()]
-        if not idle:
-            return
-        if not any(model.has_optimizer for model in models):
-            raise RuntimeError(_TRAINS_NOTHING.format(type(idle[0].module).__name__))
-        for model in idle:  # another one is trained through it, or its optimizer was forgotten
-            warnings.warn(_TRAINS_NOTHING.format(type(model.module).__name__), stacklevel=2)
 
     @staticmethod
     @contextlib.contextmanager

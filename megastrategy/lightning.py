@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -36,7 +36,6 @@ class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):
     _engine_precision = _Precision
     _default_io = _CheckpointIO
     _async_io = AsyncCheckpointIO
-    _hook_owners = (LightningModule, Callback)
 
 
 class CommunicationMonitor(TrainerMonitor, Callback):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import Callback
 from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
 from pytorch_lightning.plugins import AsyncCheckpointIO
 from pytorch_lightning.plugins.precision import Precision
@@ -36,7 +36,6 @@ class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):  # type: ignore[misc]  
     _engine_precision = _Precision
     _default_io = _CheckpointIO
     _async_io = AsyncCheckpointIO
-    _hook_owners = (LightningModule, Callback)  # type: ignore[assignment]
 
 
 class CommunicationMonitor(TrainerMonitor, Callback):  # type: ignore[misc]  # typed against the mirror

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from .bucket_planner import BucketPlanner
 from .bucket_tuning import BucketSizeTuner
-from .buffers import ContiguousGradBuffers, GradBuffers, ParamBuffers
+from .buffers import ContiguousGradBuffers, GradBuffers
 from .clip_grads import norms_over_owners
 from .collectives import Collectives, make_collectives
 from .config import DistributedDataParallelConfig
@@ -26,10 +26,12 @@ from .flattened_buffers import FlattenedGradBuffers
 from .instanced_collectives import destroy_instances, shard_collectives
 from .layout import BufferLayout, build_layout
 from .module_plan import check_memory_is_own, check_ranks_agree, common_device, param_spec
+from .param_buffers import ParamBuffers
 from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
 from .process_groups import destroy_group, private_group
-from .reducer import Reducer, inside_backward
+from .reduced_grad import inside_backward
+from .reducer import Reducer
 from .relayout import ShardHolder, relayout
 
 
@@ -227,13 +229,6 @@ class DistributedDataParallel(nn.Module):
         """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
         return self.layout.num_shards == 1 and not any(spec.has_main_param for spec in self.layout.params)
 
-    def trains_nothing(self) -> bool:
-        """Whether gradients were reduced and scattered twice while there is no DistributedOptimizer to step with them.
-
-        A plain optimizer would find every ``.grad`` None, and say nothing.
-        """
-        return not self.has_optimizer and self.layout.num_shards > 1 and max(self.reducer.num_reductions, default=0) > 1
-
     @property
     def microbatch(self) -> int:
         """The number of the microbatch in work, if whoever runs the loop counts them.
@@ -264,7 +259,7 @@ class DistributedDataParallel(nn.Module):
         """The whole reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None if it has
         none.
 
-        Collective with reduce-scatter, where ``param.grad`` is None after a synchronised backward.
+        Collective with reduce-scatter, where ``param.grad`` is a stand-in after a synchronised backward.
 
         Raises:
             ValueError: if the parameter is not one of the wrapped module's trainable parameters.

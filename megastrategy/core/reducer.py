@@ -41,9 +41,7 @@ from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradE
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout
 from .nonfinite import NonFinite, describe_nonfinite, find_in_grad
-
-NO_TASK = -1
-"""torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
+from .reduced_grad import NO_TASK, inside_backward
 
 
 class Reducer:
@@ -190,7 +188,7 @@ class Reducer:
     def _on_grad_accumulated(self, index: int, param: Tensor) -> None:
         bucket = self._bucket_of[index]
         if not self._active:
-            self._begin_backward(index)
+            self._begin_backward()
         elif param.grad is not self.buffers.views[index]:
             if self._syncing and bucket < len(self._handles):
                 self._on_late_grad(index)
@@ -207,7 +205,7 @@ class Reducer:
             if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
                 self._launch_ready()
 
-    def _begin_backward(self, first: int) -> None:
+    def _begin_backward(self) -> None:
         self._active = True
         self._epoch += 1
         decision = self._forward_decision
@@ -221,7 +219,7 @@ class Reducer:
         self._has_local_grads = True
         if self._planner is not None and self._syncing:
             self._planner.start()
-        self.buffers.open(first)
+        self.buffers.open()
         if self._watched == NO_TASK:
             self._emit(EventKind.BACKWARD_START, 0)
             self._queue(self._end_backward)
@@ -451,9 +449,7 @@ class Reducer:
 
     def _note_nonfinite_late_grads(self) -> None:
         for index in self._late:
-            grad = self._params[index].grad
-            assert grad is not None, "it arrived, or it would not be late"
-            self._nonfinite += find_in_grad(grad, index, self.layout, self._collectives.rank)
+            self._nonfinite += find_in_grad(self.buffers.late_grad(index), index, self.layout, self._collectives.rank)
 
     def _raise_nonfinite(self) -> None:
         self._drop_unfinished()  # shards that sums are added to would keep what is not finite
@@ -491,8 +487,3 @@ def is_wrapped(param: Parameter) -> bool:
     """Whether the gradient of this parameter is counted by a reducer that is alive and not closed."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     return any(isinstance(hook, _GradHook) and hook.reducer() is not None for hook in hooks)
-
-
-def inside_backward() -> bool:
-    """Whether a backward is running on this thread."""
-    return bool(torch._C._current_graph_task_id() != NO_TASK)

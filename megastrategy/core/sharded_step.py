@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .buffers import ParamBuffers, slice_view
+from .buffers import slice_view
 from .checkpoint import shard_state
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
@@ -36,6 +36,7 @@ from .elementwise import is_per_element, probe_state_names, steps_in_parts
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
+from .param_buffers import ParamBuffers
 from .param_shard import ParamShard
 from .relayout import Contents, PerElement, ShardHolder
 from .step_tensors import CHUNK_NUMEL, Run, build_runs, own_state
@@ -59,7 +60,6 @@ class ShardedStep(ShardHolder):
         self._passing_through = False
         self._grad_views: dict[int, Tensor] = {}
         self.num_steps_begun = self.num_steps_done = 0
-        self._stepped: dict[int, int] = {}  # by parameter, which of its gradients this optimizer has stepped with
         self._reductions: dict[int, int] = {}  # by parameter, how often its gradient was reduced before the last step
         self._runs: list[Run] = []
         self._members: list[list[int]] = []  # by group, the parameters of which there are runs
@@ -185,9 +185,16 @@ class ShardedStep(ShardHolder):
         return [self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views]
 
     def may_step(self, index: int) -> bool:
-        """Whether a sharded parameter has a gradient that this optimizer has not stepped with; others may have."""
-        grads = self.model.grad_buffers
-        return grads.has_grad[index] and self._stepped.get(index) != grads.num_updates[index]
+        """Whether the next step has a gradient of this sharded parameter to step with."""
+        return self.model.grad_buffers.has_grad[index] and self._may_change(index)
+
+    def _may_change(self, index: int) -> bool:
+        """Whether some rank may step the parameter, the same on all ranks, whatever they do to ``.grad``.
+
+        What was frozen after its gradient was reduced is stepped once more, with that gradient.
+        """
+        reductions = self.model.reducer.num_reductions[index]
+        return self.model.params[index].requires_grad or reductions != self._reductions.get(index, 0)
 
     def norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
         """The norm over all owners of ``grads``: a scalar in fp32, or fp64 if the model has fp64 gradients."""
@@ -421,13 +428,10 @@ class ShardedStep(ShardHolder):
             if run.begins:
                 run.split_state(self.inner.state, self._element_names)
                 run.join_state(self.inner.state, self._element_names, self._chunk_numel(run))
-        num_reductions, num_updates = model.reducer.num_reductions, model.grad_buffers.num_updates
-        self._reductions.update({index: num_reductions[index] for index in indices})
         # a backward through a graph from before the step must raise, as it does where torch's optimizers step
         stepped = [model.params[index] for index in indices if self.may_step(index)]
         torch.autograd.graph.increment_version(stepped)
-        self._stepped.update({index: num_updates[index] for index in indices})
-        model.grad_buffers.use_up(indices)
+        self._reductions.update({index: model.reducer.num_reductions[index] for index in indices})
 
     def _step_runs(self, runs: Sequence[Run], *, even_if_none: bool = False) -> None:
         if not runs and not even_if_none:
@@ -467,15 +471,8 @@ class ShardedStep(ShardHolder):
 
     def _changing_buckets(self, indices: Sequence[int]) -> set[int]:
         """The buckets of which some rank may step a parameter: not those of which this rank does, which a gradient
-        written on one rank alone would change. What was frozen after its gradient was reduced is stepped all the same.
-        """
-        params, slots, since = self.model.params, self.layout.slots, self._reductions
-        num_reductions = self.model.reducer.num_reductions
-        return {
-            slots[index].bucket
-            for index in indices
-            if params[index].requires_grad or num_reductions[index] != since.get(index, 0)
-        }
+        written on one rank alone would change."""
+        return {self.layout.slots[index].bucket for index in indices if self._may_change(index)}
 
     def refuse_direct_use(self, *_: Any) -> None:
         """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards."""

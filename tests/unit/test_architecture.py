@@ -22,6 +22,7 @@ RANKS = [
     {
         "memory",
         "elementwise",
+        "reduced_grad",
         "param_shard",
         "nonfinite",
         "roll_call",
@@ -31,7 +32,7 @@ RANKS = [
         "gloo_rings",
     },
     {"collectives", "buffers"},
-    {"bucket_tuning", "flattened_buffers", "pooled_buffers", "instanced_collectives"},
+    {"bucket_tuning", "flattened_buffers", "pooled_buffers", "param_buffers", "instanced_collectives"},
     {"bucket_planner"},
     {"reducer", "param_gather", "clip_grads", "checkpoint", "step_tensors", "relayout"},
     {"sharded_checkpoint", "module_plan"},
@@ -100,6 +101,7 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     own = (path.stem, owner) in stepped | {("elementwise", "param")}
                     # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
                     own |= target.attr == "grad" and path.stem in {"flattened_buffers", "pooled_buffers"}
+                    own |= target.attr == "data" and path.stem == "param_buffers"
                     assert path.stem == "buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
 
 
