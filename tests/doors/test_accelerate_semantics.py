@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
 from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.errors import ReducedGradError
 
 from .accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_of, train, weights_of
 from .matrix import MODES, assert_equal
@@ -801,21 +802,15 @@ def forget_the_optimizer() -> str:
     net = net_of()
     model = accelerator.prepare(net)
     optimizer = sgd(net.parameters())
-
-    def step() -> None:
-        accelerator.backward(model(inputs(accelerator)).square().mean())
+    accelerator.backward(model(inputs(accelerator)).square().mean())
+    with pytest.raises(ReducedGradError) as caught:
         optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    with pytest.raises(RuntimeError, match="no prepared optimizer has its parameters") as caught:
-        step()
     return str(caught.value)
 
 
 def test_an_optimizer_that_was_not_prepared_is_missed(worlds: Worlds) -> None:
     for message in worlds.run(forget_the_optimizer):
-        assert "accelerator.prepare(optimizer)" in message
+        assert "accelerator.prepare" in message
         assert "use_distributed_optimizer=False" in message
 
 
@@ -827,13 +822,11 @@ def train_one_through_another(name: str) -> dict[str, Tensor]:
         nets[1].weight.copy_(torch.eye(3))
         nets[1].bias.zero_()
     first, second, optimizer = accelerator.prepare(*nets, sgd(nets[0].parameters()))
-    expected = pytest.warns(UserWarning, match="gradients of Linear") if name != "ddp" else contextlib.nullcontext()
-    with expected:
-        for _ in range(3):
-            out = first(inputs(accelerator))
-            accelerator.backward(second(out.reshape(-1)[:3]).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+    for _ in range(3):
+        out = first(inputs(accelerator))
+        accelerator.backward(second(out.reshape(-1)[:3]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
     return weights_of(nets[0])
 
 

@@ -153,7 +153,8 @@ def test_gradients_that_were_stepped_with_before_a_move_are_there_after_it(steps
 
     ours, reference = (run_ranks(2, lambda rank, group, m=m: run(rank, group, m)) for m in (True, False))
     for mine, theirs in zip(ours, reference, strict=True):
-        assert all(map(torch.equal, mine, theirs))
+        # the owner adds its own part of the second gradient to the mean first, and after the move is another rank
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
 def test_of_three_ranks_each_has_its_new_third() -> None:

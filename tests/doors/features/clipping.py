@@ -119,7 +119,7 @@ FEATURES = [
         clipped,
         {"kind": ClipsWithTheOptimizer},
         rtol=1e-6,
-        note='under `"ddp"` with `torch.nn.utils.clip_grad_norm_`; with reduce-scatter that is warned about',
+        note='under `"ddp"` with `torch.nn.utils.clip_grad_norm_`; with reduce-scatter that is refused',
     ),
     Feature("Clipping", "manual, per optimizer, by value", clipped, {"kind": ClippedByHand}),
     Feature("Clipping", "manual, per optimizer, by norm", clipped, {"kind": ClippedByHandByNorm}, rtol=1e-6, note=NORM),
