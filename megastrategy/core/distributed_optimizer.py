@@ -41,8 +41,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     either way. The instance is also an instance of the optimizer's class.
 
     For fp16 autocast use :class:`~megastrategy.GradScaler`: torch's reads ``.grad``, which a sharded optimizer does not
-    show. Zero gradients here or through the wrapped model: after a synchronised backward ``.grad`` is None already, so
-    that zeroing the raw module or the inner optimizer cannot be noticed.
+    show.
 
     Raises:
         ValueError: if the model is not wrapped, or the optimizer has a parameter that the model has not.
@@ -138,8 +137,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
-        When it returns every rank holds all new weights. With reduce-scatter the step uses the gradients up: a
-        second step finds none, and the next backward starts from zero, whether or not ``zero_grad`` is called.
+        When it returns every rank holds all new weights. Gradients stay until somebody zeroes them, as torch's do.
         """
         impl = self._impl
         if not impl.has_shards:

@@ -209,7 +209,7 @@ def plain(name: str, strategy_options: dict[str, Any], **options: Any) -> Fit:
     return fit(name, strategy_options=strategy_options, max_epochs=1, **options)
 
 
-FULL_GRAD = "with reduce-scatter through `strategy.full_grad`; `.grad` is None"
+FULL_GRAD = "with reduce-scatter through `strategy.full_grad`; `.grad` is a stand-in"
 STRATEGY_NORM = "`lightning.pytorch.utilities.grad_norm`; with reduce-scatter `strategy.grad_norm`"
 AREA = "Hooks and gradients"
 
