@@ -201,9 +201,12 @@ class GradBuffers(ABC):
                 self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
 
     def _show_reduced(self, params: Iterable[int]) -> None:
-        """``.grad`` of scattered gradients: a stand-in where there is one, None where there is none, as in torch."""
+        """``.grad`` of scattered gradients is a stand-in where there is one, and None where there is none, as in torch;
+        what somebody has written there since stays, to be adopted."""
         for index in params:
-            self.params[index].grad = self._stand_in(index) if self.has_grad[index] else None
+            param, has_grad = self.params[index], self.has_grad[index]
+            if (param.grad is not None) != has_grad:
+                param.grad = self._stand_in(index) if has_grad else None
 
     def _stand_in(self, param: int) -> ReducedGrad:
         known = self._stand_ins[param]
@@ -225,11 +228,14 @@ class GradBuffers(ABC):
         Raises:
             ReducedGradError: if a stand-in was put back after that, since the gradient is gone.
         """
+        has_grad = self.has_grad
         for index in params:
             grad = self.params[index].grad
-            if grad is None and self.has_grad[index] and self.is_sharded(index):
-                self.has_grad[index], self._stale[index] = False, True
-            elif isinstance(grad, ReducedGrad) and not self.has_grad[index]:
+            if (grad is not None) == has_grad[index]:
+                continue
+            if grad is None and self.is_sharded(index):
+                has_grad[index], self._stale[index] = False, True
+            elif isinstance(grad, ReducedGrad):
                 raise grad.error("putting back a .grad that was dropped")
 
     def _zero_sums(self, param: int) -> None:  # noqa: B027 - nothing to do where there are none apart

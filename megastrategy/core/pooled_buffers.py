@@ -126,7 +126,7 @@ class PooledGradBuffers(GradBuffers):
                 self.check_param(index)
                 sealed[index] = param.grad.detach()
                 self.has_grad[index] = True
-        self._show_reduced(self.layout.buckets[bucket].params)
+            param.grad = self._stand_in(index) if self.has_grad[index] else None
         self._sealed[bucket] = sealed
         self._on_the_way.add(bucket)
 
