@@ -361,8 +361,8 @@ FEATURES = [
     row(
         "a step without zero_grad",
         StepsWithoutZeroing,
-        rtol=1e-6,
-        note="several synchronised backwards before a step",
+        rtol=1e-4,
+        note="gradients of the whole epoch add up, and with them the rounding of several synchronised backwards",
     ),
     row("two steps after one backward", StepsTwice),
     row("two optimizers, toggle_optimizer", TwoOptimizers),
