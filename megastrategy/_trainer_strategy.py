@@ -253,17 +253,21 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
             self.model.watch_backward(closure_loss)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """In manual optimization the first two are watched for who reads ``.grad``, and all if somebody did."""
-        module, watch = self.lightning_module, self.hook_watch
-        if watch is None or module is None or module.automatic_optimization:
+        """In manual optimization the first two are watched for who reads ``.grad``, and all if somebody did.
+
+        Module buffers stay each rank's own there, as under "ddp", which broadcasts them before the first forward alone.
+        """
+        module, wrapped, watch = self.lightning_module, self._wrapped, self.hook_watch
+        if module is None or wrapped is None or module.automatic_optimization:
             return super().training_step(*args, **kwargs)
-        if self._wrapped is not None and self._wrapped.trains_nothing():
+        if wrapped.trains_nothing():
             raise RuntimeError(TRAINS_NOTHING)
-        if self._num_watched >= 2 and not watch.found:
-            return super().training_step(*args, **kwargs)
-        self._num_watched += 1
-        with contextlib.nullcontext() if is_compiled(module) else watch:
-            return super().training_step(*args, **kwargs)
+        watches = watch is not None and (self._num_watched < 2 or watch.found)
+        self._num_watched += watches
+        with watch if watch is not None and watches and not is_compiled(module) else contextlib.nullcontext():
+            outputs = super().training_step(*args, **kwargs)
+        wrapped.leave_buffers_apart()
+        return outputs
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Gradients are final when backward returns, before ``on_after_backward``: nothing is left to do here."""

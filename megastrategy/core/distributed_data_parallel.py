@@ -184,6 +184,10 @@ class DistributedDataParallel(nn.Module):
         if self.param_buffers is not None:
             self.param_gather.finish()
 
+    def leave_buffers_apart(self) -> None:
+        """What the last forward left in the module's buffers stays each rank's own: the next one does not broadcast."""
+        self._buffers_differ = False
+
     def include_trainable(self) -> None:
         """Takes in the parameters that require gradients now and did not before, so that they are synchronised.
 
