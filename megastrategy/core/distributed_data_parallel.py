@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from .bucket_planner import BucketPlanner
 from .bucket_tuning import BucketSizeTuner
 from .buffers import ContiguousGradBuffers, GradBuffers, ParamBuffers
+from .callers import check_not_a_stage, check_not_inside_torch_ddp
 from .clip_grads import norms_over_owners
 from .collectives import Collectives, make_collectives
 from .config import DistributedDataParallelConfig
@@ -25,7 +26,7 @@ from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
 from .instanced_collectives import destroy_instances, shard_collectives
 from .layout import BufferLayout, build_layout
-from .module_plan import check_memory_is_own, check_ranks_agree, common_device, param_spec
+from .module_plan import check_memory_is_own, check_module, check_ranks_agree, common_device, param_spec
 from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
 from .process_groups import destroy_group, private_group
@@ -65,7 +66,8 @@ class DistributedDataParallel(nn.Module):
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
 
     Raises:
-        ValueError: if the module cannot be laid out (parameters on several devices, on meta, or uninitialised).
+        ValueError: if the module cannot be laid out (parameters on several devices, on meta, uninitialised, or
+            DTensors), or has a module in it that torch DDP wraps.
         LayoutMismatchError: if the ranks' modules or configurations differ.
     """
 
@@ -82,6 +84,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.is_closed = False
         self.config = config = config or DistributedDataParallelConfig()
+        check_module(module, DistributedDataParallel)
         self.device = common_device(module)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
@@ -129,6 +132,9 @@ class DistributedDataParallel(nn.Module):
             return self.module(*args, **kwargs)
         self.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
+            check_not_inside_torch_ddp(self)
+            stays_local = not (self.require_backward_grad_sync or self.layout.is_pooled) and self.has_optimizer
+            check_not_a_stage(self, stays_local=stays_local)
             self.reducer.before_forward()
             self._check_params()
         if self.param_buffers is not None:
@@ -388,6 +394,7 @@ class DistributedDataParallel(nn.Module):
         joining = [param for _, param in others if param.requires_grad]
         layout = build_layout(specs, self.config, self.collectives.size)
         if joining or not known:
+            check_module(self.module, DistributedDataParallel)
             common_device(self.module)
             check_memory_is_own(self.module, joining, sharded=layout.num_shards > 1)
             check_ranks_agree(layout, self.config, self.collectives, self.device)
@@ -420,6 +427,7 @@ class DistributedDataParallel(nn.Module):
                 holders.setdefault(id(param), (child._parameters, key))
         for index, param in enumerate(self.params):
             if id(param) not in holders:
+                check_module(self.module, DistributedDataParallel)  # which may know more of what came in its place
                 raise ParameterChangedError(
                     f"parameter {self.layout.params[index].name!r} was replaced by another object "
                     "(load_state_dict(assign=True), or an assignment to the module), which nobody would train. "
