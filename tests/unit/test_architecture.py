@@ -25,6 +25,7 @@ RANKS = [
         "param_shard",
         "nonfinite",
         "roll_call",
+        "module_watch",
         "bucket_order",
         "bucket_choice",
         "worker",
