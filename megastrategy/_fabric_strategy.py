@@ -73,7 +73,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout,
-            start_method: as for ``DDPStrategy``.
+            start_method: as for ``DDPStrategy``. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of. Either is loaded.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments

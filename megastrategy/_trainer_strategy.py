@@ -90,7 +90,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            timeout, start_method: as for ``DDPStrategy``.
+            timeout, start_method: as for ``DDPStrategy``. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of, in the background if the Trainer has the plugin ``AsyncCheckpointIO``. Either is loaded.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
@@ -244,6 +244,15 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         """Shows the loss to the engine; in manual optimization it is not an output of the wrapped forward."""
         if isinstance(self.model, DistributedDataParallel):
             self.model.watch_backward(closure_loss)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """In manual optimization module buffers stay each rank's own, as under "ddp", which broadcasts them before the
+        first forward alone."""
+        module, wrapped = self.lightning_module, self._wrapped
+        outputs = super().training_step(*args, **kwargs)
+        if module is not None and wrapped is not None and not module.automatic_optimization:
+            wrapped.leave_buffers_apart()
+        return outputs
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Gradients are final when backward returns, before ``on_after_backward``: nothing is left to do here."""

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from .errors import CollectiveError, NotOnAllRanksError
 from .gloo_rings import GlooRings
 from .lent_tensors import LentTensors
+from .process_groups import host_group
 from .roll_call import RollCall
 from .tensor_parts import add_parts_, chunks_by_dtype
 from .worker import Worker
@@ -195,9 +196,7 @@ def host_collectives() -> Collectives:
     Raises:
         ValueError: if torch.distributed is not initialised.
     """
-    if not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
-    return make_collectives(dist.new_group(backend="gloo"), torch.device("cpu"))
+    return make_collectives(host_group(), torch.device("cpu"))
 
 
 class BackendCollectives(Collectives):

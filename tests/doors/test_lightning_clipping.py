@@ -107,7 +107,6 @@ def without_clipping(name: str, strategy_options: dict[str, Any], kind: type[Cli
     module = kind()
     if isinstance(module, ClippedByHand):
         module.clip_vals = (1e9, 1e9)
-        strategy_options = {**strategy_options, "broadcast_buffers": False}
     elif kind is not Clipped:
         module = Clipped()
     return fit(name, strategy_options=strategy_options, module=module, max_epochs=1)

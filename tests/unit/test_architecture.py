@@ -17,7 +17,7 @@ DOORS = {path.stem for path in PACKAGE.glob("[a-z]*.py")} | SHARED_BY_DOORS
 
 # Lower may not import higher. Within a rank of this list files do not import each other.
 RANKS = [
-    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors"},
+    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors", "callers"},
     {"layout"},
     {
         "memory",
@@ -26,6 +26,7 @@ RANKS = [
         "param_shard",
         "nonfinite",
         "roll_call",
+        "module_watch",
         "bucket_order",
         "bucket_choice",
         "worker",

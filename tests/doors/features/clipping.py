@@ -90,9 +90,7 @@ def clipped(
 ) -> tuple[Fit, list[float]]:
     """The fit, and a weight after every batch."""
     module = kind()
-    # in manual optimization Lightning's "ddp" broadcasts module buffers once and never again
-    buffers = {"broadcast_buffers": False} if issubclass(kind, ClippedByHand) else {}
-    result = fit(name, strategy_options={**strategy_options, **buffers}, module=module, max_epochs=1, **options)
+    result = fit(name, strategy_options=strategy_options, module=module, max_epochs=1, **options)
     return result, module.trace
 
 
