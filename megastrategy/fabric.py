@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ._versions import LIGHTNING, require
+
+require("lightning.fabric", LIGHTNING)
+
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies.ddp import DDPStrategy
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ._versions import LIGHTNING, require
+
+require("lightning.pytorch", LIGHTNING)
+
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ._versions import LIGHTNING, require
+
+require("lightning_fabric", LIGHTNING)
+
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.strategies.ddp import DDPStrategy
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ._versions import LIGHTNING, require
+
+require("pytorch_lightning", LIGHTNING)
+
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning import Callback, LightningModule
