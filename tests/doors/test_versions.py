@@ -14,7 +14,7 @@ from megastrategy_autoload import DOORS
 
 from .python_processes import run_python
 
-OLDER = ("1.9.5", "2.1.4", "2.4.0", "2.5.0.post0")
+OLDER = ("1.9.5", "2.1.4", "2.4.0", "2.5.6")
 ASK = """
 import importlib, sys
 
@@ -66,10 +66,10 @@ def test_a_lightning_too_old_to_be_imported_is_refused_by_version_too(tmp_path: 
     code = """
         sys.path.insert(0, sys.argv[1])
         import megastrategy
-        refused(lambda: megastrategy.MegatronDDPStrategy, "lightning.pytorch 2.1.4", ">=2.5.6'")
+        refused(lambda: megastrategy.MegatronDDPStrategy, "lightning.pytorch 2.1.4", ">=2.6'")
         refused(lambda: importlib.import_module("megastrategy.fabric"), "lightning.fabric 2.1.4")
         for door in ("pytorch_lightning", "lightning_fabric"):
-            words = (f"{door} 1.9.5", "pip install 'pytorch-lightning>=2.5.6'")
+            words = (f"{door} 1.9.5", "pip install 'pytorch-lightning>=2.6'")
             refused(lambda: importlib.import_module(f"megastrategy.{door}"), *words)
     """
     run_python("-c", ASK + textwrap.dedent(code), str(tmp_path), cwd=tmp_path)
