@@ -43,6 +43,7 @@ from ._directories import (
 )
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import EnginePrecision, lend, take_back
+from ._schedulers import SchedulersHoldUsersOptimizers
 from ._signals import SignalAgreement
 from ._together import CollectivesTogether
 from ._world import (
@@ -85,7 +86,7 @@ LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on f
 """Beside the callbacks' states, since Lightning warns of those that nobody takes: so "ddp" says what it loses."""
 
 
-class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
+class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, _Base):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
     Args:

@@ -11,6 +11,10 @@ closed list which accelerate asks for many reasons; ``accelerator.state.megatron
 
 from __future__ import annotations
 
+from ._versions import ACCELERATE, require
+
+require("accelerate", ACCELERATE)
+
 import contextlib
 import inspect
 import os

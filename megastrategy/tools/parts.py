@@ -43,8 +43,8 @@ class Parts:
 
     Attributes:
         path: it is from.
-        kind: "file" or "directory".
-        writer: "Trainer", or "other": Fabric's files and plain torch's are the same.
+        kind: "file", "directory", or "folder" of several files.
+        writer: "Trainer", or "other": Fabric's files and plain torch's are the same. Of a folder the library.
         models: the weights, by key: "model" of a Trainer; "" if the file is nothing but weights.
         optimizers: torch's state_dict by key ("optimizer_0", ... of a Trainer), of which ``params`` and ``state`` have
             numbers in a file, and parameter names in a directory.
@@ -53,8 +53,8 @@ class Parts:
     """
 
     path: Path
-    kind: Literal["file", "directory"]
-    writer: Literal["Trainer", "other"]
+    kind: Literal["file", "directory", "folder"]
+    writer: Literal["Trainer", "other", "accelerate", "transformers"]
     models: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     optimizers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     main_params: dict[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
@@ -70,7 +70,7 @@ def read_file(path: Path, trust: bool = False) -> Parts:
     Raises:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
     """
-    content = _load(path, trust)
+    content = read_object(path, trust)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary: it is no checkpoint")
     if _is_module_state(content):
@@ -129,7 +129,12 @@ def content_of_file(parts: Parts) -> dict[str, Any]:
     return content
 
 
-def _load(path: Path, trust: bool) -> Any:
+def read_object(path: Path, trust: bool) -> Any:
+    """What torch saved in a file, with tensors that are mapped.
+
+    Raises:
+        CheckpointError: if it is none, or if ``trust`` is needed to load it.
+    """
     try:
         return load_file(path, weights_only=not trust)
     except (CheckpointError, OSError):
@@ -164,7 +169,7 @@ def read_directory_parts(
     """
     metadata = read_metadata(path, trust)
     extra_file = path / EXTRA_FILE
-    extra = _load(extra_file, trust) if extra_file.is_file() else {}
+    extra = read_object(extra_file, trust) if extra_file.is_file() else {}
     found = _read_nested(path, trust, metadata, make, progress)
     parts = Parts(path, "directory", "Trainer" if _TRAINER_MARK in extra else "other", extra=dict(extra))
     if _is_module_state(found):
