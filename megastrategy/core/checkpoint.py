@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .collectives import Collectives
-from .elementwise import is_per_element, probe_state_names
+from .elementwise import is_per_element, probe_state_names, why_not_saved
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
@@ -132,7 +132,10 @@ def load_full_state_dict(
             f"optimizer of {[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it "
             "was when the state was saved"
         )
-    per_element = per_element_keys(state_dict["state"], probe_state_names(optimizer))
+    known = probe_state_names(optimizer)
+    per_element = per_element_keys(state_dict["state"], known)
+    if known is not None and all(shard.weights is None for shard in shards.values()):
+        per_element &= known  # what else belongs to a whole parameter stays with it, whatever its shape
     numbers = {
         id(param): number
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -180,11 +183,12 @@ def load_own_state(
         own_groups.append({**saved, "params": list(range(first, count))})
     with groups_of_shards():
         optimizer.load_state_dict({"state": state, "param_groups": own_groups})
-        # torch casts state to the parameter's dtype; that of a frozen 16-bit weight is of its main param, to which it
-        # comes when the parameter is unfrozen
+        # torch casts state to the parameter's dtype, as under DDP; that of a frozen 16-bit weight is of its main param,
+        # to which it comes when the parameter is unfrozen
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         for number, values in state.items():
-            for key, value in values.items():
+            is_narrow = stepped[number].dtype in (torch.bfloat16, torch.float16)
+            for key, value in values.items() if is_narrow else ():
                 kept = optimizer.state[stepped[number]][key]
                 if isinstance(value, Tensor) and kept.dtype != value.dtype:
                     optimizer.state[stepped[number]][key] = value.to(kept.device)
@@ -240,12 +244,9 @@ def _describe_state(
         for key, value in optimizer.state.get(shard.main, {}).items():
             if shard.main.dim() > 0 and is_per_element(key, value, shard.main.shape, known):
                 sharded.setdefault(index, []).append((key, value.dtype))
-            elif isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
-                raise CheckpointError(
-                    f"state {key!r} of shape {tuple(value.shape)} has neither one number nor one for each of the "
-                    f"{shard.main.numel()} elements of its shard"
-                )
             else:
+                if collectives is not None and (reason := why_not_saved(key, value, shard.main.shape)) is not None:
+                    raise CheckpointError(f"the optimizer keeps {reason}")
                 scalars.setdefault(index, {}).update(_to_host({key: value}))
     if collectives is None:
         return scalars, sharded
@@ -298,7 +299,7 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
         return value
     if isinstance(value, FlatShard):
         return value.local  # read for this very shard
-    if key not in per_element:
+    if key not in per_element or (shard.weights is None and type(value) is not Tensor):
         return value.clone()  # torch's load_state_dict would go on using the caller's tensor
     if tuple(value.shape) != spec.shape:
         raise CheckpointError(

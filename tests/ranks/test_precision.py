@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,10 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core.errors import OptimizerNotShardableError, ParameterChangedError
 from tests.support.models import two_layers
+from tests.support.optimizers import InBlocks
 from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
 
 
 class Scale(nn.Module):
@@ -276,6 +280,38 @@ def test_optimizers_that_need_a_closure_are_refused_over_16_bit_weights() -> Non
             DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model)
 
     run_ranks(1, run)
+
+
+def test_states_in_blocks_of_whole_main_params_are_saved_and_resumed() -> None:
+    """The way out for what cannot be sharded: refused with shards, and without them trained, saved and gone on with."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        def start() -> tuple[DistributedDataParallel, DistributedOptimizer]:
+            make = functools.partial(InBlocks, lr=0.01)
+            return wrap(Scale(5000, torch.bfloat16), group, make, use_distributed_optimizer=False)
+
+        def train(model: DistributedDataParallel, optimizer: DistributedOptimizer, steps: range) -> Tensor:
+            for step in steps:
+                optimizer.zero_grad()
+                model(torch.linspace(-1, 1 + rank + step, 5000).bfloat16()).backward()
+                optimizer.step()
+            return model.module.weight.detach().clone()
+
+        with pytest.raises(OptimizerNotShardableError, match=r"InBlocks cannot be sharded.*'largest' of shape \(28,\)"):
+            wrap(Scale(5000, torch.float32), group, InBlocks)
+        model, optimizer = start()
+        train(model, optimizer, range(3))
+        states, mains = model.collectives.all_gather_objects((optimizer.state_dict(), optimizer.main_params()), CPU)[0]
+        assert states["state"][0]["momentum"].dtype == torch.int8
+        assert states["state"][0]["largest"].shape == (20,)
+        expected = train(model, optimizer, range(3, 6))
+        other, resumed = start()
+        other.module.load_state_dict({"weight": mains["weight"].bfloat16()})
+        resumed.load_state_dict(states)
+        resumed.load_main_params(mains)
+        assert torch.equal(train(other, resumed, range(3, 6)), expected)
+
+    run_ranks(2, run)
 
 
 def test_scaled_training_equals_unscaled() -> None:

@@ -17,7 +17,7 @@ DOORS = {path.stem for path in PACKAGE.glob("[a-z]*.py")} | SHARED_BY_DOORS
 
 # Lower may not import higher. Within a rank of this list files do not import each other.
 RANKS = [
-    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors"},
+    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors", "trial"},
     {"layout"},
     {
         "memory",
@@ -97,7 +97,7 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     owner = ast.unparse(target.value)
                     # shards are the optimizer's own tensors; the probe steps tensors that it made
                     stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("step_tensors", "tensor")}
-                    own = (path.stem, owner) in stepped | {("elementwise", "param")}
+                    own = (path.stem, owner) in stepped | {("trial", "param")}
                     # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
                     own |= target.attr == "grad" and path.stem in {"flattened_buffers", "pooled_buffers"}
                     assert path.stem == "buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
