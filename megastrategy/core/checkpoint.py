@@ -132,10 +132,16 @@ def load_full_state_dict(
             f"optimizer of {[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it "
             "was when the state was saved"
         )
+    own_numbers = {number for group in groups for number in group["params"]}
+    others = {key: value for key, value in state_dict["state"].items() if key not in own_numbers}
     known = probe_state_names(optimizer)
-    per_element = per_element_keys(state_dict["state"], known)
+    per_element = per_element_keys(
+        {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}, known
+    )
     if known is not None and all(shard.weights is None for shard in shards.values()):
-        per_element &= known  # what else belongs to a whole parameter stays with it, whatever its shape
+        per_element &= (
+            known  # whole parameters are stepped: what else is kept for one stays with it, whatever its shape
+        )
     numbers = {
         id(param): number
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -149,7 +155,7 @@ def load_full_state_dict(
         spec, shard = layout.params[index], shards[index]
         return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
 
-    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards)
+    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards, others)
 
 
 def load_own_state(
@@ -159,6 +165,7 @@ def load_own_state(
     params_by_id: Mapping[int, int],
     shards: Mapping[int, ParamShard],
     groups_of_shards: Callable[[], AbstractContextManager[None]],
+    others: Mapping[Any, Any] | None = None,
 ) -> None:
     """Hands what this rank steps to the optimizer's own ``load_state_dict``.
 
@@ -168,6 +175,7 @@ def load_own_state(
         values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
         params_by_id, shards: where the parameters are.
         groups_of_shards: puts the shards into the optimizer's groups.
+        others: state of no parameter.
     """
     state: dict[int, dict[str, Any]] = {}
     own_groups = []
@@ -182,7 +190,7 @@ def load_own_state(
                 count += 1
         own_groups.append({**saved, "params": list(range(first, count))})
     with groups_of_shards():
-        optimizer.load_state_dict({"state": state, "param_groups": own_groups})
+        optimizer.load_state_dict({"state": {**state, **(others or {})}, "param_groups": own_groups})
         # torch casts state to the parameter's dtype, as under DDP; that of a frozen 16-bit weight is of its main param,
         # to which it comes when the parameter is unfrozen
         stepped = [param for group in optimizer.param_groups for param in group["params"]]

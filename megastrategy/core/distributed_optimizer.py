@@ -220,11 +220,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NotOnAllRanksError: if it is sharded and another rank goes elsewhere instead, or does not come for a minute.
         """
         impl = self._impl
-        if not impl.has_shards:
-            return impl.inner.state_dict()
+        if not impl.sharded:  # it says itself what it saves, of main params where there are some
+            with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
+                return impl.inner.state_dict()
         impl.split_state()
-        if impl.sharded:
-            impl.model.collectives.require_all_ranks("state_dict() of a sharded optimizer")
+        impl.model.collectives.require_all_ranks("state_dict() of a sharded optimizer")
         return gather_state_dict(
             impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device
         )

@@ -84,7 +84,7 @@ def why_not_main_params(optimizer: torch.optim.Optimizer, device: torch.device) 
             whole = problem.run(double_of(optimizer, group, _trial_lr(group)), _NUM_STEPS)
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return f"a trial step of parameter group {number} raised {_said(error)}"
-        if (reason := _saves_otherwise(whole) or _has_modes(whole)) is not None:
+        if (reason := _has_modes(whole)) is not None:
             return reason
     return None
 
@@ -129,7 +129,7 @@ class _GroupProbe:
             pieces = self.problem.rerun_cut(lambda: self._double(lr), whole)
         except Exception as error:  # noqa: BLE001 - as above
             return None, f"a trial step of {self.where} on flat tensors raised {_said(error)}", False
-        reason = _saves_otherwise(whole) or self._keeps_otherwise(whole, pieces)
+        reason = self._keeps_otherwise(whole, pieces) or _saves_otherwise(whole)
         moved, is_exact = self._moves_otherwise(whole, pieces)
         return whole, reason or moved or _has_modes(whole), is_exact
 
@@ -240,14 +240,20 @@ def _why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _saves_otherwise(whole: Trial) -> str | None:
-    """Whether ``state_dict`` has more than the state of tensors, which is what checkpoints of shards hold."""
+    """Whether ``state_dict`` has something else than the state of tensors, which is what checkpoints of shards hold."""
     try:
         saved = whole.optimizer.state_dict()
         more = [*(saved.keys() - {"state", "param_groups"}), *(saved["state"].keys() - set(range(len(whole.params))))]
+        for number in range(len(whole.params)):
+            more += sorted(saved["state"].get(number, {}).keys() ^ whole.state(number).keys(), key=str)
     except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
         return f"its state_dict() raised {_said(error)}"
-    names = ", ".join(sorted(map(repr, more)))
-    return f"its state_dict() has {names} beside the state of tensors, which checkpoints would lose" if more else None
+    names = ", ".join(map(repr, dict.fromkeys(more)))
+    return (
+        f"its state_dict() and the state of its tensors differ in {names}: shards would be saved otherwise"
+        if more
+        else None
+    )
 
 
 def _has_modes(whole: Trial) -> str | None:
@@ -294,9 +300,10 @@ def _said(error: Exception) -> str:
 
 def _in_words(value: Any) -> str:
     if isinstance(value, Tensor):
-        kind = "tensor" if type(value) is Tensor else type(value).__name__
-        return f"{value.item():.6g}" if value.numel() == 1 else f"a {kind} of {value.dtype}"
-    return f"{value:.6g}" if isinstance(value, float) else f"{str(value)[:60]}"
+        return f"{value.item():.6g}" if value.numel() == 1 else f"{type(value).__name__} of {value.dtype}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)[:40] if isinstance(value, int | str | None) else f"a {type(value).__name__}"
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -118,7 +118,8 @@ class Problem:
             for number, (param, start) in enumerate(zip(trial.params, self.starts, strict=True)):
                 torch.maximum(trial.reach[number], (param - start).abs_(), out=trial.reach[number])
                 for name, value in trial.state(number).items():
-                    if isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point():
+                    # a tensor of another kind may know few operations
+                    if type(value) is Tensor and value.shape == param.shape and value.is_floating_point():
                         size, before = value.detach().abs(), trial.sizes.get((number, name))
                         trial.sizes[number, name] = size if before is None else torch.maximum(before, size)
         return trial

@@ -206,6 +206,22 @@ class KeepsOwn(Simple):
         param.sub_(grad, alpha=group["lr"])
 
 
+class SavesRenamed(Simple):
+    """Element-wise in its steps; saves its state under another name, and finds it again."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(param)).mul_(0.9).add_(grad)
+        param.sub_(momentum, alpha=group["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        return saved | {"state": {key: {"renamed": value["momentum"]} for key, value in saved["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = {key: {"momentum": value["renamed"]} for key, value in state_dict["state"].items()}
+        super().load_state_dict(state_dict | {"state": state})
+
+
 class KeepsLargest(Simple):
     """Element-wise in its steps; an object of its own keeps the largest gradient that it saw."""
 

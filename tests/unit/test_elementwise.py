@@ -145,7 +145,8 @@ def test_what_is_kept_is_named_with_both_values() -> None:
         (optimizers.InBlocks, "state 'largest' of shape (28,), which has neither one number nor one for each"),
         (optimizers.KeepsRows, "state 'rows' of shape (7,), which has neither one number nor one for each"),
         (optimizers.KeepsNested, "state 'inner', tensors in a dict"),
-        (optimizers.KeepsOwn, "its state_dict() has 'calls' beside the state of tensors"),
+        (optimizers.KeepsOwn, "its state_dict() and the state of its tensors differ in 'calls'"),
+        (optimizers.SavesRenamed, "its state_dict() and the state of its tensors differ in 'momentum', 'renamed'"),
         (optimizers.Averaging, "its eval() moves the weights"),
     ],
 )
@@ -241,13 +242,13 @@ def test_a_count_of_calls_is_not_stepped_in_parts() -> None:
     assert not found.in_parts
 
 
-@pytest.mark.parametrize("kind", [optimizers.InBlocks, Lamb, optimizers.DistanceInGroup, optimizers.KeepsNested])
+@pytest.mark.parametrize("kind", [optimizers.InBlocks, Lamb, optimizers.DistanceInGroup, optimizers.KeepsOwn])
 def test_whole_main_params_may_be_stepped_by_what_is_not_element_wise(kind: Any) -> None:
     assert why_not_main_params(kind(params()), CPU) is None
 
 
-@pytest.mark.parametrize("kind", [optimizers.KeepsOwn, optimizers.Averaging, optimizers.NeedsClosure])
-def test_whole_main_params_are_not_for_what_would_lose_state(kind: Any) -> None:
+@pytest.mark.parametrize("kind", [optimizers.Averaging, optimizers.NeedsClosure])
+def test_whole_main_params_are_not_for_what_acts_between_steps_or_needs_a_closure(kind: Any) -> None:
     assert why_not_main_params(kind(params()), CPU) is not None
 
 
