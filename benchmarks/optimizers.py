@@ -14,9 +14,10 @@ import datetime
 import importlib
 import importlib.metadata
 import logging
+import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,21 @@ LIBRARIES = (
         "timm",
         "timm.optim",
         (
-            *("AdaBelief", "Adafactor", "AdafactorBigVision", "Adahessian", "AdamP", "AdamW(caution=True)", "Adan"),
-            *("Adopt", "Kron", "LaProp", "Lamb", "Lars", "Lion", "Lion(caution=True)", "MADGRAD", "Mars", "Muon"),
-            *("NAdamW", "NvNovoGrad", "RAdam", "RMSpropTF", "SGDP", "SGDW(momentum=0.9)"),
+            *("AdaBelief", "Adafactor", "AdafactorBigVision", "Adahessian", "AdamP", "Adan"),
+            *(
+                "Adopt",
+                "LaProp",
+                "LaProp(caution=True)",
+                "Lamb",
+                "Lars",
+                "Lars(weight_decay=0.01)",
+                "Lion",
+                "Lion(caution=True)",
+                "MADGRAD",
+                "Mars",
+                "Muon",
+            ),
+            *("NAdamW", "NvNovoGrad", "RAdam", "RMSpropTF", "SGDP(lr=0.01, momentum=0.9)", "SGDW(momentum=0.9)"),
         ),
     ),
     Library(
@@ -328,7 +341,8 @@ def _distance(mine: Any, other: Any) -> float:
         if torch.equal(mine, other):
             return 0.0
         one, two = mine.double(), other.double()
-        return float((one - two).abs().max() / two.abs().max().clamp(min=1e-300))
+        distance = float((one - two).abs().max() / two.abs().max().clamp(min=1e-300))
+        return distance if math.isfinite(distance) else float("inf")
     if isinstance(mine, dict) and isinstance(other, dict):
         if mine.keys() != other.keys():
             return float("inf")
@@ -345,15 +359,13 @@ def _said(error: Exception) -> str:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def rows_of(library: Library) -> list[str]:
-    """Lines of the table."""
+def rows_of(library: Library) -> Iterator[str]:
+    """Lines of the table, as they are found."""
     version = library.version
     assert version is not None, "installed"
-    rows = []
     for name in library.names:
         result = " ".join(try_optimizer(library, name).split()).replace("|", "\\|")
-        rows.append(f"| `{name}` | {library.package} {version} | {result} |")
-    return rows
+        yield f"| `{name}` | {library.package} {version} | {result} |"
 
 
 def page(rows: list[str], command: str) -> str:
