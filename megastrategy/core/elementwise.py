@@ -58,8 +58,12 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.d
     """
     if (reason := _why_not_trialled(optimizer)) is not None:
         return Findings(reason)
-    problem, names, in_parts = Problem(device, dtype), set[str](), True
+    small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
+    names, in_parts = set[str](), True
     for number in _distinct(optimizer.param_groups):
+        # what keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one
+        if (reason := _GroupProbe(optimizer, number, small).early_reason()) is not None:
+            return Findings(reason)
         found = _GroupProbe(optimizer, number, problem).findings()
         if found.reason is not None:
             return found
@@ -96,6 +100,10 @@ class _GroupProbe:
         self.optimizer, self.problem = optimizer, problem
         self.group = optimizer.param_groups[number]
         self.where = f"parameter group {number}"
+
+    def early_reason(self) -> str | None:
+        """What one step shows."""
+        return self._compare(_trial_lr(self.group), 1)[1]
 
     def findings(self) -> Findings:
         lr = _trial_lr(self.group)
@@ -142,7 +150,7 @@ class _GroupProbe:
         is_exact = True
         for number, param in enumerate(whole.params):
             flat = torch.cat([piece.params[number] for piece in pieces])
-            difference, moved = (param.reshape(-1) - flat).abs_(), whole.reach[number].reshape(-1)
+            difference, moved = (param.detach().reshape(-1) - flat).abs_(), whole.reach[number].reshape(-1)
             if bool((difference <= _RELATIVE * moved).all()):
                 continue
             is_exact = False
@@ -260,7 +268,7 @@ def _has_modes(whole: Trial) -> str | None:
     """Whether ``eval()`` moves weights: it would be called between steps, when the optimizer holds no shards."""
     if not callable(leave := getattr(whole.optimizer, "eval", None)):
         return None
-    before = [param.clone() for param in whole.params]
+    before = [param.detach().clone() for param in whole.params]
     try:
         leave()
     except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer

@@ -6,11 +6,12 @@ What a trial can see depends on its tensors and gradients:
 - A tall matrix of 16,640 elements and a wide 4-D tensor of 1,260. An update may look at rows, at the number of
   dimensions, at their proportions, or treat a tensor by its size: states in blocks begin at 4,096 elements.
 - Cuts inside rows and on no multiple of a block, and gradients whose size differs by piece: any norm, sum or scale
-  over a piece is another than over the whole.
+  over a piece is another than over the whole. They are small, as real ones are: what is divided by them shows.
 - A third of the weights begins at zero, where a movement is exact however small it is; decay shows on the others.
 - Gradients that drift, so that an estimate of the distance to go grows; and noise of the same size, so that signs
   change and a mask of those that agree has holes.
-- Every other gradient is orthogonal to the weights, row by row: some updates project only then.
+- Every other gradient is nearly orthogonal to the weights, row by row: some updates project only then.
+- Whole tensors require gradients, as parameters do, and pieces do not, as shards.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from torch.nn import Parameter
 
 _SHAPES = ((130, 128), (12, 3, 5, 7))
 _CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
+_ALONG = 0.03
+"""Of nearly orthogonal gradients, the cosine with the weights, times the root of a row's length."""
 FALLBACK_LR = 0.01
 """Where a group's own is zero, as at the start of a warm-up."""
 
@@ -75,18 +78,21 @@ class Trial:
 class Problem:
     """Weights and gradients for trials, the same at each call. See [Note: trial tensors]."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_small: bool = False) -> None:
+        """``is_small``: of the smaller tensor alone."""
+        first = 1 if is_small else 0
+        shapes, self._cuts = _SHAPES[first:], _CUTS[first:]
         numel = sum(math.prod(shape) for shape in _SHAPES)
         # drawn once, and read at another place for each use: drawing would be a third of a trial
         self._random = torch.randn(2 * numel, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         self.starts: list[Tensor] = []
         self._sizes: list[Tensor] = []
-        for number, shape in enumerate(_SHAPES):
+        for number, shape in enumerate(shapes):
             start = self._randn(shape, 0).clone()
             start.view(-1)[::3] = 0
             start.view(-1)[1::3] *= 1e-3
             self.starts.append(start)
-            ends = (-3, 3) if number % 2 == 0 else (3, -3)
+            ends = (-4, -1) if number % 2 == 0 else (-1, -4)
             self._sizes.append(torch.logspace(*ends, start.numel(), dtype=dtype, device=device).reshape(shape))
 
     def _randn(self, shape: tuple[int, ...], place: int) -> Tensor:
@@ -102,20 +108,24 @@ class Problem:
             grad = (drift + noise).mul_(size)
             if step % 2 == 1:
                 rows, weights = grad.flatten(1), param.flatten(1)
-                share = (rows * weights).sum(1, keepdim=True) / weights.square().sum(1, keepdim=True)
-                grad = rows.addcmul_(share, weights, value=-1).view_as(grad)
+                squares = weights.square().sum(1, keepdim=True)
+                rows.addcmul_((rows * weights).sum(1, keepdim=True) / squares, weights, value=-1)
+                # a projection has to have something to take away
+                along = _ALONG * rows.square().sum(1, keepdim=True).div(squares * rows.shape[1]).sqrt_()
+                grad = rows.addcmul_(along, weights).view_as(grad)
             grads.append(grad)
         return grads
 
     def run(self, double: torch.optim.Optimizer, num_steps: int) -> Trial:
         """The optimizer steps whole tensors."""
-        trial = Trial(double, [start.clone() for start in self.starts])
+        trial = Trial(double, [start.clone().requires_grad_() for start in self.starts])
         double.param_groups[0]["params"] = list(trial.params)
         trial.reach = [torch.zeros_like(start) for start in self.starts]
         for step in range(num_steps):
-            trial.grads.append(self.grads(step, trial.params))
+            trial.grads.append(self.grads(step, [param.detach() for param in trial.params]))
             trial.step(trial.grads[-1])
-            for number, (param, start) in enumerate(zip(trial.params, self.starts, strict=True)):
+            for number, start in enumerate(self.starts):
+                param = trial.params[number].detach()
                 torch.maximum(trial.reach[number], (param - start).abs_(), out=trial.reach[number])
                 for name, value in trial.state(number).items():
                     # a tensor of another kind may know few operations
@@ -126,7 +136,7 @@ class Problem:
 
     def rerun_in_parts(self, double: torch.optim.Optimizer, whole: Trial) -> Trial:
         """As many steps of the same tensors with the same gradients, each by several calls."""
-        trial = Trial(double, [start.clone() for start in self.starts])
+        trial = Trial(double, [start.clone().requires_grad_() for start in self.starts])
         for grads in whole.grads:
             trial.step_in_parts(grads)
         return trial
@@ -146,7 +156,7 @@ class Problem:
     def spans(self) -> list[list[tuple[int, int]]]:
         """By rank, what it has of each tensor."""
         by_tensor = [
-            itertools.pairwise((0, place, start.numel())) for place, start in zip(_CUTS, self.starts, strict=True)
+            itertools.pairwise((0, place, start.numel())) for place, start in zip(self._cuts, self.starts, strict=True)
         ]
         return [list(spans) for spans in zip(*by_tensor, strict=True)]
 

@@ -152,6 +152,51 @@ class DecaysMatrices(Simple):
         param.sub_(grad.sign(), alpha=group["lr"])
 
 
+class DecaysByMean(torch.optim.Optimizer):
+    """As AdamS: Adam whose decay is divided by the root mean square of all gradients, which large ones hide."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        grads = torch.cat([param.grad.reshape(-1) for param in stepped(self) if param.grad is not None])
+        mean = grads.square().mean().sqrt()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(1 - 1e-4 * group["lr"] / mean).sub_(param.grad.sign(), alpha=group["lr"])
+
+
+class ProjectedGradients(Simple):
+    """As SGDP without momentum: takes the part along the weights out of nearly orthogonal gradients of matrices."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if param.dim() > 1:
+            rows, weights = grad.flatten(1), param.flatten(1)
+            cosine = torch.nn.functional.cosine_similarity(rows, weights, dim=1)[:, None]
+            if cosine.abs().max() < 0.1 / weights.shape[1] ** 0.5:
+                along = cosine * rows.norm(dim=1, keepdim=True) / weights.norm(dim=1, keepdim=True)
+                grad = grad - (along * weights).view_as(grad)
+        param.sub_(grad, alpha=group["lr"])
+
+
+class SecondDerivatives(Simple):
+    """As AdaHessian: differentiates the gradients once more, of parameters; shards have no graph behind them."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        params = [param for param in stepped(self) if param.requires_grad]
+        if params:
+            grads = [param.grad for param in params if param.grad is not None]
+            with torch.enable_grad():
+                for param, found in zip(params, torch.autograd.grad(sum(map(torch.sum, grads)), params), strict=True):
+                    self.state[param]["curvature"] = found
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad / (1 + state.get("curvature", torch.zeros(())).abs()), alpha=group["lr"])
+
+
 class ScaledByProportions(Simple):
     """A larger step for matrices with more rows than columns."""
 
@@ -186,6 +231,16 @@ class KeepsRows(Simple):
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["rows"] = grad.reshape(grad.shape[0], -1).sum(1)[:7].clone()
+        param.sub_(grad, alpha=group["lr"])
+
+
+class KeepsMatrix(Simple):
+    """As Shampoo: a matrix of the first dimension, of which flat tensors have but one."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert param.dim() > 1 or len(param) < 2000, "a matrix of gigabytes"
+        rows = grad.reshape(len(grad), -1)
+        state["outer"] = state.get("outer", 0) + rows @ rows.T
         param.sub_(grad, alpha=group["lr"])
 
 

@@ -60,7 +60,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
     "fused_amsgrad": {"fused": True, "amsgrad": True, "maximize": True},
-    "differentiable": {"differentiable": True},
     "tensor_lr": {"lr": torch.tensor(1e-3), "foreach": False},
     "tensor_lr_fused": {"lr": torch.tensor(1e-3), "fused": True},
     "lr_of_zero": {"lr": 0.0},
@@ -110,6 +109,8 @@ COUPLED = [
     optimizers.CautiousMask,
     optimizers.CentredKernels,
     optimizers.DecaysMatrices,
+    optimizers.DecaysByMean,
+    optimizers.ProjectedGradients,
     optimizers.ScaledByProportions,
     optimizers.KeepsLargest,
     optimizers.Patient,
@@ -144,6 +145,7 @@ def test_what_is_kept_is_named_with_both_values() -> None:
     [
         (optimizers.InBlocks, "state 'largest' of shape (28,), which has neither one number nor one for each"),
         (optimizers.KeepsRows, "state 'rows' of shape (7,), which has neither one number nor one for each"),
+        (optimizers.KeepsMatrix, "state 'outer' of shape (500, 500), which has neither one number nor one for each"),
         (optimizers.KeepsNested, "state 'inner', tensors in a dict"),
         (optimizers.KeepsOwn, "its state_dict() and the state of its tensors differ in 'calls'"),
         (optimizers.SavesRenamed, "its state_dict() and the state of its tensors differ in 'momentum', 'renamed'"),
@@ -176,6 +178,13 @@ def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> No
         assert "Use that SGD itself" in str(reason)
     assert probe_state_tensors(optimizer) is None
     assert bool((own[0] == 1).all())
+
+
+def test_what_differentiates_the_gradients_of_parameters_is_found() -> None:
+    reason = why_not_elementwise(optimizers.SecondDerivatives(params()), CPU, torch.float32)
+    assert "a trial step of parameter group 0 raised RuntimeError: element 0 of tensors does not require grad" in str(
+        reason
+    )
 
 
 def test_an_optimizer_that_needs_a_closure_says_so() -> None:
