@@ -26,10 +26,10 @@ from torch.nn import Parameter
 from .trial import FALLBACK_LR, Problem, Trial, cut, double_of, values_of
 
 _SHAPE = (6, 10)
-_NUM_STEPS, _NUM_MORE_STEPS = 6, 24  # RAdam's first five are not yet its own
+_NUM_STEPS, _NUM_MORE_STEPS = 6, 12  # RAdam's first five are not yet its own
 _RELATIVE = 1e-5
 """Of a movement or a state, by how much two kernels may differ in rounding: far less than any coupling changes."""
-_WELL_ABOVE = 20
+_WELL_ABOVE = 10
 """How many times the rounding of a weight its movement must be, to tell anything of it."""
 
 

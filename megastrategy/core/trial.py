@@ -92,7 +92,7 @@ class Problem:
             start.view(-1)[::3] = 0
             start.view(-1)[1::3] *= 1e-3
             self.starts.append(start)
-            ends = (-4, -1) if number % 2 == 0 else (-1, -4)
+            ends = (-3, -1) if number % 2 == 0 else (-1, -3)
             self._sizes.append(torch.logspace(*ends, start.numel(), dtype=dtype, device=device).reshape(shape))
 
     def _randn(self, shape: tuple[int, ...], place: int) -> Tensor:
