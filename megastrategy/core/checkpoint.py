@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .collectives import Collectives
-from .elementwise import is_per_element, probe_state_names
+from .elementwise import is_per_element, probe_state_names, why_not_saved
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
@@ -132,7 +132,16 @@ def load_full_state_dict(
             f"optimizer of {[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it "
             "was when the state was saved"
         )
-    per_element = per_element_keys(state_dict["state"], probe_state_names(optimizer))
+    own_numbers = {number for group in groups for number in group["params"]}
+    others = {key: value for key, value in state_dict["state"].items() if key not in own_numbers}
+    known = probe_state_names(optimizer)
+    per_element = per_element_keys(
+        {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}, known
+    )
+    if known is not None and all(shard.weights is None for shard in shards.values()):
+        per_element &= (
+            known  # whole parameters are stepped: what else is kept for one stays with it, whatever its shape
+        )
     numbers = {
         id(param): number
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -146,7 +155,7 @@ def load_full_state_dict(
         spec, shard = layout.params[index], shards[index]
         return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
 
-    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards)
+    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards, others)
 
 
 def load_own_state(
@@ -156,6 +165,7 @@ def load_own_state(
     params_by_id: Mapping[int, int],
     shards: Mapping[int, ParamShard],
     groups_of_shards: Callable[[], AbstractContextManager[None]],
+    others: Mapping[Any, Any] | None = None,
 ) -> None:
     """Hands what this rank steps to the optimizer's own ``load_state_dict``.
 
@@ -165,6 +175,7 @@ def load_own_state(
         values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
         params_by_id, shards: where the parameters are.
         groups_of_shards: puts the shards into the optimizer's groups.
+        others: state of no parameter.
     """
     state: dict[int, dict[str, Any]] = {}
     own_groups = []
@@ -179,12 +190,13 @@ def load_own_state(
                 count += 1
         own_groups.append({**saved, "params": list(range(first, count))})
     with groups_of_shards():
-        optimizer.load_state_dict({"state": state, "param_groups": own_groups})
-        # torch casts state to the parameter's dtype; that of a frozen 16-bit weight is of its main param, to which it
-        # comes when the parameter is unfrozen
+        optimizer.load_state_dict({"state": {**state, **(others or {})}, "param_groups": own_groups})
+        # torch casts state to the parameter's dtype, as under DDP; that of a frozen 16-bit weight is of its main param,
+        # to which it comes when the parameter is unfrozen
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         for number, values in state.items():
-            for key, value in values.items():
+            is_narrow = stepped[number].dtype in (torch.bfloat16, torch.float16)
+            for key, value in values.items() if is_narrow else ():
                 kept = optimizer.state[stepped[number]][key]
                 if isinstance(value, Tensor) and kept.dtype != value.dtype:
                     optimizer.state[stepped[number]][key] = value.to(kept.device)
@@ -240,12 +252,9 @@ def _describe_state(
         for key, value in optimizer.state.get(shard.main, {}).items():
             if shard.main.dim() > 0 and is_per_element(key, value, shard.main.shape, known):
                 sharded.setdefault(index, []).append((key, value.dtype))
-            elif isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
-                raise CheckpointError(
-                    f"state {key!r} of shape {tuple(value.shape)} has neither one number nor one for each of the "
-                    f"{shard.main.numel()} elements of its shard"
-                )
             else:
+                if collectives is not None and (reason := why_not_saved(key, value, shard.main.shape)) is not None:
+                    raise CheckpointError(f"the optimizer keeps {reason}")
                 scalars.setdefault(index, {}).update(_to_host({key: value}))
     if collectives is None:
         return scalars, sharded
@@ -298,7 +307,7 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
         return value
     if isinstance(value, FlatShard):
         return value.local  # read for this very shard
-    if key not in per_element:
+    if key not in per_element or (shard.weights is None and type(value) is not Tensor):
         return value.clone()  # torch's load_state_dict would go on using the caller's tensor
     if tuple(value.shape) != spec.shape:
         raise CheckpointError(

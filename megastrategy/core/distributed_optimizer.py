@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from .checkpoint import gather_main_params, gather_state_dict, load_full_state_dict, load_main_params, load_own_state
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import probe_state_names, probe_state_tensors, why_not_elementwise
+from .elementwise import Findings, probe, probe_state_names, why_not_main_params
 from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
 from .flat_shard import FlatShard
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
@@ -66,24 +66,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "first"
             )
         model.check_open()
-        if model.layout.num_shards > 1:
-            main_dtype = (
-                torch.float64 if any(spec.dtype == torch.float64 for spec in model.layout.params) else torch.float32
-            )
-            reason = why_not_elementwise(optimizer, model.device, main_dtype)
-            if reason is not None:
-                raise OptimizerNotShardableError(
-                    f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: "
-                    "every rank then steps whole parameters, as under torch DDP"
-                )
-        elif any(spec.has_main_param for spec in model.layout.params) and probe_state_tensors(optimizer) is None:
-            raise OptimizerNotShardableError(
-                f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: a trial step "
-                "without a closure failed. Keep the weights in fp32 (autocast for the forward), or use another "
-                "optimizer"
-            )
+        findings = _check(optimizer, model)
         state = optimizer.state_dict() if optimizer.state else None
-        self._impl = impl = ShardedStep(optimizer, model)
+        self._impl = impl = ShardedStep(optimizer, model, findings)
         if impl.has_shards:
             optimizer.register_step_pre_hook(impl.refuse_direct_use)
             optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
@@ -233,11 +218,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NotOnAllRanksError: if it is sharded and another rank goes elsewhere instead, or does not come for a minute.
         """
         impl = self._impl
-        if not impl.has_shards:
-            return impl.inner.state_dict()
+        if not impl.sharded:  # it says itself what it saves, of main params where there are some
+            with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
+                return impl.inner.state_dict()
         impl.split_state()
-        if impl.sharded:
-            impl.model.collectives.require_all_ranks("state_dict() of a sharded optimizer")
+        impl.model.collectives.require_all_ranks("state_dict() of a sharded optimizer")
         return gather_state_dict(
             impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.owner_collectives, impl.model.device
         )
@@ -330,3 +315,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._impl.inner!r})"
+
+
+def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> Findings | None:
+    """What trial steps showed, if the optimizer is to be sharded; raises if it cannot step what it would be given."""
+    params = model.layout.params
+    if model.layout.num_shards > 1:
+        in_fp64 = any(spec.dtype == torch.float64 for spec in params)
+        findings = probe(optimizer, model.device, torch.float64 if in_fp64 else torch.float32)
+        if findings.reason is not None:
+            raise OptimizerNotShardableError(
+                f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Set "
+                "use_distributed_optimizer=False: every rank then steps whole parameters, as under torch DDP"
+            )
+        return findings
+    if any(spec.has_main_param for spec in params):
+        reason = why_not_main_params(optimizer, model.device)
+        if reason is not None:
+            raise OptimizerNotShardableError(
+                f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
+                "weights in fp32 (autocast for the forward), or use another optimizer"
+            )
+    return None

@@ -9,7 +9,7 @@ weight's value. fp32 and fp64 weights need no main param: the shard is a view of
 [Note: bucket by bucket]
 With ``overlap_param_gather`` the optimizer is called once for each bucket, with what this rank has of it in its groups,
 and the bucket's gather goes on while the next is stepped. That is the same step for an optimizer that treats each
-tensor by itself and counts nothing else, which a probe finds out (``steps_in_parts``); where it is not, or where
+tensor by itself and counts nothing else, which a probe finds out (``Findings.in_parts``); where it is not, or where
 somebody's hook counts steps, the optimizer is called once, and all gathers follow.
 """
 
@@ -32,7 +32,7 @@ from .checkpoint import shard_state
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import is_per_element, probe_state_names, steps_in_parts
+from .elementwise import Findings, is_per_element
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
@@ -47,9 +47,11 @@ _MAIN_PARAM = "(main param)"
 
 class ShardedStep(ShardHolder):
     """The optimizer of one :class:`~megastrategy.DistributedOptimizer`, its model, and this rank's shards between
-    them."""
+    them. ``findings`` are there if it is sharded."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, findings: Findings | None
+    ) -> None:
         self.inner = optimizer
         self.model = model
         model.has_optimizer = True
@@ -65,8 +67,8 @@ class ShardedStep(ShardHolder):
         self._members: list[list[int]] = []  # by group, the parameters of which there are runs
         self._is_joined = False  # whether state is that of the runs
         self._is_on_cpu = model.device.type == "cpu"
-        self._element_names = probe_state_names(optimizer) if self.sharded else None
-        self._keeps_state_only = self.sharded and steps_in_parts(optimizer, model.device, torch.float32)
+        self._element_names = set(findings.element_names) if findings is not None else None
+        self._keeps_state_only = findings is not None and findings.in_parts
         self.check_groups()
         self.follow_model()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.errors import CheckpointError
 from tests.support.models import awkward_model, images, two_layers
 from tests.support.ranks import run_ranks
-from tests.support.training import Run, assert_same_state, train_with_ddp, train_with_ours
+from tests.support.training import Run, assert_same_state, start_ours, train_with_ddp, train_with_ours
 
 SHARDED = DistributedDataParallelConfig(bucket_size=200)
 
@@ -115,6 +116,24 @@ def test_state_of_torch_ddp_is_continued_to_the_bit(name: str) -> None:
     plain = whole.make_optimizer(awkward_model())
     plain.load_state_dict(state)
     assert_same_state(plain.state_dict(), state)
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD", "AdamW"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_state_of_fp64_parameters_is_resumed_in_the_dtype_that_ddp_gives(name: str, sharded: bool) -> None:
+    """torch makes some counters in fp32; what it loads, all but ``step``, gets the parameter's dtype."""
+    run = Run(name, (("lr", 0.01),), steps=3, dtype=torch.float64)
+    saved = train_with_ddp(run, 2)[0].optimizer_state
+    plain = run.make_optimizer(run.make_module())
+    plain.load_state_dict(saved)
+    config = dataclasses.replace(SHARDED, use_distributed_optimizer=sharded)
+
+    def load(rank: int, group: ProcessGroup) -> dict[str, Any]:
+        optimizer = start_ours(run, rank, group, config).optimizer
+        optimizer.load_state_dict(saved)
+        return optimizer.state_dict()
+
+    assert_same_state(run_ranks(2, load)[0], plain.state_dict())
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 3), (3, 1), (1, 2)])

@@ -17,7 +17,7 @@ DOORS = {path.stem for path in PACKAGE.glob("[a-z]*.py")} | SHARED_BY_DOORS
 
 # Lower may not import higher. Within a rank of this list files do not import each other.
 RANKS = [
-    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors", "callers"},
+    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors", "callers", "trial"},
     {"layout"},
     {
         "memory",
@@ -99,7 +99,7 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     owner = ast.unparse(target.value)
                     # shards are the optimizer's own tensors; the probe steps tensors that it made
                     stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("step_tensors", "tensor")}
-                    own = (path.stem, owner) in stepped | {("elementwise", "param")}
+                    own = (path.stem, owner) in stepped | {("trial", "param")}
                     # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
                     own |= target.attr == "grad" and path.stem in {"flattened_buffers", "pooled_buffers"}
                     own |= target.attr == "data" and path.stem == "param_buffers"
