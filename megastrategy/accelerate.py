@@ -263,7 +263,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 yield
             return
         before, engine.require_backward_grad_sync = engine.require_backward_grad_sync, True
-        engine.reducer.before_forward()  # forgets what the forward decided
+        engine.reducer.prepare_for_backward([])
         try:
             yield
         finally:
@@ -313,30 +313,30 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As accelerate's where batches are even; uneven ones are refused.
+        """As accelerate's where batches are even. Uneven ones are for evaluation: a backward that reduces gradients is
+        refused.
 
         Raises:
-            NotImplementedError: if ranks are to run different numbers of batches.
+            NotImplementedError: at a synchronised backward inside, if ranks are to run different numbers of batches.
         """
-        if not self.use_distributed or not any(isinstance(_uncompiled(item), PreparedModel) for item in joinables):
+        engines = [model for item in joinables if isinstance(model := _uncompiled(item), PreparedModel)]
+        if not self.use_distributed or not engines:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
-        if not (self.even_batches if even_batches is None else even_batches):
-            raise NotImplementedError(
-                "join_uneven_inputs with even_batches=False: a rank that is out of batches cannot take part in the "
-                "steps of a sharded optimizer. Leave even_batches on (the last samples are repeated), or build the "
-                "DataLoader with drop_last=True"
-            )
+        wanted = self.even_batches if even_batches is None else even_batches
         samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
-        changed = [item for item in samplers if getattr(item, "even_batches", True) is False]
-        for sampler in changed:
-            sampler.even_batches = True
-        try:
-            yield
-        finally:
+        changed = [item for item in samplers if getattr(item, "even_batches", wanted) is not wanted]
+        with contextlib.ExitStack() as uneven:
+            for model in engines if not wanted else ():
+                uneven.enter_context(model.uneven_batches())
             for sampler in changed:
-                sampler.even_batches = False
+                sampler.even_batches = wanted
+            try:
+                yield
+            finally:
+                for sampler in changed:
+                    sampler.even_batches = not wanted
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ class DistributedDataParallel(nn.Module):
             collectives,
             self.shard_collectives,
             config,
-            lambda: self.require_backward_grad_sync,
+            self.should_sync,
             listener,
             self._make_planner() if collectives.size > 1 and self.params else None,
         )
@@ -155,6 +155,14 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def should_sync(self, decision: bool | None) -> bool:
+        """Whether the backward that starts now is synchronised.
+
+        Args:
+            decision: of the last forward; None if no forward of this object has ended since the last backward began.
+        """
+        return self.require_backward_grad_sync if decision is None else decision
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: torch DDP's way to train on with the ranks that have batches left."""

@@ -53,10 +53,12 @@ def with_mode(name: str, mode: dict[str, Any]) -> dict[str, Any] | None:
     return mode if name == "megatron_ddp" else None
 
 
-def assert_like_ddp(worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any], rtol: float = 0.0) -> list[Any]:
+def assert_like_ddp(
+    worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any], rtol: float = 0.0, *arguments: Any
+) -> list[Any]:
     """The job's results under ours, which are those under torch DDP; 1e-6 is for the order of a sum over shards."""
-    expected = worlds.run(job, "ddp", mode)
-    ours = worlds.run(job, "megatron_ddp", mode)
+    expected = worlds.run(job, "ddp", mode, *arguments)
+    ours = worlds.run(job, "megatron_ddp", mode, *arguments)
     assert_equal(ours, expected, rtol if mode["use_distributed_optimizer"] else 0.0)
     return expected
 
@@ -308,7 +310,7 @@ def call_torch_ddps_own() -> list[str]:
     refused = []
     for name, value in vars(TorchDDP).items():
         if inspect.isfunction(value) and not name.startswith("__") and not hasattr(nn.Module, name):
-            engines = getattr(type(model), name) is not value and name in ("no_sync", "forward")
+            engines = getattr(type(model), name) is not value and name in ("no_sync", "forward", "_set_static_graph")
             if not engines:
                 with pytest.raises(NotImplementedError, match=rf"{name}\(\) belongs to torch DDP"):
                     getattr(model, name)()
@@ -318,7 +320,9 @@ def call_torch_ddps_own() -> list[str]:
 
 def test_torch_ddps_own_functions_are_refused_by_name(worlds: Worlds) -> None:
     for refused in worlds.run(call_torch_ddps_own):
-        assert {"join", "register_comm_hook", "_register_fused_optim", "_set_static_graph", "scatter"} <= set(refused)
+        assert {"join", "register_comm_hook", "_register_fused_optim", "_update_process_group", "scatter"} <= set(
+            refused
+        )
 
 
 class Blocks(nn.Module):
@@ -579,6 +583,58 @@ def test_schedule_free_optimizers_are_right_or_refused(worlds: Worlds) -> None:
         assert "use_distributed_optimizer=False" in message
 
 
+# --- uneven batches ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def uneven_inputs(accelerator: Any, model: Any, data: Any) -> Iterator[None]:
+    """What accelerate's own does on GPUs alone."""
+    if isinstance(accelerator, accelerator_class()):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            yield
+        return
+    from torch.distributed.algorithms import Join
+
+    data.batch_sampler.even_batches = False
+    with Join([model]):
+        yield
+    data.batch_sampler.even_batches = True
+
+
+def accelerator_class() -> type:
+    from megastrategy.accelerate import Accelerator
+
+    return Accelerator
+
+
+def evaluate_unevenly(name: str, mode: dict[str, Any], enters: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """As pytorch-accelerated does it after every epoch: one batch for two ranks, and buffers that differ until then."""
+    accelerator = make_accelerator(name, with_mode(name, mode))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    samples = DataLoader(torch.arange(10.0).reshape(2, 5), batch_size=2)
+    model, optimizer, data = accelerator.prepare(net, sgd(net.parameters()), samples)
+    outputs = []
+    for step in range(3):
+        model.train()
+        accelerator.backward(model(inputs(accelerator, step)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        grad = torch.no_grad() if enters == "no_grad" else contextlib.nullcontext()
+        with accelerator.no_sync(model), uneven_inputs(accelerator, model, data), grad:
+            outputs += [model(batch).detach() for batch in data]
+    assert data.batch_sampler.even_batches, "as it was before"
+    return outputs, weights_of(net)
+
+
+@both_modes
+@pytest.mark.parametrize("enters", ["no_grad", "with gradients"])
+def test_ranks_may_evaluate_different_numbers_of_batches(worlds: Worlds, mode: dict[str, Any], enters: str) -> None:
+    outputs = [result[0] for result in assert_like_ddp(worlds, evaluate_unevenly, mode, 0.0, enters)]
+    assert [len(rank) for rank in outputs] == [3, 0], "the second rank had no batch at all"
+
+
 # --- refused by name -------------------------------------------------------------------------------------------------
 
 
@@ -614,8 +670,11 @@ def _uneven() -> None:
     model, _ = accelerator.prepare(net, sgd(net.parameters()))
     with accelerator.join_uneven_inputs([model], even_batches=True):
         model(inputs(accelerator)).sum().backward()
+    with accelerator.join_uneven_inputs([model], even_batches=False), accelerator.no_sync(model):
+        model(inputs(accelerator)).sum().backward()
     with accelerator.join_uneven_inputs([model], even_batches=False):
-        pass
+        loss = model(inputs(accelerator)).sum()
+        loss.backward()
 
 
 def _environment(variable: str) -> None:
