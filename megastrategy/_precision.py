@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
+from ._strategy_class import ALL_REDUCE_OPTION
 from .core import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -142,15 +143,15 @@ class HookWatch(TorchFunctionMode):
             f"{hook} read .grad of {name!r}, which is None although the parameter has a gradient: after a "
             "reduce-scatter every rank holds its own shard of it. A norm or a clipping computed from .grad misses it. "
             "Clip with self.clip_gradients(optimizer, ...) or optimizer.clip_grad_norm_(...), look at gradients with "
-            "self.trainer.strategy.full_grad(param) or .grad_norm(), or pass use_distributed_optimizer=False to "
-            "the strategy, which leaves .grad as under 'ddp'"
+            f"self.trainer.strategy.full_grad(param) or .grad_norm(), or pass {ALL_REDUCE_OPTION}, which leaves .grad "
+            "as under 'ddp'"
         )
 
 
 TRAINS_NOTHING = (
     "gradients were reduced twice, and no optimizer that the strategy knows has stepped with them. After a "
     "reduce-scatter .grad is None, so an optimizer that was made elsewhere finds nothing to do: return it from "
-    "configure_optimizers (in Fabric: give it to setup or setup_optimizers), or choose use_distributed_optimizer=False"
+    "configure_optimizers (in Fabric: give it to setup or setup_optimizers), or pass " + ALL_REDUCE_OPTION
 )
 
 

@@ -157,7 +157,9 @@ def no_such_attribute(name: str) -> AttributeError:
 
 def _engines_value(name: str, value: Callable[[Any], Any]) -> property:
     option = {"forward_sync_buffers": "broadcast_buffers"}.get(name, name)
-    way_out = f"Pass MegatronDDPPlugin({option}=...)" if option in field_names() else "Leave it as it is"
+    way_out = "Leave it as it is"
+    if option in field_names():
+        way_out = f"Set it before prepare(): MegatronDDPPlugin({option}=...), or the launcher's {option}: in its file"
 
     def refuse(self: Any, given: Any) -> None:
         if not isinstance(given, bool | int | str | None) or given != value(self):

@@ -43,6 +43,7 @@ class DistributedDataParallel(nn.Module):
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
         collectives: how to send instead of what fits the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
+        all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
 
     Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
     gradient is sent if they are registered before wrapping.
@@ -77,9 +78,11 @@ class DistributedDataParallel(nn.Module):
         *,
         collectives: Collectives | None = None,
         listener: Listener | None = None,
+        all_reduce_option: str = "DistributedDataParallelConfig(use_distributed_optimizer=False)",
     ) -> None:
         super().__init__()
         self.module = module
+        self.all_reduce_option = all_reduce_option
         self.is_closed = False
         self.config = config = config or DistributedDataParallelConfig()
         self.device = common_device(module)
@@ -393,7 +396,7 @@ class DistributedDataParallel(nn.Module):
         layout = build_layout(specs, self.config, self.collectives.size)
         if joining or not known:
             common_device(self.module)
-            check_memory_is_own(self.module, joining, sharded=layout.num_shards > 1)
+            check_memory_is_own(self.module, joining, self.all_reduce_option, sharded=layout.num_shards > 1)
             check_ranks_agree(layout, self.config, self.collectives, self.device)
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}

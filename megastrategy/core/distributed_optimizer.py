@@ -76,8 +76,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reason = why_not_elementwise(optimizer, model.device, main_dtype)
             if reason is not None:
                 raise OptimizerNotShardableError(
-                    f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: "
-                    "every rank then steps whole parameters, as under torch DDP"
+                    f"{type(optimizer).__name__} cannot be sharded: {reason}. Pass {model.all_reduce_option}: every "
+                    "rank then steps whole parameters, as under torch DDP"
                 )
         elif any(spec.has_main_param for spec in model.layout.params) and probe_state_tensors(optimizer) is None:
             raise OptimizerNotShardableError(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,14 +50,14 @@ class Strangers:
         if found and len(found) == len(places):
             raise ValueError(
                 f"no parameter of this {kind} is one of the wrapped model's, so the model would not be trained (the "
-                f"first is {self._describe(found[0])}). Pass model.parameters() of the model that was wrapped"
+                f"first is {_describe(groups, found[0])}). Pass model.parameters() of the model that was wrapped"
             )
         for place in found:
             if is_wrapped(groups[place[0]]["params"][place[1]]):
                 raise ValueError(
-                    f"{self._describe(place)} of this {kind} belongs to another wrapped model, and a "
-                    "DistributedOptimizer has one. Give each model an optimizer of its own, or wrap one module that "
-                    "holds them all"
+                    f"{_describe(groups, place)} of this {kind} belongs to another wrapped model, and a "
+                    "DistributedOptimizer has one. Give each model an optimizer of its own, wrap one module that holds "
+                    f"them all, or step the optimizer itself, with {self._model.all_reduce_option} for every model"
                 )
         self._places, self.params = found, [groups[n]["params"][p] for n, p in found]
 
@@ -97,27 +98,39 @@ class Strangers:
 
     def warn_once(self) -> None:
         """Before a step: names those that have a gradient, on rank 0, the first time that any has."""
-        if self._is_told or not (places := self._places_with_grads()):
+        if self._is_told or not self.grads():
             return
         self._is_told = True
-        if not self._model.collectives.is_rank_zero:
-            return
-        named = ", ".join(map(self._describe, places[:5])) + (", ..." if len(places) > 5 else "")
-        warnings.warn(
-            f"{len(places)} parameter(s) of this {type(self._optimizer).__name__} are not the wrapped model's and get "
-            f"gradients, which nobody reduces: {named}. Each rank steps them with its own gradient, so their values "
-            "part from rank to rank, as under torch DDP. Make them part of the module before it is wrapped, or freeze "
-            "them",
-            stacklevel=2,
-        )
+        text = describe_unreduced(self._optimizer)
+        if text is not None and self._model.collectives.is_rank_zero:
+            warnings.warn(text, stacklevel=2)
 
-    def _places_with_grads(self) -> list[tuple[int, int]]:
-        found = zip(self._places, self.params, strict=True)
-        return [place for place, param in found if param.grad is not None]
 
-    def _describe(self, at: tuple[int, int]) -> str:
-        number, place = at
-        group = self._optimizer.param_groups[number]
-        names = group.get("param_names")  # of an optimizer that was built on named_parameters()
-        name = f" {names[place]!r}" if names else ""
-        return f"parameter {place} of group {number}{name}, of shape {tuple(group['params'][place].shape)}"
+def describe_unreduced(optimizer: torch.optim.Optimizer) -> str | None:
+    """A warning that names an optimizer's parameters that have a gradient and no wrapped model; None if there are none.
+
+    Its groups hold the Parameters themselves.
+    """
+    groups = optimizer.param_groups
+    places = [
+        (number, place)
+        for number, group in enumerate(groups)
+        for place, param in enumerate(group["params"])
+        if param.grad is not None and not is_wrapped(param)
+    ]
+    if not places:
+        return None
+    named = "; ".join(_describe(groups, place) for place in places[:5]) + ("; ..." if len(places) > 5 else "")
+    return (
+        f"{len(places)} parameter(s) of this {type(optimizer).__name__} belong to no wrapped model and get gradients, "
+        f"which nobody reduces: {named}. Each rank steps them with its own gradient, so their values part from rank to "
+        "rank, as under torch DDP. Make them part of the module before it is wrapped, or freeze them"
+    )
+
+
+def _describe(groups: list[dict[str, Any]], at: tuple[int, int]) -> str:
+    number, place = at
+    group = groups[number]
+    names = group.get("param_names")  # of an optimizer that was built on named_parameters()
+    name = f" {names[place]!r}" if names else ""
+    return f"parameter {place} of group {number}{name}, of shape {tuple(group['params'][place].shape)}"

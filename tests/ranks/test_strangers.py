@@ -79,10 +79,10 @@ def size_of(mode: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def told() -> Iterator[None]:
-    with pytest.warns(UserWarning, match=r"2 parameter\(s\) of this AdamW are not the wrapped model's") as caught:
+    with pytest.warns(UserWarning, match=r"2 parameter\(s\) of this AdamW belong to no wrapped model") as caught:
         yield
     (message,) = (str(item.message) for item in caught)  # of rank 0, once
-    assert "parameter 0 of group 0, of shape (3, 7), parameter 3 of group 1, of shape (3,)" in message
+    assert "parameter 0 of group 0, of shape (3, 7); parameter 3 of group 1, of shape (3,)" in message
 
 
 @pytest.mark.parametrize("zero", ["none", "zeros"])
