@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
@@ -45,7 +45,9 @@ from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
 from ._precision import EnginePrecision, lend, take_back
 from ._schedulers import SchedulersHoldUsersOptimizers
 from ._signals import SignalAgreement
+from ._strategy_class import ALL_REDUCE_OPTION
 from ._together import CollectivesTogether
+from ._whole_optimizers import WholeOptimizers
 from ._world import (
     agreement_collectives,
     begin_setup,
@@ -140,6 +142,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             start_method=start_method,
         )
         self._wrapped: DistributedDataParallel | None = None
+        self._whole_optimizers = WholeOptimizers(rank_zero_warn)
         self._replaced_scaler: torch.amp.GradScaler | None = None
         self._meeting: Meeting | None = None
         self._signal_agreement: SignalAgreement | None = None
@@ -156,6 +159,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             self.config,
             collectives=engine_collectives(self.root_device, agreed=True),
             listener=one_listener(self._listeners),
+            all_reduce_option=ALL_REDUCE_OPTION,
         )
         return self._wrapped
 
@@ -196,8 +200,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         model = self.model
         if isinstance(model, DistributedDataParallel) and not model.is_closed:
             raw = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in optimizers]
-            as_they_are = (DistributedOptimizer, self._mock_optimizer)
-            optimizers = [opt if isinstance(opt, as_they_are) else DistributedOptimizer(opt, model) for opt in raw]
+            as_they_are, make = (DistributedOptimizer, self._mock_optimizer), self._whole_optimizers.add_or_shard
+            optimizers = [opt if isinstance(opt, as_they_are) else make(opt, model) for opt in raw]
         super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def setup_precision_plugin(self) -> None:

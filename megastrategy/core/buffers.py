@@ -57,10 +57,12 @@ class GradBuffers(ABC):
             any rank).
         reduces_every_backward: whether nothing can accumulate on a rank beyond one backward.
         max_in_flight: how many pieces may be on their way at once; None where each has memory of its own.
+        all_reduce_option: how whoever set the engine up asks it for whole gradients, for an error to say.
     """
 
     reduces_every_backward = False
     max_in_flight: int | None = None
+    all_reduce_option = "use_distributed_optimizer=False"
 
     def __init__(self) -> None:
         self.params: list[Parameter] = []
@@ -217,7 +219,9 @@ class GradBuffers(ABC):
                 if (present := buffers()) is not None:
                     present.zero([param])
 
-            known = self._stand_ins[param] = ReducedGrad(self.layout.params[param], self.params[param].device, zero)
+            known = self._stand_ins[param] = ReducedGrad(
+                self.layout.params[param], self.params[param].device, zero, self.all_reduce_option
+            )
         known.pending = None  # of a backward that broke off
         return known
 

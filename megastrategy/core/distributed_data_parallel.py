@@ -47,6 +47,7 @@ class DistributedDataParallel(nn.Module):
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
         collectives: how to send instead of what fits the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
+        all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
 
     Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
     gradient is sent if they are registered before wrapping.
@@ -82,9 +83,11 @@ class DistributedDataParallel(nn.Module):
         *,
         collectives: Collectives | None = None,
         listener: Listener | None = None,
+        all_reduce_option: str = "DistributedDataParallelConfig(use_distributed_optimizer=False)",
     ) -> None:
         super().__init__()
         self.module = module
+        self.all_reduce_option = all_reduce_option
         self.is_closed = False
         self.config = config = config or DistributedDataParallelConfig()
         check_module(module, DistributedDataParallel)
@@ -118,7 +121,7 @@ class DistributedDataParallel(nn.Module):
             collectives,
             self.shard_collectives,
             config,
-            lambda: self.require_backward_grad_sync,
+            self.should_sync,
             listener,
             self._make_planner() if collectives.size > 1 and self.params else None,
         )
@@ -165,6 +168,14 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def should_sync(self, decision: bool | None) -> bool:
+        """Whether the backward that starts now is synchronised.
+
+        Args:
+            decision: of the last forward; None if no forward of this object has ended since the last backward began.
+        """
+        return self.require_backward_grad_sync if decision is None else decision
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: torch DDP's way to train on with the ranks that have batches left."""
@@ -371,7 +382,9 @@ class DistributedDataParallel(nn.Module):
         if not self.config.use_contiguous_buffers:
             return FlattenedGradBuffers(self.layout, self.params, self.device)
         kind = PooledGradBuffers if self.layout.is_pooled else ContiguousGradBuffers
-        return kind(self.layout, self.params, self.collectives.rank, self.device)
+        buffers = kind(self.layout, self.params, self.collectives.rank, self.device)
+        buffers.all_reduce_option = self.all_reduce_option
+        return buffers
 
     def _make_planner(self) -> BucketPlanner:
         tuner = None
@@ -392,7 +405,7 @@ class DistributedDataParallel(nn.Module):
         if joining or not known:
             check_module(self.module, DistributedDataParallel)
             common_device(self.module)
-            check_memory_is_own(self.module, joining, sharded=layout.num_shards > 1)
+            check_memory_is_own(self.module, joining, self.all_reduce_option, sharded=layout.num_shards > 1)
             check_ranks_agree(layout, self.config, self.collectives, self.device)
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}

@@ -35,6 +35,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: built on ``model.parameters()`` or a part of it, with any groups. The object itself goes on being
             used: its groups, hyper-parameters and schedulers keep working. Must not be stepped directly any more.
+            Parameters in it that the model has not are stepped as under torch DDP, each rank with its own gradient.
         model: the wrapped model.
 
     With ``use_distributed_optimizer=False`` every rank steps all parameters; 16-bit weights get fp32 main params
@@ -44,7 +45,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     show.
 
     Raises:
-        ValueError: if the model is not wrapped, or the optimizer has a parameter that the model has not.
+        ValueError: if the model is not wrapped, or has none of the optimizer's parameters, or another wrapped model has
+            some of them.
         OptimizerNotShardableError: if the update is not element-wise (found by a numerical probe) and the model's
             configuration shards the optimizer.
     """
@@ -154,6 +156,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.model.grad_buffers.clear(impl.param_indices())
         else:
             impl.model.grad_buffers.zero(impl.param_indices())
+        impl.strangers.zero(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on
@@ -168,14 +171,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         with torch.no_grad():
-            scale_to_norm_(grads, norm, max_norm)
+            scale_to_norm_(grads + impl.strangers.grads(), norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As ``torch.nn.utils.clip_grad_value_`` over this optimizer's parameters."""
         impl = self._impl
         impl.finish_grads()
-        grads = impl.owned_grads()
+        grads = impl.owned_grads() + impl.strangers.grads()
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
@@ -195,10 +198,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finite. Collective."""
         impl = self._impl
         impl.finish_grads()
-        return unscale_grads_(impl.owned_grads(), inv_scale, impl.owner_collectives, impl.model.device)
+        # a stranger's gradient is not reduced, and may be infinite on one rank alone
+        agreeing = impl.model.collectives if impl.strangers.params else impl.owner_collectives
+        return unscale_grads_(impl.owned_grads() + impl.strangers.grads(), inv_scale, agreeing, impl.model.device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the parameters must belong to the wrapped model. Collective if any was not trained before."""
+        """As torch's. Collective if any parameter of the wrapped model was not trained before."""
         self._impl.inner.add_param_group(param_group)
         try:
             self._impl.check_groups()
@@ -259,7 +264,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         impl = self._impl
         impl.split_state()
-        stepped = impl.stepped_tensor if impl.has_shards else lambda param: param
+        of_others = {id(param) for param in impl.strangers.params} if impl.model.collectives.rank else set()
+
+        def stepped(param: Parameter) -> Tensor | None:
+            if id(param) in of_others:
+                return None  # rank 0's are saved
+            return impl.stepped_tensor(param) if impl.has_shards else param
+
         return sharded_state_dict(impl.inner, impl.names_by_id(), stepped, impl.index_by_id, impl.shards, impl.layout)
 
     def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
@@ -325,8 +336,8 @@ def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> 
         findings = probe(optimizer, model.device, torch.float64 if in_fp64 else torch.float32)
         if findings.reason is not None:
             raise OptimizerNotShardableError(
-                f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Set "
-                "use_distributed_optimizer=False: every rank then steps whole parameters, as under torch DDP"
+                f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {model.all_reduce_option}: "
+                "every rank then steps whole parameters, as under torch DDP"
             )
         return findings
     if any(spec.has_main_param for spec in params):

@@ -67,9 +67,11 @@ def _broken_ties(dtensors: dict[str, Any]) -> list[str]:
     ]
 
 
-def check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, sharded: bool) -> None:
+def check_memory_is_own(
+    module: nn.Module, params: Sequence[Parameter], all_reduce_option: str, *, sharded: bool
+) -> None:
     """Raises ValueError for one of ``params`` that is wrapped already, or that would move into a buffer while other
-    parameters or buffers use its memory too."""
+    parameters or buffers use its memory too; ``all_reduce_option`` is then the way out."""
     joining = {id(param) for param in params}
     spans: list[tuple[int, int, str, bool]] = []
     for name, param in module.named_parameters():
@@ -89,7 +91,7 @@ def check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, shard
                 raise ValueError(
                     f"{other!r} and {name!r} share memory without being the same Parameter, and would part when "
                     "parameters move into the buffer. Tie them by assigning the Parameter itself (b.weight = "
-                    "a.weight), give each its own memory, or set use_distributed_optimizer=False"
+                    f"a.weight), give each its own memory, or pass {all_reduce_option}"
                 )
         furthest[moves] = max(furthest.get(moves, (0, "")), (end, name))
 

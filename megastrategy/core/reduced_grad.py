@@ -39,6 +39,7 @@ class ReducedGrad(Tensor):
         spec: the parameter's; the stand-in has its shape and stride, and the gradient's dtype.
         device: the parameter's.
         zero: zeroes the reduced gradient.
+        all_reduce_option: how whoever set the engine up asks it for whole gradients.
 
     Attributes:
         pending: a local gradient (memory of its own, dense or sparse) that autograd has added since; None for none.
@@ -47,6 +48,7 @@ class ReducedGrad(Tensor):
     spec: ParamSpec
     pending: Tensor | None
     _zero: Callable[[], None]
+    _all_reduce_option: str
 
     # properties are read by every loop over parameters, and mean what they mean for any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -57,6 +59,7 @@ class ReducedGrad(Tensor):
         spec: ParamSpec,
         device: torch.device,
         zero: Callable[[], None],
+        all_reduce_option: str,
         *,
         dtype: torch.dtype | None = None,
         pending: Tensor | None = None,
@@ -64,7 +67,7 @@ class ReducedGrad(Tensor):
         made: ReducedGrad = Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=dtype or spec.grad_dtype, device=device
         )
-        made.spec, made.pending, made._zero = spec, pending, zero
+        made.spec, made.pending, made._zero, made._all_reduce_option = spec, pending, zero, all_reduce_option
         return made
 
     def take_pending(self) -> Tensor | None:
@@ -100,7 +103,8 @@ class ReducedGrad(Tensor):
         raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).error(str(func))
 
     def _like(self, device: torch.device, dtype: torch.dtype, pending: Tensor | None = None) -> ReducedGrad:
-        return ReducedGrad(self.spec, torch.device(device), self._zero, dtype=dtype, pending=pending)
+        options = self._zero, self._all_reduce_option
+        return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
 
     def error(self, what: str) -> ReducedGradError:
         """What to raise where ``what`` needs elements."""
@@ -110,8 +114,8 @@ class ReducedGrad(Tensor):
             "optimizer or the strategy gives the whole gradient, and grad_norm() the norm. To clip: Lightning's "
             "gradient_clip_val or self.clip_gradients, fabric.clip_gradients, accelerator.clip_grad_norm_, or the "
             "DistributedOptimizer's clip_grad_norm_. To step: the optimizer that configure_optimizers, fabric.setup or "
-            "accelerator.prepare returned, or a DistributedOptimizer around it. use_distributed_optimizer=False leaves "
-            ".grad whole, and the optimizer unsharded"
+            "accelerator.prepare returned, or a DistributedOptimizer around it. "
+            f"{self._all_reduce_option} leaves .grad whole, and the optimizer unsharded"
         )
 
     # --- what does not pass the dispatcher ---------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Reducer:
         collectives: all ranks, which agree on what was used.
         shard_collectives: how buckets are reduced.
         config: the options.
-        should_sync: asked when a backward starts that no forward has decided for.
+        should_sync: asked when a backward starts, with what the last forward decided (None: there was none to decide).
         listener: gets every event, or None.
         planner: watches the first backwards for better buckets; None where none are wanted.
     """
@@ -67,7 +67,7 @@ class Reducer:
         collectives: Collectives,
         shard_collectives: Collectives,
         config: DistributedDataParallelConfig,
-        should_sync: Callable[[], bool],
+        should_sync: Callable[[bool | None], bool],
         listener: Listener | None = None,
         planner: BucketPlanner | None = None,
     ) -> None:
@@ -136,6 +136,10 @@ class Reducer:
         self._in_flight.clear()
 
     # --- forward -----------------------------------------------------------------------------------------------------
+
+    def prepare_for_backward(self, _: Any) -> None:
+        """As torch's: what the forward decided about the next backward is forgotten."""
+        self.before_forward()
 
     def before_forward(self) -> None:
         """A forward starts."""
@@ -208,9 +212,7 @@ class Reducer:
     def _begin_backward(self) -> None:
         self._active = True
         self._epoch += 1
-        decision = self._forward_decision
-        wanted = self._should_sync() if decision is None else decision
-        self._syncing = wanted or self.buffers.reduces_every_backward
+        self._syncing = self._should_sync(self._forward_decision) or self.buffers.reduces_every_backward
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
         if needed != self._needed:
             self._needed, self._static_used = needed, None

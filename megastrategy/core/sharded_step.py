@@ -16,7 +16,6 @@ somebody's hook counts steps, the optimizer is called once, and all gathers foll
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -40,6 +39,7 @@ from .param_buffers import ParamBuffers
 from .param_shard import ParamShard
 from .relayout import Contents, PerElement, ShardHolder
 from .step_tensors import CHUNK_NUMEL, Run, build_runs, own_state
+from .strangers import Strangers
 
 _MAIN_PARAM = "(main param)"
 """Among the names of a parameter's state, when it moves to another layout."""
@@ -54,6 +54,8 @@ class ShardedStep(ShardHolder):
     ) -> None:
         self.inner = optimizer
         self.model = model
+        self.strangers = Strangers(optimizer, model)
+        self.check_groups()
         model.has_optimizer = True
         model.shard_holders.append(weakref.ref(self))
         self.sharded = self.layout.num_shards > 1
@@ -69,7 +71,6 @@ class ShardedStep(ShardHolder):
         self._is_on_cpu = model.device.type == "cpu"
         self._element_names = set(findings.element_names) if findings is not None else None
         self._keeps_state_only = findings is not None and findings.in_parts
-        self.check_groups()
         self.follow_model()
 
     @property
@@ -92,16 +93,8 @@ class ShardedStep(ShardHolder):
         return not self.model.steps_params_themselves()
 
     def check_groups(self) -> None:
-        """Raises ValueError if the optimizer has a parameter that the model has not."""
-        known = {id(param) for param in self.model.module.parameters()}
-        for number, group in enumerate(self.inner.param_groups):
-            for place, param in enumerate(group["params"]):
-                if id(param) not in known:
-                    raise ValueError(
-                        f"the optimizer's parameter {place} of group {number}, of shape {tuple(param.shape)}, is not "
-                        "a parameter of the wrapped model: its gradient would never be reduced. Pass "
-                        "model.parameters() of the model that was wrapped"
-                    )
+        """Looks for parameters that the model has not; see :meth:`Strangers.find`."""
+        self.strangers.find()
 
     def follow_model(self) -> None:
         """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
@@ -166,8 +159,8 @@ class ShardedStep(ShardHolder):
                 self._grad_views[index] = grads.reduced(slot.bucket, start, end)
 
     def names_by_id(self) -> dict[int, str]:
-        """By ``id``, the names of the model's parameters, frozen ones too."""
-        return {id(param): name for name, param in self.model.module.named_parameters()}
+        """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
+        return {id(param): name for name, param in self.model.module.named_parameters()} | self.strangers.names_by_id()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -199,8 +192,11 @@ class ShardedStep(ShardHolder):
         return self.model.params[index].requires_grad or reductions != self._reductions.get(index, 0)
 
     def norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
-        """The norm over all owners of ``grads``: a scalar in fp32, or fp64 if the model has fp64 gradients."""
+        """The norm over all owners of ``grads``, and of strangers: a scalar in fp32, or fp64 if the model has fp64
+        gradients."""
         total = total_grad_norm(grads, norm_type, self.owner_collectives, self.model.device)
+        if self.strangers.params:
+            total = self.strangers.join_norm(total, norm_type, over_ranks=self.sharded)
         in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
         return total if in_fp64 else total.to(torch.float32)
 
@@ -365,6 +361,7 @@ class ShardedStep(ShardHolder):
 
     def _begin_step(self) -> None:
         self.num_steps_begun = self.num_steps_done + 1
+        self.strangers.warn_once()
         self.model.emit(EventKind.STEP_START, 0)
 
     def step(self) -> None:
@@ -412,13 +409,14 @@ class ShardedStep(ShardHolder):
                     self._step_runs([run for run in runs if run.bucket == bucket])
                     if bucket in changing:
                         model.param_gather.start(bucket)
+                self._step_runs([], with_strangers=bool(self.strangers.grads()))
             except BaseException:  # whoever deals with it reads weights that are not on their way
                 with contextlib.suppress(CollectiveError):
                     model.param_gather.finish()
                 raise
             model.emit(EventKind.STEP_END, 0)
         else:
-            self._step_runs(runs, even_if_none=True)
+            self._step_runs(runs, with_strangers=True)
             model.emit(EventKind.STEP_END, 0)
             for bucket in sorted(changing, reverse=True):
                 model.param_gather.start(bucket)
@@ -435,10 +433,12 @@ class ShardedStep(ShardHolder):
         torch.autograd.graph.increment_version(stepped)
         self._reductions.update({index: model.reducer.num_reductions[index] for index in indices})
 
-    def _step_runs(self, runs: Sequence[Run], *, even_if_none: bool = False) -> None:
-        if not runs and not even_if_none:
+    def _step_runs(self, runs: Sequence[Run], *, with_strangers: bool = False) -> None:
+        """Calls the optimizer with these runs in its groups, if there are any; with strangers in one call a step."""
+        if not runs and not with_strangers:
             return
-        stepped: list[list[Tensor]] = [[] for _ in self.inner.param_groups]
+        stepped = self.strangers.stepped() if with_strangers else [[] for _ in self.inner.param_groups]
+        tensors = [tensor for run in runs for tensor in run.tensors]
         try:
             for run in runs:
                 if run.weights is not None:
@@ -447,7 +447,7 @@ class ShardedStep(ShardHolder):
                 stepped[run.group] += run.tensors
             with self._groups_of(stepped):
                 self.inner.step()
-            for tensor in itertools.chain.from_iterable(stepped):
+            for tensor in tensors:
                 for name, value in self.inner.state.get(tensor, {}).items():
                     # torch's next gradient would be another tensor, ours is not
                     if isinstance(value, Tensor) and value is tensor.grad:
@@ -456,7 +456,7 @@ class ShardedStep(ShardHolder):
                 if run.weights is not None:
                     run.weights.copy_(run.main)
         finally:
-            for tensor in itertools.chain.from_iterable(stepped):
+            for tensor in tensors:
                 tensor.grad = None
 
     def _may_step_in_parts(self) -> bool:

@@ -23,16 +23,26 @@ from .python_processes import run_python
 @pytest.mark.parametrize(("name", "start_method"), START_METHODS.items())
 def test_a_trainer_takes_the_name(name: str, start_method: str) -> None:
     """What the name stands for, and that its processes are started as those of ddp's name are."""
+    ddps_name = name.replace("megatron_ddp", "ddp").replace("_all_reduce", "")
     trainer, theirs = (
         pl.Trainer(strategy=text, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-        for text in (name, name.replace("megatron_ddp", "ddp"))
+        for text in (name, ddps_name)
     )
     assert type(trainer.strategy) is megastrategy.MegatronDDPStrategy
     assert type(trainer.strategy.launcher) is type(theirs.strategy.launcher)
     assert isinstance(theirs.strategy, DDPStrategy)
     assert trainer.strategy._start_method == theirs.strategy._start_method == start_method
-    assert trainer.strategy.config == megastrategy.DistributedDataParallelConfig()
+    shards = "all_reduce" not in name
+    assert trainer.strategy.config == megastrategy.DistributedDataParallelConfig(use_distributed_optimizer=shards)
     assert "Megatron-LM" in StrategyRegistry[name]["description"]
+    assert ("all-reduce" in StrategyRegistry[name]["description"]) == (not shards)
+
+
+@pytest.mark.parametrize("ending", ["", "_spawn", "_fork", "_notebook"])
+def test_all_reduce_can_be_chosen_by_a_string(ending: str) -> None:
+    """For those who have no other way to pass an option."""
+    trainer = pl.Trainer(strategy=f"megatron_ddp_all_reduce{ending}", accelerator="cpu", devices=2, logger=False)
+    assert not trainer.strategy.config.use_distributed_optimizer
 
 
 # --- import ----------------------------------------------------------------------------------------------------------
@@ -65,12 +75,18 @@ for package, door in megastrategy_autoload.DOORS.items():
     assert "megatron" not in inspect.getsource(module)
     registry = getattr(module, "StrategyRegistry" if "pytorch" in package else "STRATEGY_REGISTRY")
     names = sorted(name for name in registry if name.startswith("megatron"))
-    assert names == ["megatron_ddp", "megatron_ddp_fork", "megatron_ddp_notebook", "megatron_ddp_spawn"], names
+    endings = ["", "_fork", "_notebook", "_spawn"]
+    kinds = ["megatron_ddp", "megatron_ddp_all_reduce"]
+    assert names == sorted(kind + ending for kind in kinds for ending in endings), names
     assert door not in sys.modules, "the strategy is imported when it is asked for"
     api = importlib.import_module(package)
     user = getattr(api, "Trainer", None) or api.Fabric
     made = user(strategy="megatron_ddp", accelerator="cpu", devices=2).strategy
     assert type(made) is importlib.import_module(door).MegatronDDPStrategy, type(made)
+    assert made.config.use_distributed_optimizer
+    made = user(strategy="megatron_ddp_all_reduce", accelerator="cpu", devices=2).strategy
+    assert type(made) is importlib.import_module(door).MegatronDDPStrategy, type(made)
+    assert not made.config.use_distributed_optimizer
 assert megastrategy.MegatronDDPStrategy.__module__ == "megastrategy.lightning"
 assert len([finder for finder in sys.meta_path if "megastrategy" in type(finder).__module__]) == 1
 """

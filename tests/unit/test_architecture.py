@@ -38,6 +38,7 @@ RANKS = [
     {"reducer", "param_gather", "clip_grads", "checkpoint", "step_tensors", "relayout"},
     {"sharded_checkpoint", "module_plan"},
     {"distributed_data_parallel"},
+    {"strangers"},
     {"sharded_step"},
     {"distributed_optimizer"},
     {"__init__"},
@@ -99,7 +100,7 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     owner = ast.unparse(target.value)
                     # shards are the optimizer's own tensors; the probe steps tensors that it made
                     stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("step_tensors", "tensor")}
-                    own = (path.stem, owner) in stepped | {("trial", "param")}
+                    own = (path.stem, owner) in stepped | {("trial", "param"), ("strangers", "tensor")}
                     # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
                     own |= target.attr == "grad" and path.stem in {"flattened_buffers", "pooled_buffers"}
                     own |= target.attr == "data" and path.stem == "param_buffers"
