@@ -25,6 +25,7 @@ from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import probe_state_names, probe_state_tensors, why_not_elementwise
 from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
 from .flat_shard import FlatShard
+from .forwarded import forwarding_members
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
 
@@ -57,7 +58,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
             )
-        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__})
+        members = forwarding_members(type(optimizer), cls)
+        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__, **members})
         return object.__new__(kind)
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
@@ -68,10 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         model.check_open()
         if model.layout.num_shards > 1:
-            main_dtype = (
-                torch.float64 if any(spec.dtype == torch.float64 for spec in model.layout.params) else torch.float32
-            )
-            reason = why_not_elementwise(optimizer, model.device, main_dtype)
+            reason = why_not_elementwise(optimizer, model.device, model.layout.main_dtype)
             if reason is not None:
                 raise OptimizerNotShardableError(
                     f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: "

@@ -177,7 +177,15 @@ def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: lis
     trial_lr = {"lr": torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR} if "lr" in group else {}
     options = {name: _own(value) for name, value in group.items() if name != "params"}
     double.param_groups = [{**options, **trial_lr, "params": params}]
+    enter_training(double)
     return double
+
+
+def enter_training(optimizer: torch.optim.Optimizer) -> None:
+    """Calls ``train()`` where the optimizer has modes (Schedule-Free's ``train()`` and ``eval()``): one that begins in
+    evaluation refuses to step."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
 
 
 def _step_on(optimizer: torch.optim.Optimizer, param: Tensor, grads: list[Tensor]) -> None:

@@ -36,7 +36,9 @@ RANKS = [
     {"reducer", "param_gather", "clip_grads", "checkpoint", "step_tensors", "relayout"},
     {"sharded_checkpoint", "module_plan"},
     {"distributed_data_parallel"},
-    {"sharded_step"},
+    {"optimizer_double", "sharded_step"},
+    {"method_trial"},
+    {"forwarded"},
     {"distributed_optimizer"},
     {"__init__"},
 ]
@@ -97,7 +99,12 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     owner = ast.unparse(target.value)
                     # shards are the optimizer's own tensors; the probe steps tensors that it made
                     stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("step_tensors", "tensor")}
-                    own = (path.stem, owner) in stepped | {("elementwise", "param")}
+                    tried = {
+                        ("elementwise", "param"),
+                        ("method_trial", "tensor"),
+                        ("optimizer_double", "copied[id(old)]"),
+                    }
+                    own = (path.stem, owner) in stepped | tried
                     # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
                     own |= target.attr == "grad" and path.stem in {"flattened_buffers", "pooled_buffers"}
                     assert path.stem == "buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
