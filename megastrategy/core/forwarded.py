@@ -8,7 +8,7 @@ these methods, properties and attributes, which goes to the user's object.
 
 Where the optimizer is sharded, :func:`~.method_trial.try_call` says what the call would do. One that needs neither
 state nor parameters is made as it is. One that works element by element is made while the groups hold this rank's
-shards; if it moves parameters, their buckets are gathered, and the call is collective. Everything else is refused.
+shards, and the buckets are gathered, so that it is collective. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
         ) from None
     if effect is Effect.NONE:
         return call(inner)
-    return _call_on_shards(impl, name, call, moves=effect is Effect.PARAMS)
+    return _call_on_shards(impl, name, call, moves=effect is Effect.ELEMENTS)
 
 
 def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) -> Any:

@@ -36,9 +36,9 @@ class Effect(enum.Enum):
     NONE = enum.auto()
     """It reads no state and moves no parameter: it may be made with the model's Parameters."""
     STATE = enum.auto()
-    """It uses state element by element, and leaves the parameters as they are."""
-    PARAMS = enum.auto()
-    """It moves parameters, element by element."""
+    """It looks into the state, and computes with no tensor."""
+    ELEMENTS = enum.auto()
+    """It computes with tensors element by element, and may move parameters."""
 
 
 def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dtype: torch.dtype) -> bool:
@@ -91,11 +91,9 @@ def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torc
         if not ("state" in bare.touches or bare.has_moved):
             return Effect.NONE
         _check_pieces([Double(optimizer, piece) for piece in stepped.cut()], bare, call)
-        if bare.has_moved:
-            return Effect.PARAMS
         if bare.num_operations and not bare.has_changed:
             raise NotForShardsError("it computes with state, of which each rank has its part, and changes nothing")
-        return Effect.STATE
+        return Effect.ELEMENTS if bare.num_operations else Effect.STATE
 
 
 def _check_pieces(pieces: Sequence[Double], whole: Double, call: Call) -> None:
@@ -156,4 +154,6 @@ def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
                 double.optimizer.step()
     except Exception as error:
         raise NotForShardsError(f"it cannot be tried: a trial step raised {in_words(error)}") from error
+    for tensor in contents.tensors:  # not what the last step copied from the state: a mode may copy it again
+        tensor.copy_(torch.randn(TRIAL_SHAPE, generator=generator))
     return Contents(contents.groups, dict(dict.items(double.optimizer.state)))

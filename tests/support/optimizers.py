@@ -135,6 +135,9 @@ class Methods(torch.optim.SGD):
 
     # --- element by element
 
+    def has_state(self) -> bool:
+        return all("momentum_buffer" in self.state[param] for param in self._params())
+
     @torch.no_grad()
     def shrink(self, factor: float) -> None:
         torch._foreach_mul_(self._params(), factor)

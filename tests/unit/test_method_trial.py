@@ -33,8 +33,9 @@ def effect_of(optimizer: torch.optim.Optimizer, name: str, *args: Any) -> Effect
         ("get_lr", (), Effect.NONE),
         ("set_lr", (0.3,), Effect.NONE),
         ("num_elements", (), Effect.NONE),
-        ("forget", (), Effect.STATE),
-        ("shrink", (0.5,), Effect.PARAMS),
+        ("forget", (), Effect.ELEMENTS),
+        ("has_state", (), Effect.STATE),
+        ("shrink", (0.5,), Effect.ELEMENTS),
     ],
 )
 def test_effects(name: str, args: tuple[Any, ...], effect: Effect) -> None:
@@ -45,17 +46,34 @@ def test_effects(name: str, args: tuple[Any, ...], effect: Effect) -> None:
 def test_modes_move_parameters_when_they_change_and_at_a_learning_rate_of_zero_too(lr: Any) -> None:
     optimizer = ScheduleFree(params(), lr=lr)
     assert effect_of(optimizer, "eval") is Effect.NONE, "it begins in evaluation"
-    assert effect_of(optimizer, "train") is Effect.PARAMS
+    assert effect_of(optimizer, "train") is Effect.ELEMENTS
     optimizer.train()
     assert effect_of(optimizer, "train") is Effect.NONE
-    assert effect_of(optimizer, "eval") is Effect.PARAMS
+    assert effect_of(optimizer, "eval") is Effect.ELEMENTS
+
+
+def test_a_mode_that_copies_what_a_step_left_in_the_state_moves_parameters() -> None:
+    """The copies' last step left it in their parameters too, which are elsewhere in evaluation."""
+
+    class Copying(Methods):
+        def go_back(self) -> None:
+            for param in self._params():
+                param.copy_(self.state[param]["last"])
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for param in self._params():
+                self.state[param]["last"] = param.clone()
+
+    assert effect_of(Copying(params()), "go_back") is Effect.ELEMENTS
 
 
 def test_one_group_in_another_mode_is_enough() -> None:
     optimizer = ScheduleFree([{"params": [param]} for param in params()])
     optimizer.train()
     optimizer.param_groups[1]["train_mode"] = False
-    assert effect_of(optimizer, "train") is Effect.PARAMS
+    assert effect_of(optimizer, "train") is Effect.ELEMENTS
 
 
 def test_a_trial_leaves_no_trace() -> None:
