@@ -25,8 +25,8 @@ from .param_shard import ParamShard
 Keys = tuple[tuple[str, torch.dtype], ...]
 """The names and dtypes of what is kept for each element of a parameter."""
 
-Packed = list[tuple[list[int], dict[str, Tensor | list[Any]]]]
-"""Parameters whose values have the same names and kinds, and under each name the values of all of them."""
+Packed = list[tuple[list[int], dict[str, tuple[torch.dtype, torch.Size] | None], dict[str, list[Any]]]]
+"""Parameters whose values have the same names; by name the dtype and shape of tensors, and the values of all."""
 
 
 def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
@@ -288,7 +288,7 @@ def _describe_state(
 
 
 def _pack(by_param: Mapping[int, Mapping[str, Any]]) -> Packed:
-    """Thousands of small values, in a few pieces: to pickle a tensor takes 100 us, however small it is."""
+    """Thousands of small values, in a few pieces: to pickle a tensor takes 100 us, and keeps it alive for a while."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, values in by_param.items():
         kinds = tuple(
@@ -298,20 +298,22 @@ def _pack(by_param: Mapping[int, Mapping[str, Any]]) -> Packed:
     packed: Packed = []
     for kinds, indices in alike.items():
         columns = {name: [by_param[index][name] for index in indices] for name, _ in kinds}
-        packed.append(
-            (indices, {name: torch.stack(columns[name]).cpu() if kind else columns[name] for name, kind in kinds})
-        )
+        for name, kind in kinds:
+            if kind is not None:
+                columns[name] = torch.stack(columns[name]).tolist()
+        packed.append((indices, dict(kinds), columns))
     return packed
 
 
 def _unpack(packed: Packed) -> Iterator[tuple[int, dict[str, Any]]]:
-    for indices, columns in packed:
-        values = [
-            [value.clone() for value in column.unbind()] if isinstance(column, Tensor) else column
-            for column in columns.values()
-        ]
-        for index, *its_values in zip(indices, *values, strict=True):
-            yield index, dict(zip(columns, its_values, strict=True))
+    for indices, kinds, columns in packed:
+        for name, kind in kinds.items():
+            if kind is not None:
+                dtype, shape = kind
+                whole = torch.tensor(columns[name], dtype=dtype).reshape(len(indices), *shape)
+                columns[name] = [value.clone() for value in whole.unbind()]
+        for index, *values in zip(indices, *columns.values(), strict=True):
+            yield index, dict(zip(columns, values, strict=True))
 
 
 def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
