@@ -208,14 +208,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 f"this {type(optimizer).__name__} was prepared with a model that has changed since and was prepared "
                 "again: build a new optimizer on its parameters"
             )
-        if not model.steps_params_themselves() and all(
-            callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")
-        ):
-            raise ValueError(
-                f"{type(optimizer).__name__} has train() and eval(), which swap weights that it holds whole (as "
-                "Schedule-Free optimizers do), and would miss what other ranks have of them. With fp32 weights, pass "
-                f"{model.all_reduce_option}"
-            )
         state_tensors = probe_state_tensors(optimizer)
         distributed = DistributedOptimizer(optimizer, model)
         optimizer._megatron_ddp = distributed, model  # type: ignore[attr-defined] # found when it is prepared again

@@ -22,6 +22,12 @@ from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
 from .param_shard import ParamShard
 
+Keys = tuple[tuple[str, torch.dtype], ...]
+"""The names and dtypes of what is kept for each element of a parameter."""
+
+Packed = list[tuple[list[int], dict[str, tuple[torch.dtype, torch.Size] | None], dict[str, list[Any]]]]
+"""Parameters whose values have the same names; by name the dtype and shape of tensors, and the values of all."""
+
 
 def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     """torch's numbering: ``id(param)`` -> index, counted through the groups, each parameter once."""
@@ -225,16 +231,33 @@ def _gather_bucket(
         largest = max(other.numel for other in layout.buckets)
         scratch[dtype] = torch.empty(largest, dtype=dtype, device=device)
     flat = scratch[dtype][: bucket.numel].zero_()
-    for index, value in own.items():
-        start, shard = layout.slots[index].start - bucket.start, shards[index]
-        flat[start + shard.start : start + shard.end] = _in_memory_order(value, layout.params[index])
+    starts = {index: layout.slots[index].start - bucket.start for index in members}
+    if own:  # one call for all of them: there may be thousands
+        spans = [(starts[index] + shards[index].start, starts[index] + shards[index].end) for index in own]
+        values = [_in_memory_order(value, layout.params[index]) for index, value in own.items()]
+        torch._foreach_copy_(_views(flat, spans), values)
     collectives.all_gather(flat).wait()
     if not collectives.is_rank_zero:
         return
     for index in members:
-        spec, start = layout.params[index], layout.slots[index].start - bucket.start
-        full = flat[start : start + spec.numel].to("cpu", copy=True)
-        yield index, full.as_strided(spec.shape, spec.stride)
+        spec = layout.params[index]
+        whole = flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + starts[index])
+        yield index, whole.clone() if whole.device.type == "cpu" else whole.cpu()
+
+
+def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The parts ``[start, end)`` of a flat tensor, in the order given."""
+    order = sorted(range(len(spans)), key=spans.__getitem__)
+    sizes, position = [], 0
+    for number in order:
+        start, end = spans[number]
+        sizes += [start - position, end - start]
+        position = end
+    parts = flat[:position].split_with_sizes(sizes)[1::2]
+    views: list[Tensor] = [flat] * len(spans)
+    for number, part in zip(order, parts, strict=True):
+        views[number] = part
+    return views
 
 
 def _describe_state(
@@ -242,29 +265,64 @@ def _describe_state(
     shards: Mapping[int, ParamShard],
     collectives: Collectives | None,
     device: torch.device,
-) -> tuple[dict[int, dict[str, Any]], dict[int, list[tuple[str, torch.dtype]]]]:
-    """What state exists on any rank: values that belong to a whole parameter, and the names and dtypes of
+) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
+    """What state exists on any rank: on rank 0 values that belong to a whole parameter, and the names and dtypes of
     element-wise ones."""
     known = probe_state_names(optimizer)
     scalars: dict[int, dict[str, Any]] = {}
-    sharded: dict[int, list[tuple[str, torch.dtype]]] = {}
+    sharded: dict[int, Keys] = {}
     for index, shard in shards.items():
+        keys: list[tuple[str, torch.dtype]] = []
         for key, value in optimizer.state.get(shard.main, {}).items():
             if shard.main.dim() > 0 and is_per_element(key, value, shard.main.shape, known):
-                sharded.setdefault(index, []).append((key, value.dtype))
+                keys.append((key, value.dtype))
             else:
                 if collectives is not None and (reason := why_not_saved(key, value, shard.main.shape)) is not None:
                     raise CheckpointError(f"the optimizer keeps {reason}")
-                scalars.setdefault(index, {}).update(_to_host({key: value}))
+                scalars.setdefault(index, {})[key] = value
+        if keys:
+            sharded[index] = tuple(keys)
     if collectives is None:
-        return scalars, sharded
-    everybody = collectives.all_gather_objects((scalars, sharded), device)
-    for other_scalars, other_sharded in everybody:
-        for index, values in other_scalars.items():
-            scalars.setdefault(index, values)
-        for index, keys in other_sharded.items():
-            sharded.setdefault(index, keys)
+        return {index: _to_host(values) for index, values in scalars.items()}, sharded
+    own_keys: dict[Keys, list[int]] = {}
+    for index, its_keys in sharded.items():
+        own_keys.setdefault(its_keys, []).append(index)
+    own_scalars, scalars, sharded = _pack(scalars), {}, {}
+    for other_scalars, other_keys in collectives.all_gather_objects((own_scalars, own_keys), device):
+        for its_keys, indices in other_keys.items():
+            sharded = dict.fromkeys(indices, its_keys) | sharded
+        if collectives.is_rank_zero:
+            scalars = dict(_unpack(other_scalars)) | scalars
     return scalars, sharded
+
+
+def _pack(by_param: Mapping[int, Mapping[str, Any]]) -> Packed:
+    """Thousands of small values, in a few pieces: to pickle a tensor takes 100 us, and keeps it alive for a while."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, values in by_param.items():
+        kinds = tuple(
+            (name, (value.dtype, value.shape) if isinstance(value, Tensor) else None) for name, value in values.items()
+        )
+        alike.setdefault(kinds, []).append(index)
+    packed: Packed = []
+    for kinds, indices in alike.items():
+        columns = {name: [by_param[index][name] for index in indices] for name, _ in kinds}
+        for name, kind in kinds:
+            if kind is not None:
+                columns[name] = torch.stack(columns[name]).tolist()
+        packed.append((indices, dict(kinds), columns))
+    return packed
+
+
+def _unpack(packed: Packed) -> Iterator[tuple[int, dict[str, Any]]]:
+    for indices, kinds, columns in packed:
+        for name, kind in kinds.items():
+            if kind is not None:
+                dtype, shape = kind
+                whole = torch.tensor(columns[name], dtype=dtype).reshape(len(indices), *shape)
+                columns[name] = [value.clone() for value in whole.unbind()]
+        for index, *values in zip(indices, *columns.values(), strict=True):
+            yield index, dict(zip(columns, values, strict=True))
 
 
 def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -273,7 +331,7 @@ def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
     """A state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
-    if value.dim() == 1 and tuple(value.shape) != spec.shape:
+    if value.dim() == 1:
         return value
     if tuple(value.shape) != spec.shape:
         return value.reshape(-1)

@@ -175,7 +175,9 @@ class Collectives(ABC):
             : len(data)
         ].to(device)
         self.all_gather(table.view(-1)).wait()
-        return [bytes(row[:size].tolist()) for row, size in zip(table.cpu(), sizes, strict=True)]
+        received = bytearray(width * self.size)
+        torch.frombuffer(received, dtype=torch.uint8).copy_(table.view(-1))
+        return [bytes(received[width * rank : width * rank + size]) for rank, size in enumerate(sizes)]
 
     def all_gather_objects(self, value: Any, device: torch.device) -> list[Any]:
         """Every rank's picklable ``value``, by rank. The bytes come from the group's own ranks and are trusted."""

@@ -25,6 +25,7 @@ from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import Findings, probe, probe_state_names, why_not_main_params
 from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
 from .flat_shard import FlatShard
+from .forwarded import forwarding_members
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
 
@@ -58,7 +59,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
             )
-        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__})
+        members = forwarding_members(type(optimizer), cls)
+        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__, **members})
         return object.__new__(kind)
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
@@ -332,8 +334,7 @@ def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> 
     """What trial steps showed, if the optimizer is to be sharded; raises if it cannot step what it would be given."""
     params = model.layout.params
     if model.layout.num_shards > 1:
-        in_fp64 = any(spec.dtype == torch.float64 for spec in params)
-        findings = probe(optimizer, model.device, torch.float64 if in_fp64 else torch.float32)
+        findings = probe(optimizer, model.device, model.layout.main_dtype)
         if findings.reason is not None:
             raise OptimizerNotShardableError(
                 f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {model.all_reduce_option}: "

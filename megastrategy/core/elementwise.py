@@ -85,11 +85,9 @@ def why_not_main_params(optimizer: torch.optim.Optimizer, device: torch.device) 
     for number in _distinct(optimizer.param_groups):
         group = optimizer.param_groups[number]
         try:
-            whole = problem.run(double_of(optimizer, group, _trial_lr(group)), _NUM_STEPS)
+            problem.run(double_of(optimizer, group, _trial_lr(group)), _NUM_STEPS)
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return f"a trial step of parameter group {number} raised {_said(error)}"
-        if (reason := _has_modes(whole)) is not None:
-            return reason
     return None
 
 
@@ -139,7 +137,7 @@ class _GroupProbe:
             return None, f"a trial step of {self.where} on flat tensors raised {_said(error)}", False
         reason = self._keeps_otherwise(whole, pieces) or _saves_otherwise(whole)
         moved, is_exact = self._moves_otherwise(whole, pieces)
-        return whole, reason or moved or _has_modes(whole), is_exact
+        return whole, reason or moved, is_exact
 
     def _rounding(self, whole: Trial, number: int) -> Tensor:
         """How far rounding may take each element of a tensor in the trial."""
@@ -262,20 +260,6 @@ def _saves_otherwise(whole: Trial) -> str | None:
         if more
         else None
     )
-
-
-def _has_modes(whole: Trial) -> str | None:
-    """Whether ``eval()`` moves weights: it would be called between steps, when the optimizer holds no shards."""
-    if not callable(leave := getattr(whole.optimizer, "eval", None)):
-        return None
-    before = [param.detach().clone() for param in whole.params]
-    try:
-        leave()
-    except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-        return f"its eval() raised {_said(error)} after trial steps"
-    if all(map(torch.equal, before, whole.params)):
-        return None
-    return "its eval() moves the weights, and is called between steps, when it does not hold what it steps"
 
 
 def _distinct(groups: Sequence[dict[str, Any]]) -> list[int]:

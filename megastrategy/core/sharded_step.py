@@ -373,26 +373,29 @@ class ShardedStep(ShardHolder):
         self.num_steps_done += 1
 
     def _step_main_params(self) -> None:
-        """Of parameters that are whole on every rank."""
-        own = [self.shards[index] for index in self.param_indices()]
         self._begin_step()
+        with self.main_params_with_grads() as own:
+            self.inner.step()
+            for shard in own:
+                if shard.main.grad is not None:
+                    self.model.params[shard.param].detach().copy_(shard.main)
+        self.model.emit(EventKind.STEP_END, 0)
+
+    @contextlib.contextmanager
+    def main_params_with_grads(self) -> Iterator[list[ParamShard]]:
+        """The optimizer's groups hold parameters that are whole on every rank, main params for 16-bit ones, with their
+        gradients, while this is open; yields those of the 16-bit ones."""
+        own = [self.shards[index] for index in self.param_indices() if self.layout.params[index].has_main_param]
         try:
             for shard in own:
                 param = self.model.params[shard.param]
-                if shard.main is not param:
-                    take_outside_changes(shard.main, param.detach())
-                    shard.main.grad = None if param.grad is None else param.grad.to(shard.main.dtype)
+                take_outside_changes(shard.main, param.detach())
+                shard.main.grad = None if param.grad is None else param.grad.to(shard.main.dtype)
             with self.groups_of_shards():
-                self.inner.step()
-            for shard in own:
-                param = self.model.params[shard.param]
-                if shard.main is not param and shard.main.grad is not None:
-                    param.detach().copy_(shard.main)
+                yield own
         finally:
             for shard in own:
-                if shard.main is not self.model.params[shard.param]:
-                    shard.main.grad = None
-        self.model.emit(EventKind.STEP_END, 0)
+                shard.main.grad = None
 
     def _step_shards(self) -> None:
         model, indices = self.model, self.param_indices()

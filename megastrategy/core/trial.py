@@ -186,9 +186,15 @@ def double_of(
     if lr is not None and isinstance(before := options.get("lr"), Tensor | float | int):
         options["lr"] = torch.full_like(before, lr) if isinstance(before, Tensor) else lr
     double.param_groups = [{**options, "params": []}]
-    if callable(train := getattr(double, "train", None)):
-        train()  # an optimizer with modes steps in this one
+    enter_training(double)
     return double
+
+
+def enter_training(optimizer: torch.optim.Optimizer) -> None:
+    """Calls ``train()`` where the optimizer has modes (Schedule-Free's ``train()`` and ``eval()``): one that begins in
+    evaluation refuses to step."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
 
 
 def own(value: Any, memo: dict[int, Any] | None = None) -> Any:

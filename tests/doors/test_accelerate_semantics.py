@@ -532,44 +532,21 @@ def test_state_dict_on_one_rank_alone_says_what_to_call(worlds: Worlds) -> None:
     assert "has to be called on all of them" in message
 
 
-class ScheduleFree(torch.optim.SGD):
-    """Averages weights in ``eval()`` and goes back in ``train()``, as the package ``schedulefree`` does."""
+def schedule_free(params: Any) -> torch.optim.Optimizer:
+    from tests.support.optimizers_with_methods import ScheduleFree
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self.training = True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert self.training, "train() was not called"
-        for param in (param for group in self.param_groups for param in group["params"]):
-            self.state[param].setdefault("z", param.clone())
-        super().step()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if "z" in self.state[param]:
-                z = self.state[param]["z"]
-                self.state[param]["z"] = param.clone()
-                param.copy_(z)
-
-    def eval(self) -> None:
-        self.training = False
-        self._swap()
-
-    def train(self) -> None:
-        self.training = True
-        self._swap()
+    return ScheduleFree(params, lr=0.05)
 
 
 def train_schedule_free(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Weights in both modes; the optimizer begins in evaluation."""
     accelerator = make_accelerator(name, with_mode(name, mode))
     net = net_of()
-    model, optimizer = accelerator.prepare(net, ScheduleFree(net.parameters()))
+    model, optimizer = accelerator.prepare(net, schedule_free(net.parameters()))
     seen = []
-    for step in range(2):
+    for step in range(3):
         optimizer.train()
+        seen.append(weights_of(net))
         accelerator.backward(model(inputs(accelerator, step)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -578,10 +555,9 @@ def train_schedule_free(name: str, mode: dict[str, Any]) -> list[dict[str, Tenso
     return seen
 
 
-def test_schedule_free_optimizers_are_right_or_refused(worlds: Worlds) -> None:
-    assert_like_ddp(worlds, train_schedule_free, MODES["all-reduce"])
-    for message in worlds.run(refusal, "schedule free"):
-        assert "use_distributed_optimizer=False" in message
+@both_modes
+def test_schedule_free_optimizers_have_the_modes_of_torch_ddp(worlds: Worlds, mode: dict[str, Any]) -> None:
+    assert_like_ddp(worlds, train_schedule_free, mode)
 
 
 # --- uneven batches ---------------------------------------------------------------------------------------------------
@@ -726,7 +702,6 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
         "belong to 2 models",
     ),
     "not element-wise": (lambda: _prepare(lambda nets: torch.optim.LBFGS(nets[0].parameters())), "cannot be sharded"),
-    "schedule free": (lambda: _prepare(lambda nets: ScheduleFree(nets[0].parameters())), "Schedule-Free"),
     "nan check with fp16": (_nan_check_with_fp16, "check_for_nan_in_grad=True contradicts"),
 }
 
