@@ -36,7 +36,7 @@ def check_not_a_stage(model: nn.Module, *, stays_local: bool) -> None:
 
     Args:
         model: whose forward is called.
-        stays_local: it accumulates without sending, under ``no_sync``, and a DistributedOptimizer will reduce.
+        stays_local: it accumulates without sending, under ``no_sync``, and a sharded optimizer's step will reduce.
     """
     if _STAGE not in sys.modules:
         return
@@ -70,5 +70,6 @@ def check_not_a_stage(model: nn.Module, *, stays_local: bool) -> None:
             "    with model.no_sync():\n"
             "        schedule.step(...)\n"
             "    optimizer.step()\n"
-            'with grad_buffer="contiguous", since "pooled" gradients never stay on their rank'
+            'with use_distributed_optimizer=True and grad_buffer="contiguous", the defaults: with all-reduce a step '
+            'takes the gradients as they are, and "pooled" ones never stay on their rank'
         )

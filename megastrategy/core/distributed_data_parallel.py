@@ -140,8 +140,9 @@ class DistributedDataParallel(nn.Module):
         self.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             check_not_inside_torch_ddp(self)
-            stays_local = not (self.require_backward_grad_sync or self.layout.is_pooled) and self.has_optimizer
-            check_not_a_stage(self, stays_local=stays_local)
+            if self.collectives.size > 1:
+                reduced_by_step = self.layout.num_shards > 1 and not self.layout.is_pooled and self.has_optimizer
+                check_not_a_stage(self, stays_local=reduced_by_step and not self.require_backward_grad_sync)
             self.reducer.before_forward()
             self._check_params()
         if self.param_buffers is not None:

@@ -15,11 +15,7 @@ from megastrategy.core.events import Event, EventKind
 
 from ..support.processes import run_processes
 
-MODES = {
-    "reduce-scatter": {},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "flattened": {"use_distributed_optimizer": False, "use_contiguous_buffers": False, "overlap_grad_reduce": False},
-}
+MODES: dict[str, dict[str, Any]] = {"by default": {}, "gathered late": {"overlap_param_gather": "forward"}}
 NUM_MICROBATCHES = 4
 NUM_STEPS = 2
 
@@ -130,7 +126,8 @@ def refusals() -> dict[str, str]:
 
     attempt("synchronised", no_sync=False, steps=True)
     attempt("pooled", no_sync=True, steps=True, grad_buffer="pooled")
-    attempt("an optimizer that does not reduce", no_sync=True, steps=False, use_distributed_optimizer=False)
+    attempt("all-reduce", no_sync=True, steps=True, use_distributed_optimizer=False)
+    attempt("no optimizer that reduces", no_sync=True, steps=False)
     attempt("split backwards", "ScheduleInterleavedZeroBubble", no_sync=True, steps=True)
     attempt("none", no_sync=True, steps=True)
     return found
@@ -169,7 +166,7 @@ def test_what_would_be_wrong_is_refused_with_the_way_out(outcomes: Any) -> None:
     for _, found in outcomes:
         assert found["none"] == "None"
         assert re.search("ScheduleInterleavedZeroBubble computes.*Schedule1F1B", found["split backwards"])
-        for name in ("synchronised", "pooled", "an optimizer that does not reduce"):
+        for name in ("synchronised", "pooled", "all-reduce", "no optimizer that reduces"):
             text = found[name]
             assert "stage of torch's pipelining" in text, name
             assert "with model.no_sync():\n        schedule.step(...)\n    optimizer.step()" in text, name
