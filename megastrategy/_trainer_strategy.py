@@ -181,7 +181,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         model = self.model
         if not isinstance(model, DistributedDataParallel):
             return
-        self._signal_agreement = SignalAgreement(trainer, agreement_collectives())
+        self._signal_agreement = SignalAgreement(trainer, agreement_collectives() if self.world_size > 1 else None)
         real = [opt.optimizer for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
         model.on_message = rank_zero_info
         state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)
