@@ -20,18 +20,27 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import itertools
 import logging
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-START_METHODS = {
-    "megatron_ddp": "popen",
-    "megatron_ddp_spawn": "spawn",
-    "megatron_ddp_fork": "fork",
-    "megatron_ddp_notebook": "fork",
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "megatron_ddp": ("Megatron-LM's data parallelism", {}),
+    "megatron_ddp_all_reduce": (
+        "Megatron-LM's data parallelism with an all-reduce and a whole optimizer on every rank",
+        {"use_distributed_optimizer": False},
+    ),
 }
+"""What a name begins with -> what it is, and the options that it stands for. The second is for those who can pass only
+a string: where an optimizer is refused, it is the way out."""
+
+_ENDINGS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+START_METHODS = {kind + ending: method for kind in _KINDS for ending, method in _ENDINGS.items()}
+"""The names, each with how its processes are started."""
+
 DOORS = {
     "lightning.pytorch": "megastrategy.lightning",
     "pytorch_lightning": "megastrategy.pytorch_lightning",
@@ -66,13 +75,14 @@ def _add_names(module: ModuleType) -> None:
     try:
         registry = getattr(module, _REGISTRIES[module.__name__])
         door = DOORS[module.__name__.removesuffix(".strategies")]
-        for name, start_method in START_METHODS.items():
-            if name not in registry:
+        for (kind, (what, options)), (ending, start_method) in itertools.product(_KINDS.items(), _ENDINGS.items()):
+            if kind + ending not in registry:
                 registry.register(
-                    name,
+                    kind + ending,
                     functools.partial(_make_strategy, door),
-                    description=f"Megatron-LM's data parallelism, started by {start_method!r}",
+                    description=f"{what}, started by {start_method!r}",
                     start_method=start_method,
+                    **options,
                 )
     except Exception:  # noqa: BLE001 - `import lightning` goes on, whatever its registry looks like
         _say_why(f"the strategy names could not be registered in {module.__name__}")

@@ -124,16 +124,22 @@ class Windows(Dataset[Tensor]):
 
 
 class Throughput(pl.Callback):
-    """Logs tokens a second over all ranks, from the end of one step to the end of the next."""
+    """Logs tokens a second over all ranks, from the end of one step to the end of the next.
+
+    The first step, and the first after a validation, count from their own start: a short run may have no others.
+    """
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step, self.last_s = tokens_per_step, math.nan
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        if math.isnan(self.last_s):
+            self.last_s = time.perf_counter()
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         now_s = time.perf_counter()
         step_s, self.last_s = now_s - self.last_s, now_s
-        if math.isfinite(step_s):
-            pl_module.log("tokens/s", self.tokens_per_step / step_s, prog_bar=True)
+        pl_module.log("tokens/s", self.tokens_per_step / step_s, prog_bar=True)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.last_s = math.nan  # the next step would count the validation too
@@ -187,7 +193,7 @@ def report(strategies: list[str], args: argparse.Namespace) -> None:
         run_dir = args.out / strategy
         train_loss, val_loss = read_curve(run_dir, "train_loss"), read_curve(run_dir, "val_loss")
         losses.append(train_loss)
-        speed = median(read_curve(run_dir, "tokens/s").values() or [math.nan])
+        speed = median(read_curve(run_dir, "tokens/s").values())
         look: dict[str, Any] = {"color": f"C{index}", "linestyle": "--" if index else "-"}
         axes.plot(list(train_loss), list(train_loss.values()), alpha=0.5, label=f"{strategy}, training", **look)
         axes.plot(list(val_loss), list(val_loss.values()), marker="o", label=f"{strategy}, validation", **look)

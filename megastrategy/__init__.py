@@ -36,7 +36,10 @@ def __getattr__(name: str) -> Any:
 
 def _trainer_door(name: str) -> ModuleType:
     """``lightning.pytorch``'s; ``pytorch_lightning``'s where that is the one installed."""
+    from ._versions import LIGHTNING, require
+
     for package in ("lightning.pytorch", "pytorch_lightning"):
+        require(package, LIGHTNING)  # before its import, which an old one may fail by itself
         try:
             importlib.import_module(package)
         except ModuleNotFoundError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 
 from ._directories import check_state_dict_type
 from .core import DistributedDataParallelConfig, config_from_arguments
@@ -43,9 +44,26 @@ class MegatronDDPPlugin(ConfigFields):
     """What ``save_state`` writes: the files of torch DDP, or weights and optimizers as a directory that every rank
     writes its part of. Either is loaded."""
 
+    _all_reduce_option: ClassVar[str] = "MegatronDDPPlugin(use_distributed_optimizer=False)"
+
     def __post_init__(self) -> None:
         check_state_dict_type(self.state_dict_type)
         self.config()
+
+    @property
+    def all_reduce_option(self) -> str:
+        """How whoever chose these options asks for an all-reduce, for errors whose way out it is."""
+        return self._all_reduce_option
+
+    def launched_with(self, file: Path | None) -> MegatronDDPPlugin:
+        """These options, which came from the launcher's file and environment and are changed there."""
+        where = "in the file that --config names" if file is None else f"in {file}"
+        text = (
+            f"`use_distributed_optimizer: false` under megatron_ddp_config: {where}, or "
+            "MEGATRON_DDP_USE_DISTRIBUTED_OPTIMIZER=false in the environment"
+        )
+        object.__setattr__(self, "_all_reduce_option", text)
+        return self
 
     def options(self) -> dict[str, Any]:
         """What differs from the defaults, but for ``state_dict_type``."""

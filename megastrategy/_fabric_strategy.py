@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
@@ -41,7 +41,8 @@ from ._directories import (
     local_directory,
     of_rank_zero,
 )
-from ._precision import TRAINS_NOTHING
+from ._strategy_class import ALL_REDUCE_OPTION
+from ._whole_optimizers import WholeOptimizers
 from ._world import checkpoint_collectives, engine_collectives
 from .core import (
     CheckpointError,
@@ -74,7 +75,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout,
-            start_method: as for ``DDPStrategy``.
+            start_method: as for ``DDPStrategy``. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of. Either is loaded.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
@@ -114,11 +115,15 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]
         self._models: list[weakref.ref[DistributedDataParallel]] = []
         self._optimizers: list[tuple[weakref.ref[DistributedOptimizer], weakref.ref[DistributedDataParallel]]] = []
-        self._early_optimizers: list[weakref.ref[Optimizer]] = []  # set up before their model
+        self._whole_optimizers = WholeOptimizers(rank_zero_warn)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (launchers that spawn make one, and so does a copy of what ``setup`` returned) has no models."""
-        return self.__dict__ | {"_models": [], "_optimizers": [], "_early_optimizers": []}
+        return self.__dict__ | {
+            "_models": [],
+            "_optimizers": [],
+            "_whole_optimizers": WholeOptimizers(rank_zero_warn),
+        }
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
@@ -127,7 +132,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
 
         Raises:
             ValueError: if gradients are to be checked for infinities that fp16's scaler makes on purpose, or if an
-                optimizer that was set up before would step 16-bit weights without their main params.
+                optimizer that was set up before would find no gradients, or step 16-bit weights without their main
+                params.
         """
         self._adapt_scaler()
         for wrapped in self._open_models():
@@ -136,27 +142,31 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 return wrapped
             if wrapped.module is module:
                 wrapped.close()
-        wrapped = DistributedDataParallel(module, self.config, collectives=engine_collectives(self.root_device))
-        if not wrapped.steps_params_themselves() and (early := self._early_optimizer_of(wrapped)) is not None:
+        wrapped = DistributedDataParallel(
+            module,
+            self.config,
+            collectives=engine_collectives(self.root_device),
+            all_reduce_option=ALL_REDUCE_OPTION,
+        )
+        if not wrapped.steps_params_themselves() and (early := self._whole_optimizers.of(wrapped)) is not None:
             wrapped.close()
             raise ValueError(
-                f"the {type(early).__name__} of this model was set up before it, when nothing told that the weights "
-                "would be 16-bit ones, whose fp32 main params it has to step: call fabric.setup(model, optimizer), or "
+                f"the {type(early).__name__} of this model was set up before it, when nothing told that it has to step "
+                "shards, or fp32 main params of 16-bit weights: call fabric.setup(model, optimizer), or "
                 "fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
             )
-        wrapped.register_forward_pre_hook(_check_that_it_trains)
         self._models.append(weakref.ref(wrapped))
         return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it.
 
-        With all-reduce the model may come later, as under "ddp": the optimizer steps the Parameters themselves.
+        One that has no parameter of a model is left as it is, as under "ddp". With all-reduce the model may come later:
+        the optimizer steps the Parameters themselves.
         """
         owners = self._owners(optimizer)
         if not owners:
-            self._early_optimizers.append(weakref.ref(optimizer))
-            return optimizer
+            return self._whole_optimizers.add(optimizer)
         for known, model in self._pairs():
             if known.optimizer is optimizer and model is owners[0]:
                 return known
@@ -171,7 +181,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             raise ValueError(
                 f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models that were set up "
                 "one by one; a sharded optimizer has one. Give each model an optimizer of its own, set up one module "
-                "that holds them all, or choose use_distributed_optimizer=False (with fp32 weights)"
+                f"that holds them all, or, with fp32 weights, pass {ALL_REDUCE_OPTION}"
             )
         model = owners[0]
         state_tensors = probe_state_tensors(optimizer)
@@ -184,32 +194,11 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         return distributed
 
     def _owners(self, optimizer: Optimizer) -> list[DistributedDataParallel]:
-        """The model that has all of the optimizer's parameters, or those that have some of them; none only with
-        all-reduce."""
+        """The model that has all of the optimizer's parameters, or those that have some of them."""
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
         owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self._open_models()]
-        for model, ids in owned:
-            if ids == wanted:
-                return [model]
-        some = [model for model, ids in owned if ids]
-        if some and wanted <= set().union(*(ids for _, ids in owned)):
-            return some
-        if some:
-            return some[:1]  # the engine will say which parameter is a stranger
-        if not self.config.use_distributed_optimizer:
-            return []
-        raise ValueError(
-            f"no parameter of this {type(optimizer).__name__} belongs to a model that was set up, so its gradients "
-            "would never be reduced: call fabric.setup(model, optimizer), or fabric.setup_module(model) before "
-            "fabric.setup_optimizers(optimizer), and build the optimizer on that model's parameters"
-        )
-
-    def _early_optimizer_of(self, model: DistributedDataParallel) -> Optimizer | None:
-        params = {id(param) for param in model.params}
-        alive = [optimizer for reference in self._early_optimizers if (optimizer := reference()) is not None]
-        self._early_optimizers = [weakref.ref(optimizer) for optimizer in alive]
-        groups = ((optimizer, group) for optimizer in alive for group in optimizer.param_groups)
-        return next((optimizer for optimizer, group in groups if params & set(map(id, group["params"]))), None)
+        whole = [model for model, ids in owned if ids and ids == wanted]
+        return whole[:1] or [model for model, ids in owned if ids]
 
     def _adapt_scaler(self) -> None:
         """Makes fp16's scaler see sharded gradients. The object stays: the user may hold it, and save it by hand."""
@@ -260,7 +249,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         distributed.clip_grad_value_(clip_val)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, where ``param.grad`` is None under reduce-scatter. Collective.
+        """The whole reduced gradient of a parameter, of which ``.grad`` is a stand-in under reduce-scatter. Collective.
 
         Raises:
             ValueError: if it is not a trainable parameter of a model that was set up.
@@ -451,12 +440,6 @@ class BackwardSyncControl:
 
 def _unwrapped(module: Module) -> Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def _check_that_it_trains(model: Module, _: Any) -> None:
-    assert isinstance(model, DistributedDataParallel)
-    if not model.is_closed and model.trains_nothing():
-        raise RuntimeError(TRAINS_NOTHING)
 
 
 def _is_floating_point(value: Any) -> bool:

@@ -68,7 +68,7 @@ def plugin_from_launch(path: Path | None, environment: Mapping[str, str]) -> Meg
             _check_name(name, text, where)
             options[name], origins[name] = _typed(name, text), where
     try:
-        return MegatronDDPPlugin(**options)
+        return MegatronDDPPlugin(**options).launched_with(path)
     except ValueError as error:
         # the messages begin with the field, but for those on two fields at once
         where = origins.get(str(error).partition("=")[0]) or "; ".join(dict.fromkeys(origins.values()))

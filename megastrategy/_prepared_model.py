@@ -1,29 +1,23 @@
-"""What ``Accelerator.prepare`` makes of a module: the engine's wrapper, which whoever knows torch's DDP recognises.
-
-[Note: an instance of torch's DDP]
-``accelerate``, ``transformers``, ``diffusers``, PEFT and torch's own checkpoint helpers find the user's module by
-``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` and then ``model.module``, many of them without asking
-the Accelerator. A wrapper that is a plain Module would come back from ``extract_model_from_parallel`` as it was, and
-nothing short of patching those packages would change that. So the wrapper is an instance of torch's class, of which it
-has nothing but the name: its ``__init__`` is not run, and every function of it that the engine does not define itself
-is refused by name, since there is no reducer of torch's behind it. Lightning's doors use the engine's own class, since
-there ``DDPStrategy`` would reach for that reducer.
+"""What ``Accelerator.prepare`` makes of a module: the engine's wrapper, which whoever knows torch's DDP recognises
+(:mod:`megastrategy._torch_ddp_by_name` says how).
 
 Nothing is kept on the user's module: what was prepared is known by weak references.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ._torch_ddp_by_name import NOT_USED, OF_TORCHS_REDUCER, TorchDDPByName, no_such_attribute
 from .core import (
     Collectives,
     DistributedDataParallel,
@@ -35,44 +29,14 @@ from .core import (
 if TYPE_CHECKING:
     from .core.collectives import Handle
 
-TorchDDP = torch.nn.parallel.DistributedDataParallel
 
-
-def _refuse(name: str) -> Callable[..., NoReturn]:
-    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name}() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Communication hooks, "
-            "join() and optimizers fused into backward need accelerate's own Accelerator"
-        )
-
-    return refused
-
-
-class _TorchDDPByName(TorchDDP):
-    """Comes after the engine's class in the order of look-up, and hides what torch's class would do."""
-
-    def __init__(self) -> None:
-        Module.__init__(self)
-
-    def __getstate__(self) -> Any:
-        return Module.__getstate__(self)
-
-    def __setstate__(self, state: Any) -> None:
-        Module.__setstate__(self, state)
-
-
-for _name, _value in vars(TorchDDP).items():
-    if callable(_value) and not (
-        _name.startswith("__") or hasattr(Module, _name) or hasattr(DistributedDataParallel, _name)
-    ):
-        setattr(_TorchDDPByName, _name, _refuse(_name))
-
-
-class PreparedModel(DistributedDataParallel, _TorchDDPByName):  # type: ignore[misc]
-    """The engine around a prepared module; see [Note: an instance of torch's DDP].
+class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[misc]
+    """The engine around a prepared module; see _torch_ddp_by_name's [Note: an instance of torch's DDP].
 
     Attributes that it has not are the module's, so that ``model.generate`` and the like work.
     """
+
+    _has_uneven_batches = False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -81,6 +45,10 @@ class PreparedModel(DistributedDataParallel, _TorchDDPByName):  # type: ignore[m
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
+            if name in OF_TORCHS_REDUCER and not hasattr(module, name):
+                raise no_such_attribute(name) from None
+            if name in NOT_USED and not hasattr(module, name):
+                return NOT_USED[name]()
             return getattr(module, name)
 
     def no_sync(self) -> Any:
@@ -91,6 +59,44 @@ class PreparedModel(DistributedDataParallel, _TorchDDPByName):  # type: ignore[m
                 "keeps them equal: pass enabled=False, or use accelerate's own Accelerator"
             )
         return super().no_sync()
+
+    @contextlib.contextmanager
+    def uneven_batches(self) -> Iterator[None]:
+        """Ranks may run different numbers of forwards inside; a backward that would be synchronised is refused.
+
+        Collective at both ends: a forward sends the module's buffers if they may differ, and inside some rank may have
+        no forward. So they are sent on entering, and count as different afterwards, on all ranks alike.
+        """
+        self.check_open()
+        if self.require_forward_param_sync and self.config.broadcast_buffers:
+            self.collectives.broadcast_all(self._module_buffers())
+        self._has_uneven_batches = True
+        try:
+            yield
+        finally:
+            self._has_uneven_batches = False
+            self.require_forward_param_sync = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the engine's."""
+        if self._has_uneven_batches:
+            self.require_forward_param_sync = False
+        return super().forward(*args, **kwargs)
+
+    def should_sync(self, decision: bool | None) -> bool:
+        """As the engine's.
+
+        Raises:
+            NotImplementedError: if ranks run different numbers of batches.
+        """
+        syncs = super().should_sync(decision)
+        if self._has_uneven_batches and (syncs or self.grad_buffers.reduces_every_backward):
+            raise NotImplementedError(
+                "a backward inside join_uneven_inputs with even_batches=False: a rank that is out of batches cannot "
+                "take part in reducing the gradients of the others, nor in the steps of a sharded optimizer. Leave "
+                "even_batches on (the last samples are repeated), or build the DataLoader with drop_last=True"
+            )
+        return syncs
 
     @property
     def is_sharded(self) -> bool:

@@ -22,6 +22,10 @@ _TORCH_DDP_ARGUMENTS = [
 """torch DDP's that are understood and are not fields of the config."""
 
 
+ALL_REDUCE_OPTION = 'strategy="megatron_ddp_all_reduce" or MegatronDDPStrategy(use_distributed_optimizer=False)'
+"""How a Trainer or Fabric is told to all-reduce, for errors whose way out it is."""
+
+
 def strategy_class(cls: _Class) -> _Class:
     """For a class that takes the fields of the config as ``**options`` and derives from a package's ``DDPStrategy``.
 

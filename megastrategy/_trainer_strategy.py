@@ -7,7 +7,6 @@ front of their package's ``DDPStrategy``.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
@@ -43,9 +42,12 @@ from ._directories import (
     remove_directory,
 )
 from ._meeting import PATIENCE, Meeting, join_setup, tell_failure
-from ._precision import TRAINS_NOTHING, EnginePrecision, HookWatch, is_compiled, lend, take_back
+from ._precision import EnginePrecision, lend, take_back
+from ._schedulers import SchedulersHoldUsersOptimizers
 from ._signals import SignalAgreement
+from ._strategy_class import ALL_REDUCE_OPTION
 from ._together import CollectivesTogether
+from ._whole_optimizers import WholeOptimizers
 from ._world import (
     agreement_collectives,
     begin_setup,
@@ -86,12 +88,12 @@ LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on f
 """Beside the callbacks' states, since Lightning warns of those that nobody takes: so "ddp" says what it loses."""
 
 
-class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
+class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, _Base):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            timeout, start_method: as for ``DDPStrategy``.
+            timeout, start_method: as for ``DDPStrategy``. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of, in the background if the Trainer has the plugin ``AsyncCheckpointIO``. Either is loaded.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
@@ -112,7 +114,6 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
     _mock_optimizer: ClassVar[type[_MockOptimizer]]
     _engine_precision: ClassVar[type[EnginePrecision]]
     _async_io: ClassVar[type]
-    _hook_owners: ClassVar[tuple[type[pl.LightningModule], type[pl.Callback]]]
 
     def __init__(
         self,
@@ -141,13 +142,12 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
             start_method=start_method,
         )
         self._wrapped: DistributedDataParallel | None = None
+        self._whole_optimizers = WholeOptimizers(rank_zero_warn)
         self._replaced_scaler: torch.amp.GradScaler | None = None
         self._meeting: Meeting | None = None
         self._signal_agreement: SignalAgreement | None = None
         self._loaded_from = ""
         self._directory_saver = DirectorySaver()
-        self.hook_watch: HookWatch | None = None
-        self._num_watched = 0
         self._listeners: list[Callable[[Event], None]] = []
 
     # --- setup -------------------------------------------------------------------------------------------------------
@@ -159,6 +159,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
             self.config,
             collectives=engine_collectives(self.root_device, agreed=True),
             listener=one_listener(self._listeners),
+            all_reduce_option=ALL_REDUCE_OPTION,
         )
         return self._wrapped
 
@@ -180,7 +181,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         model = self.model
         if not isinstance(model, DistributedDataParallel):
             return
-        self._signal_agreement = SignalAgreement(trainer, agreement_collectives())
+        self._signal_agreement = SignalAgreement(trainer, agreement_collectives() if self.world_size > 1 else None)
         real = [opt.optimizer for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
         model.on_message = rank_zero_info
         state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)
@@ -199,8 +200,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         model = self.model
         if isinstance(model, DistributedDataParallel) and not model.is_closed:
             raw = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in optimizers]
-            as_they_are = (DistributedOptimizer, self._mock_optimizer)
-            optimizers = [opt if isinstance(opt, as_they_are) else DistributedOptimizer(opt, model) for opt in raw]
+            as_they_are, make = (DistributedOptimizer, self._mock_optimizer), self._whole_optimizers.add_or_shard
+            optimizers = [opt if isinstance(opt, as_they_are) else make(opt, model) for opt in raw]
         super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
 
     def setup_precision_plugin(self) -> None:
@@ -209,8 +210,6 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         if not isinstance(self.model, DistributedDataParallel):
             return
         lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, None under reduce-scatter
-        if self.model.layout.num_shards > 1:
-            self.hook_watch = HookWatch(self.model, self._hook_owners)
         scaler = getattr(plugin, "scaler", None)
         if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return
@@ -230,8 +229,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         if self._signal_agreement is not None:
             self._signal_agreement.remove()
             self._signal_agreement = None
-        self.hook_watch = self._meeting = None
-        self._num_watched = 0
+        self._meeting = None
         self._listeners = []
         scaler = getattr(plugin, "scaler", None)
         if self._replaced_scaler is not None and scaler is not None:
@@ -253,23 +251,19 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
             self.model.watch_backward(closure_loss)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """In manual optimization the first two are watched for who reads ``.grad``, and all if somebody did."""
-        module, watch = self.lightning_module, self.hook_watch
-        if watch is None or module is None or module.automatic_optimization:
-            return super().training_step(*args, **kwargs)
-        if self._wrapped is not None and self._wrapped.trains_nothing():
-            raise RuntimeError(TRAINS_NOTHING)
-        if self._num_watched >= 2 and not watch.found:
-            return super().training_step(*args, **kwargs)
-        self._num_watched += 1
-        with contextlib.nullcontext() if is_compiled(module) else watch:
-            return super().training_step(*args, **kwargs)
+        """In manual optimization module buffers stay each rank's own, as under "ddp", which broadcasts them before the
+        first forward alone."""
+        module, wrapped = self.lightning_module, self._wrapped
+        outputs = super().training_step(*args, **kwargs)
+        if module is not None and wrapped is not None and not module.automatic_optimization:
+            wrapped.leave_buffers_apart()
+        return outputs
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Gradients are final when backward returns, before ``on_after_backward``: nothing is left to do here."""
 
     def full_grad(self, param: torch.nn.Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, where ``param.grad`` is None under reduce-scatter. Collective."""
+        """The whole reduced gradient of a parameter, of which ``.grad`` stands in under reduce-scatter. Collective."""
         if not isinstance(self.model, DistributedDataParallel):
             raise RuntimeError("full_grad() is there during a fit, between a backward and the next zero_grad")
         return self.model.full_grad(param)
@@ -287,27 +281,15 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, _Base):
         if not isinstance(model, DistributedDataParallel):
             raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
         by_param = dict(zip(model.params, model.grad_norms(norm_type), strict=True))
-        sharded = model.layout.num_shards > 1
-        has_grad = dict(zip(model.params, model.grad_buffers.has_grad, strict=True))
         found = {
             f"grad_{norm_type}_norm/{name}": by_param[param]
             for name, param in model.module.named_parameters()
-            if param in by_param and (param.grad is not None or (sharded and has_grad[param]))
+            if param in by_param and param.grad is not None
         }
         if found:
             every = torch.stack(list(found.values()))
             found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(every, norm_type)
         return {name: norm.to(torch.get_default_dtype()) for name, norm in found.items()}
-
-    def on_validation_start(self) -> None:
-        """In a fit Lightning has just zeroed the raw module, which shows nothing where ``.grad`` is None already."""
-        super().on_validation_start()
-        module, model = self.lightning_module, self.model
-        if not isinstance(model, DistributedDataParallel) or model.layout.num_shards == 1 or module is None:
-            return
-        zeroes = type(module).on_validation_model_zero_grad is self._hook_owners[0].on_validation_model_zero_grad
-        if zeroes and not module.trainer.fit_loop._should_accumulate():
-            model.zero_grad()
 
     # --- after an exception ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,10 @@ closed list which accelerate asks for many reasons; ``accelerator.state.megatron
 
 from __future__ import annotations
 
+from ._versions import ACCELERATE, require
+
+require("accelerate", ACCELERATE)
+
 import contextlib
 import inspect
 import os
@@ -46,19 +50,13 @@ from ._prepared_model import (
     trained_by,
 )
 from ._transformers_trainer import wrap_trainer
+from ._whole_optimizers import WholeOptimizers
 from ._world import checkpoint_collectives, engine_collectives
 from .core import DistributedOptimizer, GradScaler, describe_setup, probe_state_tensors
 
 __all__ = ["Accelerator", "MegatronDDPPlugin"]
 
 _log = get_logger(__name__)
-
-_TRAINS_NOTHING = (
-    "the gradients of {} were reduced twice, and no prepared optimizer has its parameters. After a reduce-scatter "
-    ".grad is None, so an optimizer that was not prepared finds nothing to do, and trains nothing: call "
-    "accelerator.prepare(optimizer), freeze what is not trained, or pass "
-    "MegatronDDPPlugin(use_distributed_optimizer=False)"
-)
 
 
 class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
@@ -109,6 +107,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
                 "engine alone. Drop it (MegatronDDPPlugin(grad_reduce_in_fp32=False) sends the gradients of 16-bit "
                 "weights in 16 bits), or use accelerate's own Accelerator"
             )
+        self._whole_optimizers = WholeOptimizers(self._warn)
         ddp_options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
         self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_options)
         self._adapt_scaler()
@@ -144,7 +143,15 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         del placed._is_accelerate_prepared  # which it is not, if it comes again without its wrapper
         collectives = engine_collectives(self.device) if self.use_distributed else Alone()
-        engine = PreparedModel(placed, self.megatron_ddp_config, collectives=collectives)
+        way_out = self.megatron_ddp_plugin.all_reduce_option
+        engine = PreparedModel(placed, self.megatron_ddp_config, collectives=collectives, all_reduce_option=way_out)
+        if not engine.steps_params_themselves() and (early := self._whole_optimizers.of(engine)) is not None:
+            engine.close()
+            raise ValueError(
+                f"the {type(early).__name__} of this model was prepared before it, when nothing told that it has to "
+                "step shards, or fp32 main params of 16-bit weights: call accelerator.prepare(model, optimizer), or "
+                "prepare the model before the optimizer"
+            )
         return self._finish_model(remember(model, engine))
 
     def _finish_model(self, model: PreparedModel) -> Any:
@@ -172,10 +179,11 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         return inner if keep_torch_compile else inner.__dict__.get("_orig_mod", inner)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Shards the optimizer over the ranks of the model that its parameters belong to, prepared before it.
+        """Shards the optimizer over the ranks of the model that its parameters belong to, prepared before it. One that
+        has no parameter of a prepared model is left as it is, as under torch DDP.
 
         Raises:
-            ValueError: if there is no such model, or more than one.
+            ValueError: if there is more than one such model.
             OptimizerNotShardableError: if its update is not element-wise.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
@@ -183,8 +191,9 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             return super().prepare_optimizer(optimizer, device_placement)
         self._adapt_scaler()
         models = owners(param for group in optimizer.param_groups for param in group["params"])
-        if not models and not self.use_distributed:
-            return super().prepare_optimizer(optimizer, device_placement)
+        if not models:
+            whole = self._whole_optimizers.add(optimizer) if self.use_distributed else optimizer
+            return super().prepare_optimizer(whole, device_placement)
         _check_owners(optimizer, models)
         if all(model.steps_params_themselves() for model in models) and len(models) > 1:
             return super().prepare_optimizer(optimizer, device_placement)
@@ -199,14 +208,6 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             raise ValueError(
                 f"this {type(optimizer).__name__} was prepared with a model that has changed since and was prepared "
                 "again: build a new optimizer on its parameters"
-            )
-        if not model.steps_params_themselves() and all(
-            callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")
-        ):
-            raise ValueError(
-                f"{type(optimizer).__name__} has train() and eval(), which swap weights that it holds whole (as "
-                "Schedule-Free optimizers do), and would miss what other ranks have of them. Pass "
-                "MegatronDDPPlugin(use_distributed_optimizer=False), with fp32 weights"
             )
         state_tensors = probe_state_tensors(optimizer)
         distributed = DistributedOptimizer(optimizer, model)
@@ -223,6 +224,10 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             prepared.optimizers = [item for item in self._optimizers if item.optimizer is known] or prepared.optimizers
         return prepared
 
+    def _warn(self, text: str) -> None:
+        if self.is_main_process:
+            warnings.warn(text, stacklevel=2)
+
     def _adapt_scaler(self) -> None:
         """fp16's scaler must see sharded gradients, and all ranks must skip the same steps."""
         scaler = self.scaler
@@ -237,23 +242,6 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As accelerate's.
-
-        Raises:
-            RuntimeError: if gradients are reduced again and again and no optimizer was prepared, which alone finds
-                them.
-        """
-        super().backward(loss, **kwargs)
-        models = [model for model in open_models() if any(model.module is item for item in self._models)]
-        idle = [model for model in models if model.trains_nothing()]
-        if not idle:
-            return
-        if not any(model.has_optimizer for model in models):
-            raise RuntimeError(_TRAINS_NOTHING.format(type(idle[0].module).__name__))
-        for model in idle:  # another one is trained through it, or its optimizer was forgotten
-            warnings.warn(_TRAINS_NOTHING.format(type(model.module).__name__), stacklevel=2)
-
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: Module) -> Iterator[None]:
@@ -264,7 +252,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
                 yield
             return
         before, engine.require_backward_grad_sync = engine.require_backward_grad_sync, True
-        engine.reducer.before_forward()  # forgets what the forward decided
+        engine.reducer.prepare_for_backward([])
         try:
             yield
         finally:
@@ -314,30 +302,30 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As accelerate's where batches are even; uneven ones are refused.
+        """As accelerate's where batches are even. Uneven ones are for evaluation: a backward that reduces gradients is
+        refused.
 
         Raises:
-            NotImplementedError: if ranks are to run different numbers of batches.
+            NotImplementedError: at a synchronised backward inside, if ranks are to run different numbers of batches.
         """
-        if not self.use_distributed or not any(isinstance(_uncompiled(item), PreparedModel) for item in joinables):
+        engines = [model for item in joinables if isinstance(model := _uncompiled(item), PreparedModel)]
+        if not self.use_distributed or not engines:
             with super().join_uneven_inputs(joinables, even_batches):
                 yield
             return
-        if not (self.even_batches if even_batches is None else even_batches):
-            raise NotImplementedError(
-                "join_uneven_inputs with even_batches=False: a rank that is out of batches cannot take part in the "
-                "steps of a sharded optimizer. Leave even_batches on (the last samples are repeated), or build the "
-                "DataLoader with drop_last=True"
-            )
+        wanted = self.even_batches if even_batches is None else even_batches
         samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
-        changed = [item for item in samplers if getattr(item, "even_batches", True) is False]
-        for sampler in changed:
-            sampler.even_batches = True
-        try:
-            yield
-        finally:
+        changed = [item for item in samplers if getattr(item, "even_batches", wanted) is not wanted]
+        with contextlib.ExitStack() as uneven:
+            for model in engines if not wanted else ():
+                uneven.enter_context(model.uneven_batches())
             for sampler in changed:
-                sampler.even_batches = False
+                sampler.even_batches = wanted
+            try:
+                yield
+            finally:
+                for sampler in changed:
+                    sampler.even_batches = not wanted
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -460,18 +448,11 @@ def _uncompiled(model: Any) -> Any:
 
 
 def _check_owners(optimizer: Optimizer, models: list[PreparedModel]) -> None:
-    kind = type(optimizer).__name__
-    if not models:
-        raise ValueError(
-            f"no parameter of this {kind} belongs to a model that was prepared, so its gradients would never be "
-            "reduced: call accelerator.prepare(model, optimizer), or prepare the model before the optimizer, and "
-            "build the optimizer on that model's parameters"
-        )
     if len(models) > 1 and not all(model.steps_params_themselves() for model in models):
         raise ValueError(
-            f"the parameters of this {kind} belong to {len(models)} models; a sharded optimizer has one. Give each "
-            "model an optimizer of its own, prepare one module that holds them all, or pass "
-            "MegatronDDPPlugin(use_distributed_optimizer=False) (with fp32 weights)"
+            f"the parameters of this {type(optimizer).__name__} belong to {len(models)} models; a sharded optimizer "
+            "has one. Give each model an optimizer of its own, prepare one module that holds them all, or, with fp32 "
+            f"weights, pass {models[0].all_reduce_option}"
         )
 
 

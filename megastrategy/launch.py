@@ -3,6 +3,8 @@
     accelerate launch [accelerate's flags] -m megastrategy.launch [--config FILE] script.py [arguments]
     accelerate launch [accelerate's flags] -m megastrategy.launch [--config FILE] -m module [arguments]
 
+``accelerate launch --help`` lists accelerate's flags.
+
 Those that ``transformers.Trainer`` and other libraries make are ours too. FILE is YAML with options under
 ``megatron_ddp_config:``; it may have accelerate's own keys beside. ``MEGATRON_DDP_<FIELD>`` in the environment goes
 before it. Nothing outside of the process changes, nor do processes that the script starts.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from ._versions import LIGHTNING, require
+
+require("lightning.pytorch", LIGHTNING)
+
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -12,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from ._checkpoint_io import WholeFileIO
 from ._communication_monitor import TrainerMonitor
+from ._notebooks import PointsToNotebookNames
 from ._precision import EnginePrecision
 from ._strategy_class import strategy_class
 from ._trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
@@ -28,15 +34,17 @@ class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
 
 
 @strategy_class
-class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):
+class MegatronDDPStrategy(PointsToNotebookNames, TrainerStrategy, DDPStrategy):
     __doc__ = TrainerStrategy.__doc__
 
     _lightning_optimizer = LightningOptimizer
     _mock_optimizer = _MockOptimizer
     _engine_precision = _Precision
     _default_io = _CheckpointIO
+    _is_interactive = _IS_INTERACTIVE
+    _incompatible = MisconfigurationException
+    _user = "Trainer"
     _async_io = AsyncCheckpointIO
-    _hook_owners = (LightningModule, Callback)
 
 
 class CommunicationMonitor(TrainerMonitor, Callback):

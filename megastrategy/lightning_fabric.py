@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from ._versions import LIGHTNING, require
+
+require("lightning_fabric", LIGHTNING)
+
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.strategies.ddp import DDPStrategy
+from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 
 from ._checkpoint_io import WholeFileIO
 from ._fabric_strategy import MAIN_PARAMS_KEY, FabricStrategy
+from ._notebooks import PointsToNotebookNames
 from ._strategy_class import strategy_class
 
 __all__ = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
@@ -17,7 +23,10 @@ class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
 
 
 @strategy_class
-class MegatronDDPStrategy(FabricStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
+class MegatronDDPStrategy(PointsToNotebookNames, FabricStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
     __doc__ = FabricStrategy.__doc__
 
     _default_io = _CheckpointIO
+    _is_interactive = _IS_INTERACTIVE
+    _incompatible = RuntimeError
+    _user = "Fabric"

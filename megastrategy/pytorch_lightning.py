@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from ._versions import LIGHTNING, require
+
+require("pytorch_lightning", LIGHTNING)
+
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.utilities.exceptions import MisconfigurationException
-from pytorch_lightning import Callback, LightningModule
+from lightning_fabric.utilities.imports import _IS_INTERACTIVE
+from pytorch_lightning import Callback
 from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
 from pytorch_lightning.plugins import AsyncCheckpointIO
 from pytorch_lightning.plugins.precision import Precision
@@ -12,6 +17,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from ._checkpoint_io import WholeFileIO
 from ._communication_monitor import TrainerMonitor
+from ._notebooks import PointsToNotebookNames
 from ._precision import EnginePrecision
 from ._strategy_class import strategy_class
 from ._trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
@@ -28,15 +34,17 @@ class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
 
 
 @strategy_class
-class MegatronDDPStrategy(TrainerStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
+class MegatronDDPStrategy(PointsToNotebookNames, TrainerStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
     __doc__ = TrainerStrategy.__doc__
 
     _lightning_optimizer = LightningOptimizer  # type: ignore[assignment]
     _mock_optimizer = _MockOptimizer  # type: ignore[assignment]
     _engine_precision = _Precision
     _default_io = _CheckpointIO
+    _is_interactive = _IS_INTERACTIVE
+    _incompatible = MisconfigurationException
+    _user = "Trainer"
     _async_io = AsyncCheckpointIO
-    _hook_owners = (LightningModule, Callback)  # type: ignore[assignment]
 
 
 class CommunicationMonitor(TrainerMonitor, Callback):  # type: ignore[misc]  # typed against the mirror

@@ -1,11 +1,11 @@
 """The engine: torch and the standard library only.
 
 Reading order: config, layout, buffers, reducer, collectives, gloo_rings, clip_grads, param_gather,
-distributed_data_parallel, sharded_step, distributed_optimizer, checkpoint, flat_shard, sharded_checkpoint; then other
-ways to do one of these: pooled_buffers, instanced_collectives, and what finds better buckets: bucket_planner,
-bucket_order, bucket_tuning, relayout. To follow one gradient: ``layout`` gives it an address, ``buffers`` makes the
-address memory, the ``reducer``'s hook counts it ready, ``collectives`` sends its bucket, ``clip_grads`` and
-``sharded_step`` use the shard, and ``param_gather`` brings every rank the new weight.
+distributed_data_parallel, strangers, sharded_step, distributed_optimizer, checkpoint, flat_shard, sharded_checkpoint;
+then other ways to do one of these: pooled_buffers, instanced_collectives, and what finds better buckets:
+bucket_planner, bucket_order, bucket_tuning, relayout. To follow one gradient: ``layout`` gives it an address,
+``buffers`` makes the address memory, the ``reducer``'s hook counts it ready, ``collectives`` sends its bucket,
+``clip_grads`` and ``sharded_step`` use the shard, and ``param_gather`` brings every rank the new weight.
 """
 
 from .clip_grads import GradScaler, scale_to_norm_, total_grad_norm
@@ -29,6 +29,7 @@ from .sharded_checkpoint import (
     sync_directory,
     to_host,
 )
+from .strangers import describe_unreduced
 
 __all__ = [
     "EXTRA_FILE",
@@ -45,6 +46,7 @@ __all__ = [
     "check_replaceable",
     "config_from_arguments",
     "describe_setup",
+    "describe_unreduced",
     "directory_keys",
     "field_names",
     "host_collectives",

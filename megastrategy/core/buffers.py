@@ -1,5 +1,5 @@
-"""Contiguous storage for gradients and parameters. The only file that assigns ``param.data``, and with the other kinds
-of gradient buffers (flattened, pooled) the only one that assigns ``param.grad``.
+"""Contiguous storage for gradients. With the other kinds of gradient buffers (flattened, pooled) the only file that
+assigns ``param.grad``.
 
 [Note: views with a storage of their own]
 A parameter (or gradient) in a flat buffer is made from a *slice of the buffer's storage*, not from a view of the
@@ -11,11 +11,14 @@ pickling see tensors that share nothing, and write one parameter where a plain v
 dirty, a whole bucket at once where it can, and sets ``.grad`` to the views, so that autograd adds in place. ``seal``
 takes ``.grad`` away while the bucket is on the wire: a gradient that arrives late then lands in a tensor of its own,
 not in memory that a collective is reading. ``publish`` says what the reduction left behind: with all-reduce the views
-come back, with reduce-scatter ``.grad`` stays None, since only this rank's shard of the buffer means anything.
+come back, with reduce-scatter ``.grad`` is a stand-in that refuses to be read (:mod:`.reduced_grad`), since only this
+rank's shard of the buffer means anything. A stand-in that is missing later was dropped by the user, and so is the
+gradient.
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -26,6 +29,7 @@ from torch.nn import Parameter
 from .errors import ParameterChangedError
 from .layout import BufferLayout, ParamSpec
 from .nonfinite import NonFinite, find_in_bucket
+from .reduced_grad import ReducedGrad
 
 
 def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:
@@ -51,19 +55,20 @@ class GradBuffers(ABC):
         views: what ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own.
         has_grad: whether a parameter received a gradient since it was last cleared (after a synchronised backward: on
             any rank).
-        num_updates: how often a parameter's gradient was completed, so that an optimizer steps each once.
         reduces_every_backward: whether nothing can accumulate on a rank beyond one backward.
         max_in_flight: how many pieces may be on their way at once; None where each has memory of its own.
+        all_reduce_option: how whoever set the engine up asks it for whole gradients, for an error to say.
     """
 
     reduces_every_backward = False
     max_in_flight: int | None = None
+    all_reduce_option = "use_distributed_optimizer=False"
 
     def __init__(self) -> None:
         self.params: list[Parameter] = []
         self.views: list[Tensor | None] = []
         self.has_grad: list[bool] = []
-        self.num_updates: list[int] = []
+        self._stand_ins: list[ReducedGrad | None] = []  # made when they are first needed
         self._dp_rank = 0
         self._reduced: list[bool] = []  # the bucket holds a result, outside this rank's shard rubbish
         self._stale: list[bool] = []  # by parameter, to be zeroed before the next gradient is added
@@ -75,7 +80,7 @@ class GradBuffers(ABC):
         self.params += params[first:]
         self.views += [None] * (len(params) - first)
         self.has_grad += [False] * (len(params) - first)
-        self.num_updates += [0] * (len(params) - first)
+        self._stand_ins += [None] * (len(params) - first)
         self._stale += [False] * (len(params) - first)
         grads = [param.grad for param in params[first:]]
         for param, spec in zip(params[first:], layout.params[first:], strict=True):
@@ -89,9 +94,8 @@ class GradBuffers(ABC):
         """Makes room for the parameters from ``first`` on, whose gradients so far are ``grads``."""
 
     @abstractmethod
-    def open(self, first: int | None = None) -> None:
-        """Makes every gradient ready to be accumulated into. ``first``: the parameter whose gradient came before this
-        call."""
+    def open(self) -> None:
+        """Makes every gradient ready to be accumulated into; one may have come before this call."""
 
     @abstractmethod
     def adopt(self, param: int) -> None:
@@ -131,8 +135,9 @@ class GradBuffers(ABC):
     def take_over(self, other: GradBuffers, shards: Mapping[int, Tensor]) -> None:
         """Takes the place of ``other``, of another layout, in which gradients were reduced and scattered; ``shards``,
         by parameter: this rank's parts here."""
-        self.has_grad[:], self._stale[:], self.num_updates[:] = other.has_grad, other._stale, other.num_updates
+        self.has_grad[:], self._stale[:] = other.has_grad, other._stale
         self._reduced[:] = [True] * len(self._reduced)
+        self._show_reduced(range(len(self.params)))
         for index, shard in shards.items():
             start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
             self.reduced(self.layout.slots[index].bucket, start, end).copy_(shard)
@@ -152,23 +157,27 @@ class GradBuffers(ABC):
         again."""
         raise NotImplementedError("what is launched after backward meets no late gradient")
 
-    def take(self, param: int) -> Tensor:
-        """Hands over the gradient that arrived while the bucket was sealed; ``.grad`` is None again."""
+    def late_grad(self, param: int) -> Tensor:
+        """The gradient that arrived while the bucket was sealed."""
         grad = self.params[param].grad
+        if isinstance(grad, ReducedGrad):
+            grad = grad.pending
         assert grad is not None
-        self.params[param].grad = None
         return grad
 
+    def take(self, param: int) -> Tensor:
+        """Hands over the :meth:`late_grad`; ``.grad`` is None again."""
+        late = self.late_grad(param)
+        if isinstance(grad := self.params[param].grad, ReducedGrad):
+            grad.pending = None
+        self.params[param].grad = None
+        return late
+
     def adopt_written(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is the truth
-        """Takes in what the user wrote into ``.grad`` after a reduce-scatter, where it was None."""
+        """Takes in what the user did to ``.grad`` after a reduce-scatter: a tensor written there, or None."""
 
     def detach_unused(self) -> None:  # noqa: B027 - nothing to do where .grad is autograd's own
         """After a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
-
-    def use_up(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is there to be cleared
-        """An optimizer stepped with these gradients. With reduce-scatter the next backward starts from zero: ``.grad``
-        is None by then, so zeroing through the raw module or by hand could not be noticed.
-        """
 
     def clear(self, params: Iterable[int]) -> None:
         """Drops the gradients of these parameters: ``.grad`` is None, accumulation starts from zero."""
@@ -187,11 +196,51 @@ class GradBuffers(ABC):
             view, grad = self.views[index], self.params[index].grad
             if self.has_grad[index] and view is not None:
                 view.zero_()
-            if grad is not None and grad is not view:
+            if grad is not None and grad is not view and not isinstance(grad, ReducedGrad):
                 grad.zero_()
             if self.has_grad[index]:
                 self._zero_sums(index)
                 self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
+
+    def _show_reduced(self, params: Iterable[int]) -> None:
+        """``.grad`` of scattered gradients is a stand-in where there is one, and None where there is none, as in torch;
+        what somebody has written there since stays, to be adopted."""
+        for index in params:
+            param, has_grad = self.params[index], self.has_grad[index]
+            if (param.grad is not None) != has_grad:
+                param.grad = self._stand_in(index) if has_grad else None
+
+    def _stand_in(self, param: int) -> ReducedGrad:
+        known = self._stand_ins[param]
+        if known is None:
+            buffers = weakref.ref(self)  # the user's parameters hold it, and must not keep the buffers
+
+            def zero() -> None:
+                if (present := buffers()) is not None:
+                    present.zero([param])
+
+            known = self._stand_ins[param] = ReducedGrad(
+                self.layout.params[param], self.params[param].device, zero, self.all_reduce_option
+            )
+        known.pending = None  # of a backward that broke off
+        return known
+
+    def _notice_drops(self, params: Iterable[int]) -> None:
+        """Scattered gradients whose stand-in the user has taken away (``zero_grad`` of the raw module, ``.grad =
+        None``) are dropped: nobody steps with them, and the next backward starts from zero.
+
+        Raises:
+            ReducedGradError: if a stand-in was put back after that, since the gradient is gone.
+        """
+        has_grad = self.has_grad
+        for index in params:
+            grad = self.params[index].grad
+            if (grad is not None) == has_grad[index]:
+                continue
+            if grad is None and self.is_sharded(index):
+                has_grad[index], self._stale[index] = False, True
+            elif isinstance(grad, ReducedGrad):
+                raise grad.error("putting back a .grad that was dropped")
 
     def _zero_sums(self, param: int) -> None:  # noqa: B027 - nothing to do where there are none apart
         """This rank's part of what was reduced, where that has memory of its own, becomes zero."""
@@ -283,18 +332,14 @@ class ContiguousGradBuffers(GradBuffers):
     def is_sharded(self, param: int) -> bool:
         return self._sharded and self._reduced[self.layout.slots[param].bucket]
 
-    def use_up(self, params: Iterable[int]) -> None:
-        if self._sharded:
-            self._mark_stale(params)
-
-    def open(self, first: int | None = None) -> None:
-        reopened = {b for b, reduced in enumerate(self._reduced) if reduced and self._sharded}
+    def open(self) -> None:
+        self._notice_drops(range(len(self.params)))
         for bucket in self.layout.buckets:
-            if bucket.index in reopened:
+            if self._sharded and self._reduced[bucket.index]:
                 self.reopen(bucket.index)
             else:
                 self._zero_stale(bucket.index)
-        specs, slots = self.layout.params, self.layout.slots
+        specs = self.layout.params
         for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
             if grad is view:
@@ -302,11 +347,12 @@ class ContiguousGradBuffers(GradBuffers):
             assert view is not None
             check_unchanged(param, specs[index])
             if grad is None:
-                if self.has_grad[index] and slots[index].bucket not in reopened:
+                if self.has_grad[index]:
                     self._zero_param(index)  # the user set .grad = None, which means zero
                     self.has_grad[index] = False
-            elif index == first and slots[index].bucket in reopened:
-                view.add_(grad)  # autograd found .grad None; what was reduced before stays
+            elif isinstance(grad, ReducedGrad):  # what was reduced stays, and autograd may have come before this call
+                if (pending := grad.take_pending()) is not None:
+                    view.add_(pending)
             else:
                 self._zero_sums(index)
                 copy_grad_(view, grad)
@@ -366,30 +412,35 @@ class ContiguousGradBuffers(GradBuffers):
                 self._zero_sums(index)
                 copy_grad_(self._get_view(index), grad)
                 self.has_grad[index] = True
-            param.grad = None
+            param.grad = self._stand_in(index) if self._sharded and self.has_grad[index] else None
 
     def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
         return self.bucket(bucket), self._sums[bucket]
 
     def publish(self, bucket: int) -> None:
         self._reduced[bucket] = True
-        for index in self.layout.buckets[bucket].params:
-            self.num_updates[index] += 1
-            if not self._sharded:
+        params = self.layout.buckets[bucket].params
+        if self._sharded:
+            self._show_reduced(params)
+        else:
+            for index in params:
                 self.params[index].grad = self.views[index] if self.has_grad[index] else None
 
     def adopt_written(self, params: Iterable[int]) -> None:
+        if not self._sharded:
+            return
+        params = list(params)
+        self._notice_drops(params)
         for index in params:
             param = self.params[index]
-            if param.grad is not None and self._sharded:
+            if param.grad is not None and not isinstance(param.grad, ReducedGrad):
                 self.check_param(index)
                 copy_grad_(self._get_view(index), param.grad)
                 if (sums := self._owned_sums(index)) is not None:
                     start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
                     sums.copy_(self.flats[self.layout.slots[index].buffer][start:end])
                 self.has_grad[index], self._stale[index] = True, False
-                self.num_updates[index] += 1
-                param.grad = None
+                param.grad = self._stand_in(index)
 
     def detach_unused(self) -> None:
         if not all(self.has_grad):
@@ -427,63 +478,6 @@ class ContiguousGradBuffers(GradBuffers):
         self.bucket(bucket).zero_()
         if (sums := self._sums[bucket]) is not None:
             sums.zero_()
-
-
-class ParamBuffers:
-    """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
-
-    The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
-    shapes and strides stay. ``restore`` gives them memory of their own again, and leaves those alone that were moved
-    out of here from outside (``module.double()``).
-    """
-
-    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
-        self._device = device
-        self.params: list[Parameter] = []
-        self.flats: list[Tensor] = []
-        self._addresses: list[int] = []
-        self.extend(layout, params)
-
-    def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
-        """Moves in the parameters that ``layout`` has beyond those known so far."""
-        first = len(self.params)
-        self.layout = layout
-        self.params += params[first:]
-        for buffer in layout.buffers[len(self.flats) :]:
-            self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
-        for index, param in enumerate(params[first:], first):
-            self._move_in(index, param.detach())
-            self._addresses.append(param.data_ptr())
-
-    def bucket(self, bucket: int) -> Tensor:
-        """The bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""
-        place = self.layout.buckets[bucket]
-        return self.flats[place.buffer][place.start : place.end]
-
-    def recapture(self) -> None:
-        """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now.
-
-        Raises:
-            ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
-        """
-        for index, param in enumerate(self.params):
-            if param.data_ptr() != self._addresses[index] and param.numel() > 0:
-                check_unchanged(param, self.layout.params[index])
-                self._move_in(index, param.detach())
-
-    def restore(self) -> None:
-        """Gives every parameter that lies here memory of its own, with the present values and strides."""
-        spans = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in self.flats]
-        for param in self.params:
-            if any(start <= param.data_ptr() < end for start, end in spans):
-                param.data = param.detach().clone(memory_format=torch.preserve_format)
-        self.flats = []
-
-    def _move_in(self, index: int, value: Tensor) -> None:
-        spec, slot = self.layout.params[index], self.layout.slots[index]
-        view = slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
-        view.copy_(value)
-        self.params[index].data = view
 
 
 def check_unchanged(param: Parameter, spec: ParamSpec) -> None:

@@ -7,20 +7,28 @@ on the number of ranks, buckets or padding.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .collectives import Collectives
-from .elementwise import is_per_element, probe_state_names
+from .elementwise import is_per_element, probe_state_names, why_not_saved
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
 from .param_shard import ParamShard
+
+Keys = tuple[tuple[str, torch.dtype], ...]
+"""The names and dtypes of what is kept for each element of a parameter."""
+
+Packed = list[tuple[list[int], dict[str, tuple[torch.dtype, torch.Size] | None], dict[str, list[Any]]]]
+"""Parameters whose values have the same names; by name the dtype and shape of tensors, and the values of all."""
 
 
 class Gather(Protocol):
@@ -52,13 +60,19 @@ class CollectiveGather:
         self._collectives.all_gather(flat).wait()
 
 
-class Described(NamedTuple):
-    """What state there is."""
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What state a rank has, in a few pieces, to be sent."""
 
-    scalars: dict[int, dict[str, Any]]
-    """By parameter, the values that belong to it as a whole."""
-    sharded: dict[int, list[tuple[str, torch.dtype]]]
-    """By parameter, the names and dtypes of element-wise ones."""
+    scalars: Packed
+    """What belongs to a parameter as a whole."""
+    params_by_keys: dict[Keys, list[int]]
+    """Which parameters have what for each of their elements."""
+
+    @functools.cached_property
+    def keys(self) -> dict[int, Keys]:
+        """By parameter."""
+        return {index: keys for keys, indices in self.params_by_keys.items() for index in indices}
 
 
 MAIN_PARAM = "(main param)"
@@ -182,7 +196,16 @@ def load_full_state_dict(
             f"optimizer of {[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it "
             "was when the state was saved"
         )
-    per_element = per_element_keys(state_dict["state"], probe_state_names(optimizer))
+    own_numbers = {number for group in groups for number in group["params"]}
+    others = {key: value for key, value in state_dict["state"].items() if key not in own_numbers}
+    known = probe_state_names(optimizer)
+    per_element = per_element_keys(
+        {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}, known
+    )
+    if known is not None and all(shard.weights is None for shard in shards.values()):
+        per_element &= (
+            known  # whole parameters are stepped: what else is kept for one stays with it, whatever its shape
+        )
     numbers = {
         id(param): number
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -196,7 +219,7 @@ def load_full_state_dict(
         spec, shard = layout.params[index], shards[index]
         return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
 
-    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards)
+    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards, others)
 
 
 def load_own_state(
@@ -206,6 +229,7 @@ def load_own_state(
     params_by_id: Mapping[int, int],
     shards: Mapping[int, ParamShard],
     groups_of_shards: Callable[[], AbstractContextManager[None]],
+    others: Mapping[Any, Any] | None = None,
 ) -> None:
     """Hands what this rank steps to the optimizer's own ``load_state_dict``.
 
@@ -215,6 +239,7 @@ def load_own_state(
         values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
         params_by_id, shards: where the parameters are.
         groups_of_shards: puts the shards into the optimizer's groups.
+        others: state of no parameter.
     """
     state: dict[int, dict[str, Any]] = {}
     own_groups = []
@@ -229,12 +254,13 @@ def load_own_state(
                 count += 1
         own_groups.append({**saved, "params": list(range(first, count))})
     with groups_of_shards():
-        optimizer.load_state_dict({"state": state, "param_groups": own_groups})
-        # torch casts state to the parameter's dtype; that of a frozen 16-bit weight is of its main param, to which it
-        # comes when the parameter is unfrozen
+        optimizer.load_state_dict({"state": {**state, **(others or {})}, "param_groups": own_groups})
+        # torch casts state to the parameter's dtype, as under DDP; that of a frozen 16-bit weight is of its main param,
+        # to which it comes when the parameter is unfrozen
         stepped = [param for group in optimizer.param_groups for param in group["params"]]
         for number, values in state.items():
-            for key, value in values.items():
+            is_narrow = stepped[number].dtype in (torch.bfloat16, torch.float16)
+            for key, value in values.items() if is_narrow else ():
                 kept = optimizer.state[stepped[number]][key]
                 if isinstance(value, Tensor) and kept.dtype != value.dtype:
                     optimizer.state[stepped[number]][key] = value.to(kept.device)
@@ -264,36 +290,68 @@ def _gather_bucket(
         largest = max(other.numel for other in layout.buckets)
         scratch[dtype] = torch.empty(largest, dtype=dtype, device=device)
     flat = scratch[dtype][: bucket.numel].zero_()
-    for index, value in own.items():
-        start, shard = layout.slots[index].start - bucket.start, shards[index]
-        flat[start + shard.start : start + shard.end] = in_memory_order(value, layout.params[index])
+    starts = {index: layout.slots[index].start - bucket.start for index in members}
+    if own:  # one call for all of them: there may be thousands
+        spans = [(starts[index] + shards[index].start, starts[index] + shards[index].end) for index in own]
+        values = [in_memory_order(value, layout.params[index]) for index, value in own.items()]
+        torch._foreach_copy_(_views(flat, spans), values)
     gather.bucket(bucket, key, flat)
     if not gather.is_root:
         return
     for index in members:
-        spec, start = layout.params[index], layout.slots[index].start - bucket.start
-        full = flat[start : start + spec.numel].to("cpu", copy=True)
-        yield index, full.as_strided(spec.shape, spec.stride)
+        spec = layout.params[index]
+        whole = flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + starts[index])
+        yield index, whole.clone() if whole.device.type == "cpu" else whole.cpu()
+
+
+def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The parts ``[start, end)`` of a flat tensor, in the order given."""
+    order = sorted(range(len(spans)), key=spans.__getitem__)
+    sizes, position = [], 0
+    for number in order:
+        start, end = spans[number]
+        sizes += [start - position, end - start]
+        position = end
+    parts = flat[:position].split_with_sizes(sizes)[1::2]
+    views: list[Tensor] = [flat] * len(spans)
+    for number, part in zip(order, parts, strict=True):
+        views[number] = part
+    return views
 
 
 def describe_state(
     states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None
 ) -> Described:
-    """What state there is of this rank's shards."""
+    """What state there is of this rank's shards.
+
+    Raises:
+        CheckpointError: for what belongs neither to a parameter as a whole nor to each of its elements.
+    """
+    scalars, keys = _own_state(states, shards, known, in_parts=True)
+    params_by_keys: dict[Keys, list[int]] = {}
+    for index, its_keys in keys.items():
+        params_by_keys.setdefault(its_keys, []).append(index)
+    return Described(_pack(scalars), params_by_keys)
+
+
+def _own_state(
+    states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None, *, in_parts: bool
+) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
+    """By parameter, the values that belong to it as a whole, and the names and dtypes of element-wise ones."""
     scalars: dict[int, dict[str, Any]] = {}
-    sharded: dict[int, list[tuple[str, torch.dtype]]] = {}
+    sharded: dict[int, Keys] = {}
     for index, shard in shards.items():
+        keys: list[tuple[str, torch.dtype]] = []
         for key, value in states.get(index, {}).items():
             if shard.main.dim() > 0 and is_per_element(key, value, shard.main.shape, known):
-                sharded.setdefault(index, []).append((key, value.dtype))
-            elif isinstance(value, Tensor) and value.dim() > 0 and value.numel() > 1:
-                raise CheckpointError(
-                    f"state {key!r} of shape {tuple(value.shape)} has neither one number nor one for each of the "
-                    f"{shard.main.numel()} elements of its shard"
-                )
+                keys.append((key, value.dtype))
             else:
-                scalars.setdefault(index, {}).update(_to_host({key: value}))
-    return Described(scalars, sharded)
+                if in_parts and (reason := why_not_saved(key, value, shard.main.shape)) is not None:
+                    raise CheckpointError(f"the optimizer keeps {reason}")
+                scalars.setdefault(index, {})[key] = value
+        if keys:
+            sharded[index] = tuple(keys)
+    return scalars, sharded
 
 
 def _describe_everywhere(
@@ -301,16 +359,47 @@ def _describe_everywhere(
     shards: Mapping[int, ParamShard],
     known: set[str] | None,
     gather: Gather | None,
-) -> Described:
-    """What :func:`describe_state` finds on any rank."""
-    scalars, sharded = describe_state(states, shards, known)
-    everybody = gather.everybody(Described(scalars, sharded)) if gather is not None else ()
-    for other_scalars, other_sharded in everybody:
-        for index, values in other_scalars.items():
-            scalars.setdefault(index, values)
-        for index, keys in other_sharded.items():
-            sharded.setdefault(index, keys)
-    return Described(scalars, sharded)
+) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
+    """What state exists on any rank: on rank 0 values that belong to a whole parameter, and the names and dtypes of
+    element-wise ones."""
+    if gather is None:
+        scalars, sharded = _own_state(states, shards, known, in_parts=False)
+        return {index: _to_host(values) for index, values in scalars.items()}, sharded
+    scalars, sharded = {}, {}
+    for described in gather.everybody(describe_state(states, shards, known)):
+        sharded = described.keys | sharded
+        if gather.is_root:
+            scalars = dict(_unpack(described.scalars)) | scalars
+    return scalars, sharded
+
+
+def _pack(by_param: Mapping[int, Mapping[str, Any]]) -> Packed:
+    """Thousands of small values, in a few pieces: to pickle a tensor takes 100 us, and keeps it alive for a while."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, values in by_param.items():
+        kinds = tuple(
+            (name, (value.dtype, value.shape) if isinstance(value, Tensor) else None) for name, value in values.items()
+        )
+        alike.setdefault(kinds, []).append(index)
+    packed: Packed = []
+    for kinds, indices in alike.items():
+        columns = {name: [by_param[index][name] for index in indices] for name, _ in kinds}
+        for name, kind in kinds:
+            if kind is not None:
+                columns[name] = torch.stack(columns[name]).tolist()
+        packed.append((indices, dict(kinds), columns))
+    return packed
+
+
+def _unpack(packed: Packed) -> Iterator[tuple[int, dict[str, Any]]]:
+    for indices, kinds, columns in packed:
+        for name, kind in kinds.items():
+            if kind is not None:
+                dtype, shape = kind
+                whole = torch.tensor(columns[name], dtype=dtype).reshape(len(indices), *shape)
+                columns[name] = [value.clone() for value in whole.unbind()]
+        for index, *values in zip(indices, *columns.values(), strict=True):
+            yield index, dict(zip(columns, values, strict=True))
 
 
 def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,7 +408,7 @@ def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
     """A state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
-    if value.dim() == 1 and tuple(value.shape) != spec.shape:
+    if value.dim() == 1:
         return value
     if tuple(value.shape) != spec.shape:
         return value.reshape(-1)
@@ -353,7 +442,7 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
         return value
     if isinstance(value, FlatShard):
         return value.local  # read for this very shard
-    if key not in per_element:
+    if key not in per_element or (shard.weights is None and type(value) is not Tensor):
         return value.clone()  # torch's load_state_dict would go on using the caller's tensor
     if tuple(value.shape) != spec.shape:
         raise CheckpointError(

@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from .errors import CollectiveError, MegastrategyError
 from .gloo_rings import GlooRings
 from .lent_tensors import LentTensors
+from .process_groups import host_group
 from .roll_call import Meeting, Progress, RollCall
 from .tensor_parts import add_parts_, chunks_by_dtype
 from .worker import Worker
@@ -207,7 +208,9 @@ class Collectives(ABC):
             : len(data)
         ].to(device)
         self.all_gather(table.view(-1)).wait()
-        return [bytes(row[:size].tolist()) for row, size in zip(table.cpu(), sizes, strict=True)]
+        received = bytearray(width * self.size)
+        torch.frombuffer(received, dtype=torch.uint8).copy_(table.view(-1))
+        return [bytes(received[width * rank : width * rank + size]) for rank, size in enumerate(sizes)]
 
     def all_gather_objects(self, value: Any, device: torch.device) -> list[Any]:
         """Every rank's picklable ``value``, by rank. The bytes come from the group's own ranks and are trusted."""
@@ -228,9 +231,7 @@ def host_collectives() -> Collectives:
     Raises:
         ValueError: if torch.distributed is not initialised.
     """
-    if not dist.is_initialized():
-        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
-    return make_collectives(dist.new_group(backend="gloo"), torch.device("cpu"))
+    return make_collectives(host_group(), torch.device("cpu"))
 
 
 class BackendCollectives(Collectives):

@@ -208,8 +208,9 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
             raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
         elif name not in ("bucket_cap_mb", "forward_sync_buffers"):
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"unknown argument {name!r}: {hint}known are {', '.join(known)}")
+            # the whole list after the one name would bury it
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ValueError(f"unknown argument {name!r}: {hint}")
     if arguments.get("forward_sync_buffers") is not None:
         chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
     cap = arguments.get("bucket_cap_mb")

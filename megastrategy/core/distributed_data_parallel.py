@@ -16,20 +16,24 @@ from torch.nn import Parameter
 
 from .bucket_planner import BucketPlanner
 from .bucket_tuning import BucketSizeTuner
-from .buffers import ContiguousGradBuffers, GradBuffers, ParamBuffers
+from .buffers import ContiguousGradBuffers, GradBuffers
+from .callers import check_not_a_stage, check_not_inside_torch_ddp
 from .clip_grads import norms_over_owners
 from .collectives import Collectives, make_collectives
 from .config import DistributedDataParallelConfig
-from .errors import ClosedError, ParameterChangedError
+from .errors import ClosedError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
 from .instanced_collectives import destroy_instances, shard_collectives
 from .layout import BufferLayout, build_layout
-from .module_plan import check_memory_is_own, check_ranks_agree, common_device, param_spec
+from .module_plan import check_memory_is_own, check_module, check_ranks_agree, common_device, param_spec
+from .module_watch import ModuleWatch
+from .param_buffers import ParamBuffers
 from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
 from .process_groups import destroy_group, private_group
-from .reducer import Reducer, inside_backward
+from .reduced_grad import inside_backward
+from .reducer import Reducer
 from .relayout import ShardHolder, relayout
 
 
@@ -43,6 +47,7 @@ class DistributedDataParallel(nn.Module):
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
         collectives: how to send instead of what fits the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
+        all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
 
     Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
     gradient is sent if they are registered before wrapping.
@@ -65,7 +70,8 @@ class DistributedDataParallel(nn.Module):
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
 
     Raises:
-        ValueError: if the module cannot be laid out (parameters on several devices, on meta, or uninitialised).
+        ValueError: if the module cannot be laid out (parameters on several devices, on meta, uninitialised, or
+            DTensors), or has a module in it that torch DDP wraps.
         LayoutMismatchError: if the ranks' modules or configurations differ.
     """
 
@@ -77,11 +83,14 @@ class DistributedDataParallel(nn.Module):
         *,
         collectives: Collectives | None = None,
         listener: Listener | None = None,
+        all_reduce_option: str = "DistributedDataParallelConfig(use_distributed_optimizer=False)",
     ) -> None:
         super().__init__()
         self.module = module
+        self.all_reduce_option = all_reduce_option
         self.is_closed = False
         self.config = config = config or DistributedDataParallelConfig()
+        check_module(module, DistributedDataParallel)
         self.device = common_device(module)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
@@ -92,6 +101,7 @@ class DistributedDataParallel(nn.Module):
         self._listener = listener
         self.params: list[Parameter] = []
         self.index_by_id: dict[int, int] = {}  # id(param) -> its index in params and in the layout
+        self._watch = ModuleWatch(self._modules)
         self.layout = self._plan()
         collectives.broadcast_all([*module.parameters(), *module.buffers()])
         self.param_buffers: ParamBuffers | None = None
@@ -111,7 +121,7 @@ class DistributedDataParallel(nn.Module):
             collectives,
             self.shard_collectives,
             config,
-            lambda: self.require_backward_grad_sync,
+            self.should_sync,
             listener,
             self._make_planner() if collectives.size > 1 and self.params else None,
         )
@@ -129,12 +139,16 @@ class DistributedDataParallel(nn.Module):
             return self.module(*args, **kwargs)
         self.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
+            check_not_inside_torch_ddp(self)
+            if self.collectives.size > 1:
+                reduced_by_step = self.layout.num_shards > 1 and not self.layout.is_pooled and self.has_optimizer
+                check_not_a_stage(self, stays_local=reduced_by_step and not self.require_backward_grad_sync)
             self.reducer.before_forward()
             self._check_params()
         if self.param_buffers is not None:
             self.param_gather.before_forward()
         if self._buffers_differ and self.config.broadcast_buffers:
-            self.collectives.broadcast_all(self._module_buffers())
+            self.collectives.broadcast_all(self._watch.buffers())
         outputs = self.module(*args, **kwargs)
         sync = self.require_backward_grad_sync
         self._buffers_differ = training and sync
@@ -155,6 +169,14 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def should_sync(self, decision: bool | None) -> bool:
+        """Whether the backward that starts now is synchronised.
+
+        Args:
+            decision: of the last forward; None if no forward of this object has ended since the last backward began.
+        """
+        return self.require_backward_grad_sync if decision is None else decision
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: torch DDP's way to train on with the ranks that have batches left."""
@@ -183,6 +205,10 @@ class DistributedDataParallel(nn.Module):
         """
         if self.param_buffers is not None:
             self.param_gather.finish()
+
+    def leave_buffers_apart(self) -> None:
+        """What the last forward left in the module's buffers stays each rank's own: the next one does not broadcast."""
+        self._buffers_differ = False
 
     def include_trainable(self) -> None:
         """Takes in the parameters that require gradients now and did not before, so that they are synchronised.
@@ -227,13 +253,6 @@ class DistributedDataParallel(nn.Module):
         """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
         return self.layout.num_shards == 1 and not any(spec.has_main_param for spec in self.layout.params)
 
-    def trains_nothing(self) -> bool:
-        """Whether gradients were reduced and scattered twice while there is no DistributedOptimizer to step with them.
-
-        A plain optimizer would find every ``.grad`` None, and say nothing.
-        """
-        return not self.has_optimizer and self.layout.num_shards > 1 and max(self.reducer.num_reductions, default=0) > 1
-
     @property
     def microbatch(self) -> int:
         """The number of the microbatch in work, if whoever runs the loop counts them.
@@ -264,7 +283,7 @@ class DistributedDataParallel(nn.Module):
         """The whole reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None if it has
         none.
 
-        Collective with reduce-scatter, where ``param.grad`` is None after a synchronised backward.
+        Collective with reduce-scatter, where ``param.grad`` is a stand-in after a synchronised backward.
 
         Raises:
             ValueError: if the parameter is not one of the wrapped module's trainable parameters.
@@ -364,7 +383,9 @@ class DistributedDataParallel(nn.Module):
         if not self.config.use_contiguous_buffers:
             return FlattenedGradBuffers(self.layout, self.params, self.device)
         kind = PooledGradBuffers if self.layout.is_pooled else ContiguousGradBuffers
-        return kind(self.layout, self.params, self.collectives.rank, self.device)
+        buffers = kind(self.layout, self.params, self.collectives.rank, self.device)
+        buffers.all_reduce_option = self.all_reduce_option
+        return buffers
 
     def _make_planner(self) -> BucketPlanner:
         tuner = None
@@ -379,49 +400,28 @@ class DistributedDataParallel(nn.Module):
         """Adds what is trainable and not known yet to ``params``, and lays it out; all ranks agree on it."""
         known = self.index_by_id
         others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
-        self._frozen = [param for _, param in others if not param.requires_grad]
         specs = [param_spec(name, param, self.config) for name, param in others if param.requires_grad]
         joining = [param for _, param in others if param.requires_grad]
         layout = build_layout(specs, self.config, self.collectives.size)
         if joining or not known:
+            check_module(self.module, DistributedDataParallel)
             common_device(self.module)
-            check_memory_is_own(self.module, joining, sharded=layout.num_shards > 1)
+            check_memory_is_own(self.module, joining, self.all_reduce_option, sharded=layout.num_shards > 1)
             check_ranks_agree(layout, self.config, self.collectives, self.device)
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
-        self._holders = self._find_holders()
+        self._watch.look(self.params)
         return layout
 
     def _check_params(self) -> None:
-        """Whether every parameter is still where it was, and frozen if it was frozen: cheap, before every forward."""
-        if any(holder.get(key) is not param for (holder, key), param in zip(self._holders, self.params, strict=True)):
-            self._holders = self._find_holders()
-        if any(param.requires_grad for param in self._frozen):
+        """Whether every parameter is still there, and frozen if it was frozen: cheap, before every forward."""
+        if self._watch.has_changed():
+            check_module(
+                self.module, DistributedDataParallel
+            )  # which may know more of what came in a parameter's place
+            self._watch.look(self.params)
+        if any(param.requires_grad for param in self._watch.frozen):
             self.include_trainable()
-
-    def _module_buffers(self) -> list[Tensor]:
-        """The module's buffers, once each; walking its modules before every forward would take milliseconds."""
-        found = {id(b): b for buffers in self._buffer_holders for b in buffers.values() if b is not None}
-        return list(found.values())
-
-    def _find_holders(self) -> list[tuple[dict[str, Parameter | None], str]]:
-        """For each parameter the module dictionary that holds it and its key there.
-
-        Parameters may move between modules (pruning, weight norm), but not be replaced.
-        """
-        holders: dict[int, tuple[dict[str, Parameter | None], str]] = {}
-        self._buffer_holders = [child._buffers for child in self.module.modules()]
-        for child in self.module.modules():
-            for key, param in child._parameters.items():
-                holders.setdefault(id(param), (child._parameters, key))
-        for index, param in enumerate(self.params):
-            if id(param) not in holders:
-                raise ParameterChangedError(
-                    f"parameter {self.layout.params[index].name!r} was replaced by another object "
-                    "(load_state_dict(assign=True), or an assignment to the module), which nobody would train. "
-                    "Load in place (assign=False, or param.data = x), or wrap the model again"
-                )
-        return [holders[id(param)] for param in self.params]
 
 
 _NO_JOIN = (
@@ -445,8 +445,6 @@ _ENGINE = (
     "shard_holders",
     "on_message",
     "_buffers_differ",
-    "_frozen",
-    "_holders",
-    "_buffer_holders",
+    "_watch",
 )
 """What a wrapper does not hand to its copies."""

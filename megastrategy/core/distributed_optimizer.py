@@ -30,9 +30,10 @@ from .checkpoint import (
 )
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import probe_state_names, probe_state_tensors, why_not_elementwise
+from .elementwise import Findings, probe, probe_state_names, why_not_main_params
 from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
 from .flat_shard import FlatShard
+from .forwarded import forwarding_members
 from .hand_over import MAIN_PARAMS, STATE, Borrowing
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
@@ -44,17 +45,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: built on ``model.parameters()`` or a part of it, with any groups. The object itself goes on being
             used: its groups, hyper-parameters and schedulers keep working. Must not be stepped directly any more.
+            Parameters in it that the model has not are stepped as under torch DDP, each rank with its own gradient.
         model: the wrapped model.
 
     With ``use_distributed_optimizer=False`` every rank steps all parameters; 16-bit weights get fp32 main params
     either way. The instance is also an instance of the optimizer's class.
 
     For fp16 autocast use :class:`~megastrategy.GradScaler`: torch's reads ``.grad``, which a sharded optimizer does not
-    show. Zero gradients here or through the wrapped model: after a synchronised backward ``.grad`` is None already, so
-    that zeroing the raw module or the inner optimizer cannot be noticed.
+    show.
 
     Raises:
-        ValueError: if the model is not wrapped, or the optimizer has a parameter that the model has not.
+        ValueError: if the model is not wrapped, or has none of the optimizer's parameters, or another wrapped model has
+            some of them.
         OptimizerNotShardableError: if the update is not element-wise (found by a numerical probe) and the model's
             configuration shards the optimizer.
     """
@@ -67,7 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
             )
-        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__})
+        members = forwarding_members(type(optimizer), cls)
+        kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__, **members})
         return object.__new__(kind)
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
@@ -77,24 +80,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "first"
             )
         model.check_open()
-        if model.layout.num_shards > 1:
-            main_dtype = (
-                torch.float64 if any(spec.dtype == torch.float64 for spec in model.layout.params) else torch.float32
-            )
-            reason = why_not_elementwise(optimizer, model.device, main_dtype)
-            if reason is not None:
-                raise OptimizerNotShardableError(
-                    f"{type(optimizer).__name__} cannot be sharded: {reason}. Set use_distributed_optimizer=False: "
-                    "every rank then steps whole parameters, as under torch DDP"
-                )
-        elif any(spec.has_main_param for spec in model.layout.params) and probe_state_tensors(optimizer) is None:
-            raise OptimizerNotShardableError(
-                f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: a trial step "
-                "without a closure failed. Keep the weights in fp32 (autocast for the forward), or use another "
-                "optimizer"
-            )
+        findings = _check(optimizer, model)
         state = optimizer.state_dict() if optimizer.state else None
-        self._impl = impl = ShardedStep(optimizer, model)
+        self._impl = impl = ShardedStep(optimizer, model, findings)
         self._borrowing = None
         if impl.owner_collectives is not None:
             self._borrowing = Borrowing(impl, model.collectives, impl.owner_collectives, model.device)
@@ -152,8 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
-        When it returns every rank holds all new weights. With reduce-scatter the step uses the gradients up: a
-        second step finds none, and the next backward starts from zero, whether or not ``zero_grad`` is called.
+        When it returns every rank holds all new weights. Gradients stay until somebody zeroes them, as torch's do.
         """
         impl = self._impl
         if not impl.has_shards:
@@ -199,6 +186,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.model.grad_buffers.clear(impl.param_indices())
         else:
             impl.model.grad_buffers.zero(impl.param_indices())
+        impl.strangers.zero(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on
@@ -213,14 +201,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         with torch.no_grad():
-            scale_to_norm_(grads, norm, max_norm)
+            scale_to_norm_(grads + impl.strangers.grads(), norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As ``torch.nn.utils.clip_grad_value_`` over this optimizer's parameters."""
         impl = self._impl
         impl.finish_grads()
-        grads = impl.owned_grads()
+        grads = impl.owned_grads() + impl.strangers.grads()
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
@@ -240,10 +228,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         finite. Collective."""
         impl = self._impl
         impl.finish_grads()
-        return unscale_grads_(impl.owned_grads(), inv_scale, impl.owner_collectives, impl.model.device)
+        # a stranger's gradient is not reduced, and may be infinite on one rank alone
+        agreeing = impl.model.collectives if impl.strangers.params else impl.owner_collectives
+        return unscale_grads_(impl.owned_grads() + impl.strangers.grads(), inv_scale, agreeing, impl.model.device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the parameters must belong to the wrapped model. Collective if any was not trained before."""
+        """As torch's. Collective if any parameter of the wrapped model was not trained before."""
         self._impl.inner.add_param_group(param_group)
         try:
             self._impl.check_groups()
@@ -263,8 +253,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NotOnAllRanksError: if it is sharded and a rank calls it alone otherwise.
         """
         impl = self._impl
-        if not impl.has_shards:
-            return impl.inner.state_dict()
+        if not impl.sharded:  # it says itself what it saves, of main params where there are some
+            with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
+                return impl.inner.state_dict()
         impl.split_state()
         with self._gather(STATE) as (gather, is_here):
             if not is_here:
@@ -318,7 +309,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         impl = self._impl
         impl.split_state()
-        stepped = impl.stepped_tensor if impl.has_shards else lambda param: param
+        of_others = {id(param) for param in impl.strangers.params} if impl.model.collectives.rank else set()
+
+        def stepped(param: Parameter) -> Tensor | None:
+            if id(param) in of_others:
+                return None  # rank 0's are saved
+            return impl.stepped_tensor(param) if impl.has_shards else param
+
         return sharded_state_dict(impl.inner, impl.names_by_id(), stepped, impl.index_by_id, impl.shards, impl.layout)
 
     def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
@@ -375,3 +372,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._impl.inner!r})"
+
+
+def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> Findings | None:
+    """What trial steps showed, if the optimizer is to be sharded; raises if it cannot step what it would be given."""
+    params = model.layout.params
+    if model.layout.num_shards > 1:
+        findings = probe(optimizer, model.device, model.layout.main_dtype)
+        if findings.reason is not None:
+            raise OptimizerNotShardableError(
+                f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {model.all_reduce_option}: "
+                "every rank then steps whole parameters, as under torch DDP"
+            )
+        return findings
+    if any(spec.has_main_param for spec in params):
+        reason = why_not_main_params(optimizer, model.device)
+        if reason is not None:
+            raise OptimizerNotShardableError(
+                f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
+                "weights in fp32 (autocast for the forward), or use another optimizer"
+            )
+    return None

@@ -2,15 +2,21 @@
 
 Flat shards cut parameters anywhere and forget their shapes. That changes nothing for an optimizer whose update of an
 element depends on that element's own gradient and state (SGD, Adam and most others), and everything for one that
-looks at norms, rows or matrices (LAMB, Adafactor, Muon, Shampoo).
+looks at norms, rows or matrices (LAMB, Adafactor, Muon, Shampoo), or estimates one number from all of them
+(D-Adaptation, Prodigy, DoG).
+
+[Note: what decides]
+A copy of the optimizer steps whole tensors, others step flat pieces of them, and everything is compared: the tensors,
+the state of each, and whatever else the optimizer keeps. A coupling that grows slowly shows in what is kept before it
+shows in a weight. A comparison tells only if the weights moved by much more than rounding hides, so a trial at a small
+learning rate is followed by one at a larger. What cannot be saved from shards is no better than what cannot be stepped.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
-import itertools
-from collections.abc import Sequence
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,113 +25,301 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from .trial import FALLBACK_LR, Problem, Trial, cut, double_of, values_of
+
 _SHAPE = (6, 10)
-_CUTS = (0, 7, 33, 60)  # inside rows and between them
-_STEPS = 5
-_LR = 0.01
+_NUM_STEPS, _NUM_MORE_STEPS = 6, 12  # RAdam's first five are not yet its own
+_RELATIVE = 1e-5
+"""Of a movement or a state, by how much two kernels may differ in rounding: far less than any coupling changes."""
+_WELL_ABOVE = 10
+"""How many times the rounding of a weight its movement must be, to tell anything of it."""
 
 
-def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Steps copies of the optimizer on a small parameter, whole and cut into flat pieces, and compares.
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What trial steps of an optimizer showed.
+
+    Attributes:
+        reason: in words, why shards would not be stepped, or saved, as whole parameters are; None if they would.
+        element_names: of what it keeps for each element. Known where there is no reason.
+        in_parts: whether a step may be several calls, each with some of the tensors in the groups, to the bit. Not if
+            the optimizer keeps anything but state of tensors: a count of its calls, in itself or in a group.
+    """
+
+    reason: str | None
+    element_names: frozenset[str] = frozenset()
+    in_parts: bool = False
+
+
+def probe(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> Findings:
+    """Steps copies of the optimizer on tensors made for it, whole, cut and in parts, and compares.
 
     Args:
         optimizer: left untouched; its class, hyper-parameters and other attributes are used, its state is not.
         device, dtype: of the tensors that it will step.
-
-    Returns:
-        None if whole and cut agree (to rounding) in every group, else the reason in words.
     """
-    for number, group in enumerate(optimizer.param_groups):
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(_SHAPE, generator=generator)
-        # Magnitudes that differ by piece and by row: any norm taken over a piece differs from that over the whole.
-        size = torch.logspace(-3, 3, _SHAPE[0] * _SHAPE[1]).reshape(_SHAPE)
-        grads = [torch.randn(_SHAPE, generator=generator) * size for _ in range(_STEPS)]
-        start, grads = start.to(device, dtype), [grad.to(device, dtype) for grad in grads]
-        whole, flat = start.clone(), start.clone().reshape(-1)
+    if (reason := _why_not_trialled(optimizer)) is not None:
+        return Findings(reason)
+    small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
+    names, in_parts = set[str](), True
+    for number in _distinct(optimizer.param_groups):
+        # what keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one
+        if (reason := _GroupProbe(optimizer, number, small).early_reason()) is not None:
+            return Findings(reason)
+        found = _GroupProbe(optimizer, number, problem).findings()
+        if found.reason is not None:
+            return found
+        names |= found.element_names
+        in_parts = in_parts and found.in_parts
+    return Findings(None, frozenset(names), in_parts)
+
+
+def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason that :func:`probe` found; None if shards are stepped as whole parameters are."""
+    return probe(optimizer, device, dtype).reason
+
+
+def why_not_main_params(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
+    """Why the optimizer cannot step fp32 main params in the place of whole 16-bit weights, in words; None if it can."""
+    if (reason := _why_not_trialled(optimizer)) is not None:
+        return reason
+    problem = Problem(device, torch.float32)
+    for number in _distinct(optimizer.param_groups):
+        group = optimizer.param_groups[number]
         try:
-            _step_on(_double(optimizer, group, [whole]), whole, grads)
-            for a, b in itertools.pairwise(_CUTS):
-                # each piece by an optimizer of its own, as on ranks: what is summed over an optimizer's tensors shows
-                piece = flat[a:b]
-                _step_on(_double(optimizer, group, [piece]), piece, [grad.reshape(-1)[a:b] for grad in grads])
+            problem.run(double_of(optimizer, group, _trial_lr(group)), _NUM_STEPS)
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-            said = f"{type(error).__name__}: {error}".rstrip(".")
-            return f"a trial step of parameter group {number} on flat tensors raised {said}"
-        moved, difference = (whole - start).abs().reshape(-1), (whole.reshape(-1) - flat).abs()
-        if not bool(moved.any()):
-            return f"trial steps of parameter group {number} moved nothing, so they tell nothing"
-        # 1e-6 of the value: rounding of the weight itself
-        if not bool((difference <= 1e-4 * moved + 1e-6 * start.abs().reshape(-1)).all()):
-            return (
-                f"on a trial tensor of shape {_SHAPE}, parameter group {number} gave other results when the tensor was "
-                f"cut into flat pieces (largest difference {difference.max().item():.3g} where the step was "
-                f"{moved.max().item():.3g})"
-            )
+            return f"a trial step of parameter group {number} raised {_said(error)}"
     return None
 
 
-def steps_in_parts(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a step may be several calls, each with some of the tensors in the groups: tried on copies, to the bit.
+class _GroupProbe:
+    """Trials with one parameter group's options."""
 
-    Not if the optimizer keeps anything but state of tensors: a count of its calls, in itself or in a group.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for group in optimizer.param_groups:
-        starts = [torch.randn(_SHAPE, generator=generator).to(device, dtype) for _ in range(2)]
-        grads = [[torch.randn(_SHAPE, generator=generator).to(device, dtype) for _ in range(2)] for _ in range(_STEPS)]
-        together, apart = ([start.clone() for start in starts] for _ in range(2))
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, problem: Problem) -> None:
+        self.optimizer, self.problem = optimizer, problem
+        self.group = optimizer.param_groups[number]
+        self.where = f"parameter group {number}"
+
+    def early_reason(self) -> str | None:
+        """What one step shows."""
+        return self._compare(_trial_lr(self.group), 1)[1]
+
+    def findings(self) -> Findings:
+        lr = _trial_lr(self.group)
+        whole, reason, is_exact = self._compare(lr, _NUM_STEPS)
+        if whole is not None and reason is None and not (is_exact and self._moved_well(whole)):
+            # rounding may hide what a larger movement shows: at the start of a warm-up, or before an estimate has grown
+            lr = None if lr is None else max(lr, FALLBACK_LR)
+            whole, reason, _ = self._compare(lr, _NUM_MORE_STEPS)
+            if whole is not None and reason is None and not self._moved_well(whole):
+                reason = self._moved_too_little(whole)
+        if whole is None or reason is not None:
+            return Findings(reason)
+        names = {
+            name
+            for number, param in enumerate(whole.params)
+            for name, value in whole.state(number).items()
+            if is_per_element(name, value, param.shape, None)
+        }
+        return Findings(None, frozenset(names), self._steps_in_parts(whole, lr))
+
+    def _double(self, lr: float | None) -> torch.optim.Optimizer:
+        return double_of(self.optimizer, self.group, lr)
+
+    def _compare(self, lr: float | None, num_steps: int) -> tuple[Trial | None, str | None, bool]:
+        """The trial on whole tensors, the reason found, and whether no rounding of weights was needed to find none."""
         try:
-            at_once, in_parts = _double(optimizer, group, together), _double(optimizer, group, apart)
-            before = _values_of(in_parts)
-            for step_grads in grads:
-                for params in (together, apart):
-                    for param, grad in zip(params, step_grads, strict=True):
-                        param.grad = grad.clone()
-                at_once.step()
-                for param in apart:
-                    in_parts.param_groups[0]["params"] = [param]
-                    in_parts.step()
-            after = _values_of(in_parts)
+            whole = self.problem.run(self._double(lr), num_steps)
+        except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
+            return None, f"a trial step of {self.where} raised {_said(error)}", False
+        try:
+            pieces = self.problem.rerun_cut(lambda: self._double(lr), whole)
+        except Exception as error:  # noqa: BLE001 - as above
+            return None, f"a trial step of {self.where} on flat tensors raised {_said(error)}", False
+        reason = self._keeps_otherwise(whole, pieces) or _saves_otherwise(whole)
+        moved, is_exact = self._moves_otherwise(whole, pieces)
+        return whole, reason or moved, is_exact
+
+    def _rounding(self, whole: Trial, number: int) -> Tensor:
+        """How far rounding may take each element of a tensor in the trial."""
+        start = self.problem.starts[number]
+        return start.abs().mul_(len(whole.grads) * torch.finfo(start.dtype).eps)
+
+    def _moves_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> tuple[str | None, bool]:
+        is_exact = True
+        for number, param in enumerate(whole.params):
+            flat = torch.cat([piece.params[number] for piece in pieces])
+            difference, moved = (param.detach().reshape(-1) - flat).abs_(), whole.reach[number].reshape(-1)
+            if bool((difference <= _RELATIVE * moved).all()):
+                continue
+            is_exact = False
+            if not bool((difference <= _RELATIVE * moved + self._rounding(whole, number).reshape(-1)).all()):
+                return (
+                    f"on a trial tensor of shape {tuple(param.shape)}, {self.where} gave other results when the tensor "
+                    f"was cut into flat pieces (largest difference {difference.max().item():.3g} where the step was "
+                    f"{moved.max().item():.3g})"
+                ), is_exact
+        return None, is_exact
+
+    def _moved_well(self, whole: Trial) -> bool:
+        """Whether in each piece half of the larger weights moved by much more than their rounding."""
+        for number, spans in enumerate(zip(*self.problem.spans(), strict=True)):
+            well = (whole.reach[number] >= _WELL_ABOVE * self._rounding(whole, number)).reshape(-1)
+            large = (self.problem.starts[number].abs() > 0.1).reshape(-1)
+            for span in spans:
+                if well[slice(*span)][large[slice(*span)]].float().mean() < 0.5:
+                    return False
+        return True
+
+    def _moved_too_little(self, whole: Trial) -> str:
+        most = max(reach.max().item() for reach in whole.reach)
+        moved = "nothing" if most == 0 else f"weights of size 1 by {most:.3g} at most"
+        return (
+            f"{len(whole.grads)} trial steps of {self.where} moved {moved}, so they tell nothing: a step() without a "
+            "closure has to move the tensors in its groups that have a gradient"
+        )
+
+    def _keeps_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> str | None:
+        """Where the optimizer keeps other things for flat pieces, or what a checkpoint of pieces cannot hold."""
+        expected = dict(values_of(whole.optimizer))
+        for piece, spans in zip(pieces, self.problem.spans(), strict=True):
+            for number, param in enumerate(piece.params):
+                values, kept = piece.state(number).items(), whole.state(number).keys()
+                for name, value in values:
+                    if (reason := why_not_saved(name, value, param.shape)) is not None:
+                        return f"for a flat piece of {param.numel()} elements {self.where} keeps {reason}"
+                if kept != piece.state(number).keys():
+                    return (
+                        f"{self.where} keeps {sorted(map(str, kept))} for a whole trial tensor and "
+                        f"{sorted(map(str, piece.state(number)))} for flat pieces of it"
+                    )
+            found = dict(values_of(piece.optimizer))
+            for name in dict.fromkeys((*expected, *found)):  # in order, so that ranks say the same
+                one, other = _not_of_tensors(expected.get(name)), _not_of_tensors(found.get(name))
+                if name not in expected or name not in found or not equal(one, other):
+                    return self._otherwise(name, expected.get(name), found.get(name))
+            for number, span in enumerate(spans):
+                for name, value in piece.state(number).items():
+                    if not self._is_same_state(whole, number, name, value, span):
+                        return self._otherwise(f"state {name!r}", whole.state(number)[name], value)
+        return None
+
+    def _is_same_state(self, whole: Trial, number: int, name: str, value: Any, span: tuple[int, int]) -> bool:
+        expected = whole.state(number)[name]
+        if not is_per_element(name, expected, whole.params[number].shape, None):
+            return equal(expected, value)
+        if type(expected) is not type(value) or expected.dtype != value.dtype or value.numel() != span[1] - span[0]:
+            return False
+        if (size := whole.sizes.get((number, name))) is None:  # whole numbers
+            return torch.equal(cut(expected, span), value)
+        tolerance = max(_RELATIVE, 4 * torch.finfo(value.dtype).eps)  # 16-bit states round to another neighbour
+        return bool(((cut(expected, span) - value).abs() <= tolerance * cut(size, span)).all())
+
+    def _otherwise(self, name: str, whole: Any, piece: Any) -> str:
+        one, other = _in_words(whole), _in_words(piece)
+        differs = f"is {one} for" if one != other else "is otherwise for"
+        than = f"and {other} for" if one != other else "than for"
+        return f"after trial steps of {self.where}, {name} {differs} whole tensors {than} flat pieces of them"
+
+    def _steps_in_parts(self, whole: Trial, lr: float | None) -> bool:
+        before = dict(values_of(self._double(lr)))
+        if not equal(before, dict(values_of(whole.optimizer))):
+            return False
+        try:
+            parts = self.problem.rerun_in_parts(self._double(lr), whole)
         except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return False
-        same_values = before.keys() == after.keys() and all(equal(before[name], after[name]) for name in before)
-        if not same_values or not all(map(torch.equal, together, apart)):
-            return False
-    return True
+        states = all(equal(whole.state(number), parts.state(number)) for number in range(len(whole.params)))
+        is_same = states and all(map(torch.equal, whole.params, parts.params))
+        return is_same and equal(before, dict(values_of(parts.optimizer)))
 
 
-def _values_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What it keeps beside the state of tensors, as it is now."""
-    own = {name: value for name, value in optimizer.__dict__.items() if name not in ("state", "param_groups")}
-    own.update({f"state.{key}": value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
-    (group,) = optimizer.param_groups
-    options = {f"param_groups.{name}": value for name, value in group.items() if name != "params"}
-    return {name: _own(value) for name, value in {**own, **options}.items()}
+def _why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
+    """A copy of what holds another optimizer would step the model's own parameters."""
+    for name, value in optimizer.__dict__.items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for inner in held:
+            if isinstance(inner, torch.optim.Optimizer):
+                return (
+                    f"it steps another optimizer, its attribute {name!r}, which a trial on other tensors cannot reach. "
+                    f"Use that {type(inner).__name__} itself"
+                )
+    return None
 
 
-def _own(value: Any) -> Any:
-    """A copy of what a step may change in place: tensors in containers, and containers."""
-    if isinstance(value, Parameter):
-        return value
+def _saves_otherwise(whole: Trial) -> str | None:
+    """Whether ``state_dict`` has something else than the state of tensors, which is what checkpoints of shards hold."""
+    try:
+        saved = whole.optimizer.state_dict()
+        more = [*(saved.keys() - {"state", "param_groups"}), *(saved["state"].keys() - set(range(len(whole.params))))]
+        for number in range(len(whole.params)):
+            more += sorted(saved["state"].get(number, {}).keys() ^ whole.state(number).keys(), key=str)
+    except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
+        return f"its state_dict() raised {_said(error)}"
+    names = ", ".join(map(repr, dict.fromkeys(more)))
+    return (
+        f"its state_dict() and the state of its tensors differ in {names}: shards would be saved otherwise"
+        if more
+        else None
+    )
+
+
+def _distinct(groups: Sequence[dict[str, Any]]) -> list[int]:
+    """The numbers of groups whose options differ, but for positive learning rates: of those the largest."""
+    chosen: list[tuple[int, dict[str, Any], float | None]] = []
+    for number, group in enumerate(groups):
+        options = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+        lr = _trial_lr(group)
+        for place, (_, other, other_lr) in enumerate(chosen):
+            if (lr is None) == (other_lr is None) and equal(options, other):
+                if lr is not None and other_lr is not None and lr > other_lr:
+                    chosen[place] = (number, options, lr)
+                break
+        else:
+            chosen.append((number, options, lr))
+    return sorted(number for number, _, _ in chosen)
+
+
+def _trial_lr(group: dict[str, Any]) -> float | None:
+    """The group's own learning rate, from before a warm-up if that was larger; None if it has no number."""
+    if not isinstance(group.get("lr"), Tensor | float | int):
+        return None
+    rates = [float(group[name]) for name in ("lr", "initial_lr") if isinstance(group.get(name), Tensor | float | int)]
+    return max((rate for rate in rates if rate > 0), default=FALLBACK_LR)
+
+
+def _not_of_tensors(value: Any) -> Any:
+    """Without what is kept by tensor, which whole tensors and pieces cannot have alike: their movement tells of it."""
+    return (
+        {key: item for key, item in value.items() if not isinstance(key, Tensor)} if isinstance(value, dict) else value
+    )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(".: ")
+
+
+def _in_words(value: Any) -> str:
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        shallow = copy.copy(value)  # of its class
-        for key, item in value.items():
-            shallow[key] = _own(item)
-        return shallow
-    if isinstance(value, list | set):
-        return type(value)(map(_own, value))
-    return value
+        return f"{value.item():.6g}" if value.numel() == 1 else f"{type(value).__name__} of {value.dtype}"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)[:40] if isinstance(value, int | str | None) else f"a {type(value).__name__}"
 
 
 def equal(a: Any, b: Any) -> bool:
     """Whether two values of an optimizer's state or options are alike; what cannot be compared is not."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and type(a) is type(b):
+        return len(a) == len(b) and all(map(equal, a, b))
     try:
-        return bool(a is b or a == b)
+        if a is b or bool(a == b) or (a != a and b != b):  # NaN
+            return True
+        return type(a) is type(b) and hasattr(a, "__dict__") and not callable(a) and equal(vars(a), vars(b))
     except (TypeError, ValueError, RuntimeError):
         return False
 
@@ -142,13 +336,30 @@ def counts_calls(optimizer: torch.optim.Optimizer) -> bool:
     return bool(hooks) or not is_own_step
 
 
-def is_per_element(name: str, value: Any, shape: Sequence[int], names: set[str] | None) -> bool:
+def is_per_element(name: str, value: Any, shape: Sequence[int], names: Collection[str] | None) -> bool:
     """Whether a state value has a number for each element of a tensor of this shape.
 
-    ``names`` of those that do (:func:`probe_state_names`) decides for a tensor of one element, where it is known.
+    ``names`` of those that do (:func:`probe`) decides for a tensor of one element, where it is known.
     """
     is_shaped = isinstance(value, Tensor) and value.shape == tuple(shape)
     return is_shaped and (value.numel() > 1 or names is None or name in names)
+
+
+def why_not_saved(name: str, value: Any, shape: Sequence[int]) -> str | None:
+    """Why a checkpoint cannot hold this state of a flat shard, in words; None if it can."""
+    if not isinstance(value, Tensor):
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        if any(isinstance(item, Tensor) or why_not_saved(name, item, shape) is not None for item in items):
+            return f"state {name!r}, tensors in a {type(value).__name__}, which cannot be divided among ranks"
+        return None
+    if type(value) not in (Tensor, Parameter):
+        return f"state {name!r} as {type(value).__name__}, whose elements cannot be divided among ranks"
+    if value.numel() > 1 and not is_per_element(name, value, shape, None):
+        return (
+            f"state {name!r} of shape {tuple(value.shape)}, which has neither one number nor one for each of the "
+            f"{math.prod(shape)} elements of its shard"
+        )
+    return None
 
 
 def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:
@@ -164,37 +375,19 @@ def probe_state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
 
 
 def _probe_state(optimizer: torch.optim.Optimizer) -> list[set[str]] | None:
+    if _why_not_trialled(optimizer) is not None:
+        return None
     names = []
-    for group in optimizer.param_groups:
-        param = torch.zeros(_SHAPE)
-        double = _double(optimizer, group, [param])
+    for number in _distinct(optimizer.param_groups):
+        group = optimizer.param_groups[number]
+        device = next((param.device for param in group["params"] if not param.is_meta), torch.device("cpu"))
+        param = torch.zeros(_SHAPE, device=device)
         try:
-            _step_on(double, param, [torch.ones(_SHAPE)])
+            trial = Trial(double_of(optimizer, group, _trial_lr(group)), [param])
+            trial.optimizer.param_groups[0]["params"] = [param]
+            trial.step([torch.ones_like(param)])
         except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return None
-        values = double.state[param].items()
+        values = trial.state(0).items()
         names.append({key for key, value in values if isinstance(value, Tensor) and value.shape == param.shape})
     return names
-
-
-def _double(optimizer: torch.optim.Optimizer, group: dict[str, Any], params: list[Tensor]) -> torch.optim.Optimizer:
-    """An optimizer like the given one, with one group of its own and no state.
-
-    Its hooks and wrapped ``step`` stay behind, and so does its learning rate: at the start of a warm-up that is zero.
-    """
-    double = object.__new__(type(optimizer))
-    shared = ("step", "state", "param_groups")
-    double.__dict__.update({name: _own(value) for name, value in optimizer.__dict__.items() if name not in shared})
-    double.__dict__.update({name: collections.OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
-    double.state = collections.defaultdict(dict)
-    lr = group.get("lr")
-    trial_lr = {"lr": torch.full_like(lr, _LR) if isinstance(lr, Tensor) else _LR} if "lr" in group else {}
-    options = {name: _own(value) for name, value in group.items() if name != "params"}
-    double.param_groups = [{**options, **trial_lr, "params": params}]
-    return double
-
-
-def _step_on(optimizer: torch.optim.Optimizer, param: Tensor, grads: list[Tensor]) -> None:
-    for grad in grads:
-        param.grad = grad.clone()
-        optimizer.step()

@@ -34,6 +34,10 @@ class MicrobatchMismatchError(MegastrategyError):
     """The ranks reduce gradients of different microbatches with each other."""
 
 
+class ReducedGradError(MegastrategyError):
+    """Something computed with ``.grad`` after a reduce-scatter, when this rank has a shard of the gradient alone."""
+
+
 class CollectiveError(MegastrategyError):
     """A collective did not complete, most often because another rank ended or hangs."""
 

@@ -26,10 +26,9 @@ class FlattenedGradBuffers(GradBuffers):
         for index, grad in enumerate(grads, first):
             self.params[index].grad, self.has_grad[index] = grad, grad is not None
 
-    def open(self, first: int | None = None) -> None:
+    def open(self) -> None:
         for index, param in enumerate(self.params):
-            if index != first:
-                self.has_grad[index] = param.grad is not None
+            self.has_grad[index] = param.grad is not None
 
     def adopt(self, param: int) -> None:
         self.check_param(param)

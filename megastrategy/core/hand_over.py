@@ -228,7 +228,7 @@ def _when_at_rest(lender: Lender, request: dict[str, Any]) -> str:
 
 def names_of(described: Described) -> list[tuple[str, torch.dtype]]:
     """Of what is kept for each element, in an order that sender and receiver have in common."""
-    return list(dict.fromkeys(name for names in described.sharded.values() for name in names))
+    return list(dict.fromkeys(name for names in described.params_by_keys for name in names))
 
 
 class HandedOver:
@@ -261,7 +261,7 @@ class HandedOver:
         parts = flat.chunk(1 + len(self._pairs))
         for rank, pair in self._pairs.items():
             described = self._described[rank]
-            if any((name, flat.dtype) in described.sharded.get(index, ()) for index in bucket.params):
+            if any((name, flat.dtype) in described.keys.get(index, ()) for index in bucket.params):
                 wanted = [bucket.index, names_of(described).index((name, flat.dtype))]
                 with self._every.named_failures(f"an exchange with rank {rank}"):
                     pair.send(torch.tensor(wanted, dtype=torch.int64))

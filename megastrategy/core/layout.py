@@ -160,6 +160,11 @@ class BufferLayout:
         """Whether gradients have no buffers of their own, and are reduced in every backward."""
         return self.piece_numel is not None
 
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """What an optimizer steps, at its finest: 16-bit parameters have fp32 main params."""
+        return torch.float64 if any(spec.dtype == torch.float64 for spec in self.params) else torch.float32
+
     def pieces(self, bucket: Bucket) -> list[tuple[int, int]]:
         """The parts ``[start, end)`` of every shard of the bucket that one collective carries: as few, and as equal, as
         it takes for the parts of all shards to have at most ``piece_numel`` elements."""

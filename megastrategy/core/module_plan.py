@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
@@ -17,9 +20,58 @@ from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, dense_stride, digest
 from .reducer import is_wrapped
 
 
-def check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, sharded: bool) -> None:
+def check_module(module: nn.Module, own: type[nn.Module]) -> None:
+    """Raises ValueError for a submodule that torch DDP wraps, and for a parameter that is a DTensor.
+
+    Args:
+        module: to be wrapped.
+        own: the class of this engine's wrappers. Those in ``module`` are told by their parameters, if they are open.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, TorchDDP) and not isinstance(child, own):
+            what = f"the submodule {name!r}" if name else "the module"
+            raise ValueError(
+                f"{what} is a DistributedDataParallel of torch's, which would reduce the gradients of its parameters "
+                "too. Put the module that it wraps (its .module) in its place, or train with torch's alone"
+            )
+    if dtensors := _dtensors(module):
+        name, param = next(iter(dtensors.items()))
+        placements, mesh = ", ".join(map(repr, param.placements)), " x ".join(map(str, param.device_mesh.shape))
+        raise ValueError(
+            f"parameter {name!r} is a DTensor ({placements} on a mesh of {mesh}): each rank has its own part of it, "
+            "and here every rank of the data-parallel group holds whole parameters. Wrap the module as it was before "
+            "parallelize_module or fully_shard; for one that is parallelized in other ways too, use torch's "
+            "fully_shard or replicate over the mesh's data-parallel dimension" + "".join(_broken_ties(dtensors))
+        )
+
+
+def _dtensors(module: nn.Module) -> dict[str, Any]:
+    """The parameters that are DTensors, by name; none where nobody has imported the class."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return {name: param for name, param in module.named_parameters() if isinstance(param, kind)}
+
+
+def _broken_ties(dtensors: dict[str, Any]) -> list[str]:
+    """What to say of pairs that were one parameter, most likely: matrices of equal values, not of one constant.
+
+    ``parallelize_module`` makes two parameters of one that two modules hold, and says nothing.
+    """
+    local = {name: param.to_local().detach() for name, param in dtensors.items() if param.dim() > 1}
+    values = {name: part for name, part in local.items() if part.device.type != "meta" and part.numel() > 1}
+    filled = {name: part for name, part in values.items() if not torch.equal(part, part.flatten()[0].expand_as(part))}
+    return [
+        f". {one!r} and {other!r} have equal values: parallelize_module makes two parameters of a tied one, which then "
+        "part; assign one to both modules after it"
+        for one, other in itertools.combinations(filled, 2)
+        if filled[one].shape == filled[other].shape and torch.equal(filled[one], filled[other])
+    ]
+
+
+def check_memory_is_own(
+    module: nn.Module, params: Sequence[Parameter], all_reduce_option: str, *, sharded: bool
+) -> None:
     """Raises ValueError for one of ``params`` that is wrapped already, or that would move into a buffer while other
-    parameters or buffers use its memory too."""
+    parameters or buffers use its memory too; ``all_reduce_option`` is then the way out."""
     joining = {id(param) for param in params}
     spans: list[tuple[int, int, str, bool]] = []
     for name, param in module.named_parameters():
@@ -39,7 +91,7 @@ def check_memory_is_own(module: nn.Module, params: Sequence[Parameter], *, shard
                 raise ValueError(
                     f"{other!r} and {name!r} share memory without being the same Parameter, and would part when "
                     "parameters move into the buffer. Tie them by assigning the Parameter itself (b.weight = "
-                    "a.weight), give each its own memory, or set use_distributed_optimizer=False"
+                    f"a.weight), give each its own memory, or pass {all_reduce_option}"
                 )
         furthest[moves] = max(furthest.get(moves, (0, "")), (end, name))
 

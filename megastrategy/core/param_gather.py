@@ -22,10 +22,10 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .buffers import ParamBuffers
 from .collectives import Collectives, Handle
 from .errors import CollectiveError
 from .events import Event, EventKind, Listener
+from .param_buffers import ParamBuffers
 
 
 class ParamGather:

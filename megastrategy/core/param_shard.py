@@ -33,3 +33,10 @@ class ParamShard:
     @property
     def numel(self) -> int:
         return self.end - self.start
+
+
+def take_outside_changes(main: Tensor, weights: Tensor) -> None:
+    """A main param takes the 16-bit weights' values where they are not its rounding; see sharded_step's
+    [Note: main params]."""
+    changed = main.to(weights.dtype) != weights
+    torch.where(changed, weights.float(), main, out=main)

@@ -31,6 +31,7 @@ from torch.nn import Parameter
 from .buffers import GradBuffers, copy_grad_
 from .layout import STAGING_BUFFERS, Bucket, BufferLayout
 from .nonfinite import NonFinite, find_in_grad
+from .reduced_grad import ReducedGrad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _Piece:
 
 
 class PooledGradBuffers(GradBuffers):
-    """``.grad`` is autograd's own until its bucket is sealed, and None after every backward.
+    """``.grad`` is autograd's own until its bucket is sealed, and a stand-in after every backward.
 
     Owns, for each bucket, ``bucket.numel / d`` elements of the sum dtype on ``device``; and ``STAGING_BUFFERS`` staging
     buffers of one piece each while a backward is reduced.
@@ -98,14 +99,15 @@ class PooledGradBuffers(GradBuffers):
 
     # --- one backward ------------------------------------------------------------------------------------------------
 
-    def open(self, first: int | None = None) -> None:
+    def open(self) -> None:
+        self._notice_drops(range(len(self.params)))
         for bucket in self.layout.buckets:
             self._zero_stale(bucket.index)
         for index, param in enumerate(self.params):
-            if param.grad is None:
-                continue
-            self.check_param(index)
-            if index != first:  # the user's, in place of what was summed; it is sent with what is added to it
+            if isinstance(param.grad, ReducedGrad):  # what autograd adds is sent alone, and added to the sums
+                param.grad = param.grad.take_pending()
+            elif param.grad is not None:  # in place of what was summed; it is sent with what is added to it
+                self.check_param(index)
                 self._zero_sums(index)
                 self.has_grad[index] = True
 
@@ -113,8 +115,8 @@ class PooledGradBuffers(GradBuffers):
         """It stays where autograd put it, and is looked at when its bucket is sealed."""
 
     def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
-        for index, grad in grads.items():
-            self.params[index].grad = grad
+        for index in self.layout.buckets[bucket].params:
+            self.params[index].grad = grads.get(index)
 
     def seal(self, bucket: int) -> None:
         sealed: dict[int, Tensor] = {}
@@ -124,7 +126,7 @@ class PooledGradBuffers(GradBuffers):
                 self.check_param(index)
                 sealed[index] = param.grad.detach()
                 self.has_grad[index] = True
-                param.grad = None
+            param.grad = self._stand_in(index) if self.has_grad[index] else None
         self._sealed[bucket] = sealed
         self._on_the_way.add(bucket)
 
@@ -156,8 +158,7 @@ class PooledGradBuffers(GradBuffers):
 
     def publish(self, bucket: int) -> None:
         self._reduced[bucket] = True
-        for index in self.layout.buckets[bucket].params:
-            self.num_updates[index] += 1
+        self._show_reduced(self.layout.buckets[bucket].params)
         self._on_the_way.discard(bucket)
         if not self._on_the_way:
             self._staging.clear()
@@ -183,9 +184,11 @@ class PooledGradBuffers(GradBuffers):
     # --- between backwards -------------------------------------------------------------------------------------------
 
     def adopt_written(self, params: Iterable[int]) -> None:
+        params = list(params)
+        self._notice_drops(params)
         for index in params:
             param = self.params[index]
-            if param.grad is not None:
+            if param.grad is not None and not isinstance(param.grad, ReducedGrad):
                 self.check_param(index)
                 owned = self.layout.owned_range(index, self._dp_rank)
                 if owned is not None:
@@ -193,12 +196,7 @@ class PooledGradBuffers(GradBuffers):
                     flat = self._flatten(index, param.grad.detach())
                     self.reduced(slot.bucket, *owned).copy_(flat[owned[0] - slot.start : owned[1] - slot.start])
                 self.has_grad[index], self._stale[index] = True, False
-                self.num_updates[index] += 1
-                param.grad = None
-
-    def use_up(self, params: Iterable[int]) -> None:
-        for index in params:
-            self._stale[index] = True
+                param.grad = self._stand_in(index)
 
     def drop_unfinished(self) -> None:
         super().drop_unfinished()

@@ -35,12 +35,31 @@ def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
     if group is None:
         world = dist.group.WORLD
         assert world is not None, "initialised, as checked above"
-        timeout, backend = world._get_backend(device).options._timeout, dist.get_backend_config(world)
-        everybody: ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
-        return everybody
+        return _group_of_all(dist.get_backend_config(world), world._get_backend(device).options._timeout)
     number = torch.tensor([secrets.randbelow(2**62)], device=device)
     group.broadcast([number], dist.BroadcastOptions()).wait()
     return part_of_group(group, dist.get_process_group_ranks(group), f"megastrategy {int(number.item())}", device)
+
+
+def host_group() -> ProcessGroup:
+    """A new gloo group over all ranks, with the timeout of the default group. Collective.
+
+    torch would give it 30 minutes, whatever was asked for: a rank that may wait for an hour would be ended, and one
+    that may wait for a minute would be kept.
+
+    Raises:
+        ValueError: if torch.distributed is not initialised.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
+    device = world._device_types[0]  # its backends, if it has several, were made with one timeout
+    return _group_of_all("gloo", world._get_backend(device).options._timeout)
+
+
+def _group_of_all(backend: str, timeout: timedelta) -> ProcessGroup:
+    made: ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    return made
 
 
 def part_of_group(group: ProcessGroup, ranks: list[int], name: str, device: torch.device) -> ProcessGroup:

@@ -41,9 +41,7 @@ from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradE
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout
 from .nonfinite import NonFinite, describe_nonfinite, find_in_grad
-
-NO_TASK = -1
-"""torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
+from .reduced_grad import NO_TASK, inside_backward
 
 
 class Reducer:
@@ -56,7 +54,7 @@ class Reducer:
         collectives: all ranks, which agree on what was used.
         shard_collectives: how buckets are reduced.
         config: the options.
-        should_sync: asked when a backward starts that no forward has decided for.
+        should_sync: asked when a backward starts, with what the last forward decided (None: there was none to decide).
         listener: gets every event, or None.
         planner: watches the first backwards for better buckets; None where none are wanted.
     """
@@ -69,7 +67,7 @@ class Reducer:
         collectives: Collectives,
         shard_collectives: Collectives,
         config: DistributedDataParallelConfig,
-        should_sync: Callable[[], bool],
+        should_sync: Callable[[bool | None], bool],
         listener: Listener | None = None,
         planner: BucketPlanner | None = None,
     ) -> None:
@@ -139,6 +137,10 @@ class Reducer:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
+    def prepare_for_backward(self, _: Any) -> None:
+        """As torch's: what the forward decided about the next backward is forgotten."""
+        self.before_forward()
+
     def before_forward(self) -> None:
         """A forward starts."""
         self._drop_unfinished()
@@ -190,7 +192,7 @@ class Reducer:
     def _on_grad_accumulated(self, index: int, param: Tensor) -> None:
         bucket = self._bucket_of[index]
         if not self._active:
-            self._begin_backward(index)
+            self._begin_backward()
         elif param.grad is not self.buffers.views[index]:
             if self._syncing and bucket < len(self._handles):
                 self._on_late_grad(index)
@@ -207,12 +209,10 @@ class Reducer:
             if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
                 self._launch_ready()
 
-    def _begin_backward(self, first: int) -> None:
+    def _begin_backward(self) -> None:
         self._active = True
         self._epoch += 1
-        decision = self._forward_decision
-        wanted = self._should_sync() if decision is None else decision
-        self._syncing = wanted or self.buffers.reduces_every_backward
+        self._syncing = self._should_sync(self._forward_decision) or self.buffers.reduces_every_backward
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
         if needed != self._needed:
             self._needed, self._static_used = needed, None
@@ -221,7 +221,7 @@ class Reducer:
         self._has_local_grads = True
         if self._planner is not None and self._syncing:
             self._planner.start()
-        self.buffers.open(first)
+        self.buffers.open()
         if self._watched == NO_TASK:
             self._emit(EventKind.BACKWARD_START, 0)
             self._queue(self._end_backward)
@@ -451,9 +451,7 @@ class Reducer:
 
     def _note_nonfinite_late_grads(self) -> None:
         for index in self._late:
-            grad = self._params[index].grad
-            assert grad is not None, "it arrived, or it would not be late"
-            self._nonfinite += find_in_grad(grad, index, self.layout, self._collectives.rank)
+            self._nonfinite += find_in_grad(self.buffers.late_grad(index), index, self.layout, self._collectives.rank)
 
     def _raise_nonfinite(self) -> None:
         self._drop_unfinished()  # shards that sums are added to would keep what is not finite
@@ -491,8 +489,3 @@ def is_wrapped(param: Parameter) -> bool:
     """Whether the gradient of this parameter is counted by a reducer that is alive and not closed."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
     return any(isinstance(hook, _GradHook) and hook.reducer() is not None for hook in hooks)
-
-
-def inside_backward() -> bool:
-    """Whether a backward is running on this thread."""
-    return bool(torch._C._current_graph_task_id() != NO_TASK)

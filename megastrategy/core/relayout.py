@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .buffers import GradBuffers, ParamBuffers
+from .buffers import GradBuffers
 from .events import EventKind
 from .layout import BufferLayout
+from .param_buffers import ParamBuffers
 
 if TYPE_CHECKING:
     from .distributed_data_parallel import DistributedDataParallel
@@ -122,7 +123,6 @@ def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
         if model.param_buffers is None:
             model.layout = layout
             model.grad_buffers = model.make_grad_buffers()
-            model.grad_buffers.num_updates[:] = grads.num_updates
             model.grad_buffers.keep_views(grads)
         else:
             model.finish_param_gather()

@@ -9,14 +9,13 @@ weight's value. fp32 and fp64 weights need no main param: the shard is a view of
 [Note: bucket by bucket]
 With ``overlap_param_gather`` the optimizer is called once for each bucket, with what this rank has of it in its groups,
 and the bucket's gather goes on while the next is stepped. That is the same step for an optimizer that treats each
-tensor by itself and counts nothing else, which a probe finds out (``steps_in_parts``); where it is not, or where
+tensor by itself and counts nothing else, which a probe finds out (``Findings.in_parts``); where it is not, or where
 somebody's hook counts steps, the optimizer is called once, and all gathers follow.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,28 +24,34 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .buffers import ParamBuffers, slice_view
+from .buffers import slice_view
 from .checkpoint import MAIN_PARAM, shard_state
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import counts_calls, is_per_element, probe_state_names, steps_in_parts
+from .elementwise import Findings, counts_calls, is_per_element
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .hand_over import STATE, AtRest, OwnParts, Version
 from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
-from .param_shard import ParamShard
+from .param_buffers import ParamBuffers
+from .param_shard import ParamShard, take_outside_changes
 from .relayout import Contents, PerElement, ShardHolder
 from .step_tensors import CHUNK_NUMEL, Run, build_runs, own_state
+from .strangers import Strangers
 
 
 class ShardedStep(ShardHolder):
     """The optimizer of one :class:`~megastrategy.DistributedOptimizer`, its model, and this rank's shards between
-    them."""
+    them. ``findings`` are there if it is sharded."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, findings: Findings | None
+    ) -> None:
         self.inner = optimizer
         self.model = model
+        self.strangers = Strangers(optimizer, model)
+        self.check_groups()
         model.has_optimizer = True
         model.shard_holders.append(weakref.ref(self))
         self.sharded = self.layout.num_shards > 1
@@ -55,16 +60,14 @@ class ShardedStep(ShardHolder):
         self._passing_through = False
         self._grad_views: dict[int, Tensor] = {}
         self.num_steps_begun = self.num_steps_done = 0
-        self._stepped: dict[int, int] = {}  # by parameter, which of its gradients this optimizer has stepped with
         self._reductions: dict[int, int] = {}  # by parameter, how often its gradient was reduced before the last step
         self._runs: list[Run] = []
         self._members: list[list[int]] = []  # by group, the parameters of which there are runs
         self._is_joined = False  # whether state is that of the runs
         self.at_rest = AtRest()
         self._is_on_cpu = model.device.type == "cpu"
-        self._element_names = probe_state_names(optimizer) if self.sharded else None
-        self._keeps_state_only = self.sharded and steps_in_parts(optimizer, model.device, torch.float32)
-        self.check_groups()
+        self._element_names = set(findings.element_names) if findings is not None else None
+        self._keeps_state_only = findings is not None and findings.in_parts
         self.follow_model()
 
     @property
@@ -87,16 +90,8 @@ class ShardedStep(ShardHolder):
         return not self.model.steps_params_themselves()
 
     def check_groups(self) -> None:
-        """Raises ValueError if the optimizer has a parameter that the model has not."""
-        known = {id(param) for param in self.model.module.parameters()}
-        for number, group in enumerate(self.inner.param_groups):
-            for place, param in enumerate(group["params"]):
-                if id(param) not in known:
-                    raise ValueError(
-                        f"the optimizer's parameter {place} of group {number}, of shape {tuple(param.shape)}, is not "
-                        "a parameter of the wrapped model: its gradient would never be reduced. Pass "
-                        "model.parameters() of the model that was wrapped"
-                    )
+        """Looks for parameters that the model has not; see :meth:`Strangers.find`."""
+        self.strangers.find()
 
     def follow_model(self) -> None:
         """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
@@ -161,8 +156,8 @@ class ShardedStep(ShardHolder):
                 self._grad_views[index] = grads.reduced(slot.bucket, start, end)
 
     def names_by_id(self) -> dict[int, str]:
-        """By ``id``, the names of the model's parameters, frozen ones too."""
-        return {id(param): name for name, param in self.model.module.named_parameters()}
+        """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
+        return {id(param): name for name, param in self.model.module.named_parameters()} | self.strangers.names_by_id()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -182,13 +177,23 @@ class ShardedStep(ShardHolder):
         return [self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views]
 
     def may_step(self, index: int) -> bool:
-        """Whether a sharded parameter has a gradient that this optimizer has not stepped with; others may have."""
-        grads = self.model.grad_buffers
-        return grads.has_grad[index] and self._stepped.get(index) != grads.num_updates[index]
+        """Whether the next step has a gradient of this sharded parameter to step with."""
+        return self.model.grad_buffers.has_grad[index] and self._may_change(index)
+
+    def _may_change(self, index: int) -> bool:
+        """Whether some rank may step the parameter, the same on all ranks, whatever they do to ``.grad``.
+
+        What was frozen after its gradient was reduced is stepped once more, with that gradient.
+        """
+        reductions = self.model.reducer.num_reductions[index]
+        return self.model.params[index].requires_grad or reductions != self._reductions.get(index, 0)
 
     def norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
-        """The norm over all owners of ``grads``: a scalar in fp32, or fp64 if the model has fp64 gradients."""
+        """The norm over all owners of ``grads``, and of strangers: a scalar in fp32, or fp64 if the model has fp64
+        gradients."""
         total = total_grad_norm(grads, norm_type, self.owner_collectives, self.model.device)
+        if self.strangers.params:
+            total = self.strangers.join_norm(total, norm_type, over_ranks=self.sharded)
         in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
         return total if in_fp64 else total.to(torch.float32)
 
@@ -373,6 +378,7 @@ class ShardedStep(ShardHolder):
 
     def _begin_step(self) -> None:
         self.num_steps_begun = self.num_steps_done + 1
+        self.strangers.warn_once()
         self.model.emit(EventKind.STEP_START, 0)
 
     def step(self) -> None:
@@ -385,26 +391,29 @@ class ShardedStep(ShardHolder):
             self.num_steps_done += 1
 
     def _step_main_params(self) -> None:
-        """Of parameters that are whole on every rank."""
-        own = [self.shards[index] for index in self.param_indices()]
         self._begin_step()
+        with self.main_params_with_grads() as own:
+            self.inner.step()
+            for shard in own:
+                if shard.main.grad is not None:
+                    self.model.params[shard.param].detach().copy_(shard.main)
+        self.model.emit(EventKind.STEP_END, 0)
+
+    @contextlib.contextmanager
+    def main_params_with_grads(self) -> Iterator[list[ParamShard]]:
+        """The optimizer's groups hold parameters that are whole on every rank, main params for 16-bit ones, with their
+        gradients, while this is open; yields those of the 16-bit ones."""
+        own = [self.shards[index] for index in self.param_indices() if self.layout.params[index].has_main_param]
         try:
             for shard in own:
                 param = self.model.params[shard.param]
-                if shard.main is not param:
-                    take_outside_changes(shard.main, param.detach())
-                    shard.main.grad = None if param.grad is None else param.grad.to(shard.main.dtype)
+                take_outside_changes(shard.main, param.detach())
+                shard.main.grad = None if param.grad is None else param.grad.to(shard.main.dtype)
             with self.groups_of_shards():
-                self.inner.step()
-            for shard in own:
-                param = self.model.params[shard.param]
-                if shard.main is not param and shard.main.grad is not None:
-                    param.detach().copy_(shard.main)
+                yield own
         finally:
             for shard in own:
-                if shard.main is not self.model.params[shard.param]:
-                    shard.main.grad = None
-        self.model.emit(EventKind.STEP_END, 0)
+                shard.main.grad = None
 
     def _step_shards(self) -> None:
         model, indices = self.model, self.param_indices()
@@ -421,13 +430,14 @@ class ShardedStep(ShardHolder):
                     self._step_runs([run for run in runs if run.bucket == bucket])
                     if bucket in changing:
                         model.param_gather.start(bucket)
+                self._step_runs([], with_strangers=bool(self.strangers.grads()))
             except BaseException:  # whoever deals with it reads weights that are not on their way
                 with contextlib.suppress(CollectiveError):
                     model.param_gather.finish()
                 raise
             model.emit(EventKind.STEP_END, 0)
         else:
-            self._step_runs(runs, even_if_none=True)
+            self._step_runs(runs, with_strangers=True)
             model.emit(EventKind.STEP_END, 0)
             for bucket in sorted(changing, reverse=True):
                 model.param_gather.start(bucket)
@@ -439,18 +449,17 @@ class ShardedStep(ShardHolder):
             if run.begins:
                 run.split_state(self.inner.state, self._element_names)
                 run.join_state(self.inner.state, self._element_names, self._chunk_numel(run))
-        num_reductions, num_updates = model.reducer.num_reductions, model.grad_buffers.num_updates
-        self._reductions.update({index: num_reductions[index] for index in indices})
         # a backward through a graph from before the step must raise, as it does where torch's optimizers step
         stepped = [model.params[index] for index in indices if self.may_step(index)]
         torch.autograd.graph.increment_version(stepped)
-        self._stepped.update({index: num_updates[index] for index in indices})
-        model.grad_buffers.use_up(indices)
+        self._reductions.update({index: model.reducer.num_reductions[index] for index in indices})
 
-    def _step_runs(self, runs: Sequence[Run], *, even_if_none: bool = False) -> None:
-        if not runs and not even_if_none:
+    def _step_runs(self, runs: Sequence[Run], *, with_strangers: bool = False) -> None:
+        """Calls the optimizer with these runs in its groups, if there are any; with strangers in one call a step."""
+        if not runs and not with_strangers:
             return
-        stepped: list[list[Tensor]] = [[] for _ in self.inner.param_groups]
+        stepped = self.strangers.stepped() if with_strangers else [[] for _ in self.inner.param_groups]
+        tensors = [tensor for run in runs for tensor in run.tensors]
         try:
             for run in runs:
                 if run.weights is not None:
@@ -459,7 +468,7 @@ class ShardedStep(ShardHolder):
                 stepped[run.group] += run.tensors
             with self._groups_of(stepped):
                 self.inner.step()
-            for tensor in itertools.chain.from_iterable(stepped):
+            for tensor in tensors:
                 for name, value in self.inner.state.get(tensor, {}).items():
                     # torch's next gradient would be another tensor, ours is not
                     if isinstance(value, Tensor) and value is tensor.grad:
@@ -468,20 +477,13 @@ class ShardedStep(ShardHolder):
                 if run.weights is not None:
                     run.weights.copy_(run.main)
         finally:
-            for tensor in itertools.chain.from_iterable(stepped):
+            for tensor in tensors:
                 tensor.grad = None
 
     def _changing_buckets(self, indices: Sequence[int]) -> set[int]:
         """The buckets of which some rank may step a parameter: not those of which this rank does, which a gradient
-        written on one rank alone would change. What was frozen after its gradient was reduced is stepped all the same.
-        """
-        params, slots, since = self.model.params, self.layout.slots, self._reductions
-        num_reductions = self.model.reducer.num_reductions
-        return {
-            slots[index].bucket
-            for index in indices
-            if params[index].requires_grad or num_reductions[index] != since.get(index, 0)
-        }
+        written on one rank alone would change."""
+        return {self.layout.slots[index].bucket for index in indices if self._may_change(index)}
 
     def refuse_direct_use(self, *_: Any) -> None:
         """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards."""
@@ -492,9 +494,3 @@ class ShardedStep(ShardHolder):
                 "LightningModule, what fabric.setup() or accelerator.prepare() returned), not of the optimizer that "
                 "was passed to it"
             )
-
-
-def take_outside_changes(main: Tensor, weights: Tensor) -> None:
-    """A main param takes the 16-bit weights' values where they are not its rounding; see [Note: main params]."""
-    changed = main.to(weights.dtype) != weights
-    torch.where(changed, weights.float(), main, out=main)

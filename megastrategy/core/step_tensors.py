@@ -137,7 +137,7 @@ class _Cut:
             per_element = {name for name, value in whole.items() if is_per_element(name, value, (numel,), names)}
             self.parts = [
                 {
-                    name: part_of(value, span) if name in per_element else copy.deepcopy(value)
+                    name: part_of(value, span) if name in per_element else _own_copy(value)
                     for name, value in whole.items()
                 }
                 for span in spans
@@ -161,7 +161,7 @@ def _join(
     whole: State = {}
     for name, value in states[0].items():
         if not is_per_element(name, value, (spans[0][1] - spans[0][0],), names):
-            whole[name] = copy.deepcopy(value)
+            whole[name] = _own_copy(value)
         elif known is not None and known.still_has(name, states):
             whole[name] = known.whole[name]
         else:
@@ -169,6 +169,11 @@ def _join(
             for state, (start, end) in zip(states, spans, strict=True):
                 whole[name][start:end] = state[name]
     return whole
+
+
+def _own_copy(value: Any) -> Any:
+    """For one of many tensors: a deep copy of a tensor takes ten times as long as its clone."""
+    return value.detach().clone() if type(value) is Tensor else copy.deepcopy(value)
 
 
 def part_of(flat: Tensor, span: Span) -> Tensor:

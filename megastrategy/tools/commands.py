@@ -17,7 +17,7 @@ from .._launch_config import LaunchConfigError
 from ..core import CheckpointError
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
-from .launching import launch, write_config
+from .launching import ConfigFileError, check_config_file, launch, write_config
 from .param_names import names_from, names_from_module, names_in_file
 from .parts import Advance, read_file
 from .parts import Progress as Tell
@@ -47,7 +47,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **options: P.kwargs) -> None:
         try:
             command(*args, **options)
-        except CheckpointError as error:
+        except (CheckpointError, ConfigFileError) as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -150,7 +150,10 @@ def launch_command(arguments: tuple[str, ...]) -> None:
     """Run a script as accelerate launch does, with every Accelerator in it being megastrategy's.
 
     The file of --config_file may have both accelerate's keys and our options under megatron_ddp_config:, as
-    megastrategy config writes it. All options are those of accelerate launch.
+    megastrategy config writes it. All options are those of accelerate launch, which lists them:
+
+    \b
+        accelerate launch --help
     """
     launch(arguments)
 
@@ -161,8 +164,7 @@ def launch_command(arguments: tuple[str, ...]) -> None:
 @_expected_failures
 def config_command(file: Path, force: bool) -> None:
     """Ask a few questions, and write the file that megastrategy launch --config_file reads."""
-    if file.exists() and not force:
-        raise click.ClickException(f"{file} is there already: --force replaces it")
+    check_config_file(file, force)
     num_processes = click.prompt("Number of processes on this machine", default=1, type=click.IntRange(min=1))
     use_cpu = click.confirm("Train on the CPU, even if there are GPUs?", default=False)
     precision = click.prompt("Mixed precision", default="no", type=click.Choice(["no", "fp16", "bf16"]))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import CheckpointError
+from ..core import CheckpointError, is_directory_checkpoint
+from .folders import SHARDED, SavedFile, read_folder
 from .parts import Parts, read_directory_parts, read_file
 
 
@@ -96,17 +97,24 @@ def inspect_checkpoint(path: Path, trust: bool = False) -> Contents:
     """
     if not path.exists():
         raise CheckpointError(f"{path} is not there: check the path")
-    parts = read_directory_parts(path, trust) if path.is_dir() else read_file(path, trust)
+    if path.is_dir():
+        read = read_directory_parts if is_directory_checkpoint(path) else read_folder
+        parts = read(path, trust)
+    else:
+        parts = read_file(path, trust)
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
     seen: dict[int, str] = {}
     models = {key: list(_entries(key, model, seen)) for key, model in parts.models.items()}
     optimizers = [_optimizer(key, state, parts, seen) for key, state in parts.optimizers.items()]
     others = [entry for key, value in parts.extra.items() for entry in _entries(key, value, seen)]
-    plain = {
-        key: repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
-        for key, value in parts.extra.items()
-    }
+    plain = {key: _plain(value) for key, value in parts.extra.items()}
     return Contents(parts, models, optimizers, others, plain, sum(file.stat().st_size for file in files))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, SavedFile):
+        return str(value)
+    return repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def loads_with(contents: Contents) -> list[tuple[str, str]]:
@@ -114,6 +122,8 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
     parts = contents.parts
     has_optimizers = any(optimizer.groups for optimizer in contents.optimizers)
     resume = "trainer.fit(..., ckpt_path=PATH)" if parts.writer == "Trainer" else "fabric.load(PATH, state)"
+    if parts.kind == "folder":
+        return _folder_loads_with(parts)
     if set(parts.models) == {""} or "" in parts.optimizers:
         resume = "module.load_state_dict" if parts.models else "optimizer.load_state_dict"
         return (
@@ -139,6 +149,24 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
         ("FSDP", "the layout is Lightning's own for it; not tried by this project"),
         ("plain torch", "torch.distributed.checkpoint, or consolidate it first"),
     ]
+
+
+def _folder_loads_with(parts: Parts) -> list[tuple[str, str]]:
+    if parts.writer == "transformers":
+        theirs, how = "transformers.Trainer", "trainer.train(resume_from_checkpoint=PATH)"
+    else:
+        theirs, how = "accelerate", "accelerator.load_state(PATH)"
+    ours = f"{theirs}, with megastrategy's Accelerator"
+    if (parts.path / SHARDED / ".metadata").is_file():
+        return [
+            (ours, how),
+            (theirs, "not a sharded one: load it, and save it with state_dict_type='full'"),
+            ("plain torch", f"megastrategy checkpoint consolidate PATH/{SHARDED} makes one file for torch.load"),
+        ]
+    if not parts.optimizers:
+        how += ", weights only: it holds no optimizer"
+    rounded = ", which goes on from the rounded weights: it has no use for main params" if parts.main_params else ""
+    return [(ours, how), (theirs, how + rounded)]
 
 
 def _optimizer(key: str, state: Mapping[str, Any], parts: Parts, seen: dict[int, str]) -> OptimizerContents:

@@ -59,7 +59,7 @@ def consolidate(
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     check_target(file, force)
-    entries = read_metadata(directory).state_dict_metadata.values()
+    entries = read_metadata(directory, trust).state_dict_metadata.values()
     sizes = [nbytes_of(entry) for entry in entries if isinstance(entry, TensorStorageMetadata)]
     scratch = _Scratch(sizes)
     with _naming(file, "it was not written"):

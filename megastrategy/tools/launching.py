@@ -15,6 +15,11 @@ from .._launch_config import SECTION, LaunchConfigError, plugin_from_launch, rea
 
 LAUNCHER = "megastrategy.launch"
 
+
+class ConfigFileError(ValueError):
+    """A place where no configuration can be written, and why."""
+
+
 _ANOTHER_ENGINE = (
     "a model is trained by one engine, and this launches megastrategy's. Leave it out (distributed_type: MULTI_GPU, on "
     "CPUs too), or use accelerate launch"
@@ -101,6 +106,27 @@ def _write(content: dict[str, Any], path: Path) -> str:
 
     path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return str(path)
+
+
+def check_config_file(path: Path, force: bool) -> None:
+    """Before anything is asked: answers to six questions would be lost.
+
+    Raises:
+        ConfigFileError: if the file could not be written, or is there and not to be replaced.
+        ModuleNotFoundError: without PyYAML.
+    """
+    import yaml  # noqa: F401
+
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigFileError(f"{path} is a folder: say which file in it, such as {path / 'megatron_ddp.yaml'}")
+    if not folder.is_dir():
+        state = f"{path.parent} is no folder" if folder.exists() else f"there is no folder {path.parent}"
+        raise ConfigFileError(f"{path} cannot be written: {state}")
+    if not os.access(folder, os.W_OK):
+        raise ConfigFileError(f"{path} cannot be written: the folder {path.parent} is read-only for this user")
+    if path.exists() and not force:
+        raise ConfigFileError(f"{path} is there already: --force replaces it")
 
 
 def write_config(

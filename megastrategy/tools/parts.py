@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .._checkpoint_io import load_file
 from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
+from .trusting import directory_reader, load_planner, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -43,8 +43,8 @@ class Parts:
 
     Attributes:
         path: it is from.
-        kind: "file" or "directory".
-        writer: "Trainer", or "other": Fabric's files and plain torch's are the same.
+        kind: "file", "directory", or "folder" of several files.
+        writer: "Trainer", or "other": Fabric's files and plain torch's are the same. Of a folder the library.
         models: the weights, by key: "model" of a Trainer; "" if the file is nothing but weights.
         optimizers: torch's state_dict by key ("optimizer_0", ... of a Trainer), of which ``params`` and ``state`` have
             numbers in a file, and parameter names in a directory.
@@ -53,8 +53,8 @@ class Parts:
     """
 
     path: Path
-    kind: Literal["file", "directory"]
-    writer: Literal["Trainer", "other"]
+    kind: Literal["file", "directory", "folder"]
+    writer: Literal["Trainer", "other", "accelerate", "transformers"]
     models: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     optimizers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     main_params: dict[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
@@ -70,7 +70,7 @@ def read_file(path: Path, trust: bool = False) -> Parts:
     Raises:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
     """
-    content = _load(path, trust)
+    content = read_object(path, trust)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary: it is no checkpoint")
     if _is_module_state(content):
@@ -129,16 +129,18 @@ def content_of_file(parts: Parts) -> dict[str, Any]:
     return content
 
 
-def _load(path: Path, trust: bool) -> Any:
+def read_object(path: Path, trust: bool) -> Any:
+    """What torch saved in a file, with tensors that are mapped.
+
+    Raises:
+        CheckpointError: if it is none, or if ``trust`` is needed to load it.
+    """
     try:
         return load_file(path, weights_only=not trust)
     except (CheckpointError, OSError):
         raise
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"an object of {found[1]}" if found and not trust else "what torch cannot load"
-        remedy = "" if trust else ". If you trust whoever wrote it, --trust loads it, and runs code that it may hold"
-        raise CheckpointError(f"{path} holds {what}{remedy}") from error
+        raise refusal(path, error, trust) from error
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {reason}") from error
@@ -157,18 +159,18 @@ def read_directory_parts(
 
     Args:
         path: of the directory.
-        trust: for what is beside the tensors.
+        trust: for what is beside the tensors, and for the ``.metadata``.
         make: the tensor to read into, from what the directory says of it. By default nothing is read, and the tensors
             are on torch's "meta" device.
         progress: is told of the bytes of tensors.
 
     Raises:
-        CheckpointError: if it is no complete directory of torch.distributed.checkpoint.
+        CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
     """
-    metadata = read_metadata(path)
+    metadata = read_metadata(path, trust)
     extra_file = path / EXTRA_FILE
-    extra = _load(extra_file, trust) if extra_file.is_file() else {}
-    found = _read_nested(path, metadata, make, progress)
+    extra = read_object(extra_file, trust) if extra_file.is_file() else {}
+    found = _read_nested(path, trust, metadata, make, progress)
     parts = Parts(path, "directory", "Trainer" if _TRAINER_MARK in extra else "other", extra=dict(extra))
     if _is_module_state(found):
         parts.models[""] = found
@@ -181,21 +183,21 @@ def read_directory_parts(
     return parts
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Path, trust: bool = False) -> Metadata:
     """What is in a directory, all of whose files are there.
 
     Raises:
-        CheckpointError: if it is no complete directory of torch.distributed.checkpoint.
+        CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
     if not is_directory_checkpoint(path):
         raise CheckpointError(f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last")
     try:
-        metadata = FileSystemReader(path).read_metadata()
+        metadata = directory_reader(path, trust).read_metadata()
         needed: dict[str, int] = {}
         for place in metadata.storage_data.values():
             needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(f"{path}/.metadata cannot be read: {error!r}. Resume from another checkpoint") from error
     for name, nbytes in needed.items():
@@ -207,11 +209,13 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def _read_nested(
-    path: Path, metadata: Metadata, make: Callable[[TensorStorageMetadata], Tensor] | None, progress: Progress
+    path: Path,
+    trust: bool,
+    metadata: Metadata,
+    make: Callable[[TensorStorageMetadata], Tensor] | None,
+    progress: Progress,
 ) -> dict[str, Any]:
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -222,7 +226,7 @@ def _read_nested(
         values |= {name: make(entry) for name, entry in tensors.items()}
     advance = progress(f"reading {path.name}", sum(nbytes_of(entry) for entry in tensors.values()) if make else 0)
 
-    class Telling(DefaultLoadPlanner):
+    class Telling(load_planner(path, trust)):  # type: ignore[misc]  # a class made now
         def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
             advance(tensor.nbytes)
 
@@ -230,9 +234,11 @@ def _read_nested(
         if values:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*to load in a single process")
-                load(values, storage_reader=FileSystemReader(path), planner=Telling(), no_dist=True)
+                load(values, storage_reader=directory_reader(path, trust), planner=Telling(), no_dist=True)
     except (Exception, CheckpointException) as error:  # the second is a BaseException
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+        causes = [failure[0] for failure in error.failures.values()] if isinstance(error, CheckpointException) else []
+        told = next((cause for cause in causes if isinstance(cause, CheckpointError)), None)
+        raise told or CheckpointError(f"{path} cannot be read: {error!r}") from error
     if make is None:
         values |= {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in tensors.items()}
     places = metadata.planner_data or {name: (name,) for name in saved}  # in the order in which it was saved

@@ -10,8 +10,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .gaps import GapTimes, gap_times, gaps_of
+from .pictures import chrome_trace, plot
 from .rendering import size
-from .timeline import ModelEvents, RankEvents, average, bucket_times, chrome_trace, plot
+from .timeline import ModelEvents, RankEvents, average, bucket_times
 
 
 def has_steps(ranks: Sequence[RankEvents]) -> bool:
@@ -47,7 +49,8 @@ def write_files(ranks: Sequence[RankEvents], folder: Path) -> Iterator[str]:
 
 
 def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
-    """Steps by rank, and rank 0's buckets, of every model that has made a whole step."""
+    """Steps by rank, and rank 0's buckets and gaps, of every model that has made a whole step."""
+    loads = {rank.rank: rank.loads for rank in ranks}
     for number in range(max(len(rank.models) for rank in ranks)):
         own = [(rank.rank, rank.models[number]) for rank in ranks if number < len(rank.models)]
         own = [(rank, model) for rank, model in own if model.steps]
@@ -56,6 +59,9 @@ def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
             yield _steps_table(own, f"model {number}" if several else "")
             yield ""
             yield _buckets_table(*own[0])
+            yield ""
+            rank, model = own[0]
+            yield _gaps_table(rank, gap_times(gaps_of(model, loads[rank])))
 
 
 def _steps_table(models: Sequence[tuple[int, ModelEvents]], title: str) -> Table:
@@ -86,6 +92,13 @@ def _buckets_table(rank: int, model: ModelEvents) -> Table:
             f"{times.launch_to_done_ms:.2f}",
             f"{times.hidden_share:.0%}",
         )
+    return table
+
+
+def _gaps_table(rank: int, times: Sequence[GapTimes]) -> Table:
+    table = _new_table(f"gaps, on rank {rank}", "", "how many", "ms each", "ms in all")
+    for each in times:
+        table.add_row(each.name, str(each.count), f"{each.median_ms:.2f}", f"{each.total_ms:.1f}")
     return table
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core import DistributedDataParallel, Event, EventKind, one_listener
 from .timeline import BEGINS_STEP, ModelEvents, RankEvents, completes_step
@@ -190,7 +191,23 @@ class Recording:
     def __init__(self, folder: Path, rank: int, skip: int, num_steps: int) -> None:
         self._folder, self._rank, self._skip, self._num_steps = folder, rank, skip, num_steps
         self._recorders: list[Recorder] = []
+        self._loads: list[tuple[int, int]] = []
         self._is_done = False
+
+    def watch_loading(self, iterator: type[Any] = _BaseDataLoaderIter) -> None:
+        """Notes when the process waits for a batch of any ``DataLoader``, for the rest of the process."""
+        following = iterator.__next__
+
+        @functools.wraps(following)
+        def timed_next(loader: Any) -> Any:
+            if self._is_done:
+                return following(loader)
+            start_ns = time.perf_counter_ns()
+            batch = following(loader)
+            self._loads.append((start_ns, time.perf_counter_ns()))
+            return batch
+
+        iterator.__next__ = timed_next
 
     def install(self, wrapper: type[DistributedDataParallel] = DistributedDataParallel) -> None:
         """For the rest of the process. The class stays where it is, since doors have it by reference and derive from
@@ -219,7 +236,10 @@ class Recording:
         for recorder in self._recorders:
             recorder.is_done = True
         offset_ns = time.time_ns() - time.perf_counter_ns()
-        events = RankEvents(self._rank, [recorder.take() for recorder in self._recorders], offset_ns)
+        models = [recorder.take() for recorder in self._recorders]
+        told = [event.time_ns for model in models for event in model.events]
+        loads = [load for load in self._loads if told and min(told) <= load[1] and load[0] <= max(told)]
+        events = RankEvents(self._rank, models, offset_ns, loads)
         path = self._folder / f"events.rank{self._rank}.json"
         path.with_suffix(".part").write_text(json.dumps(events.to_json()), encoding="utf-8")
         path.with_suffix(".part").replace(path)
@@ -230,6 +250,7 @@ def main() -> None:
     folder, skip, steps, *command = sys.argv[1:]
     recording = Recording(Path(folder), int(os.environ["RANK"]), int(skip), int(steps))
     recording.install()
+    recording.watch_loading()
     try:
         _run(command)
     finally:

@@ -56,9 +56,13 @@ def size(nbytes: int) -> str:
 
 def _header(contents: Contents) -> Iterator[RenderableType]:
     parts = contents.parts
-    kind = "one file" if parts.kind == "file" else "a sharded directory"
-    version = parts.extra.get("pytorch-lightning_version")
-    writer = f"a Lightning Trainer ({version})" if parts.writer == "Trainer" else "Fabric or plain torch"
+    kind = {"file": "one file", "directory": "a sharded directory", "folder": "a folder"}[parts.kind]
+    writer = {
+        "Trainer": f"a Lightning Trainer ({parts.extra.get('pytorch-lightning_version')})",
+        "other": "Fabric or plain torch",
+        "accelerate": "Accelerator.save_state",
+        "transformers": "transformers.Trainer",
+    }[parts.writer]
     yield Text(f"{parts.path}: {kind}, by {writer}", style="bold")
     counters = [f"{key} {parts.extra[key]}" for key in ("epoch", "global_step") if key in parts.extra]
     names = ", ".join(key or "the optimizer" for key in parts.main_params)

@@ -1,6 +1,6 @@
-"""What the engine's events say about time: spans, exposed communication, a Chrome trace and a picture.
+"""What the engine's events say about time: spans, steps, exposed communication.
 
-Pure functions over the events of one rank (``core.events``), but for :func:`plot`. Times are the host's, in nanoseconds
+Pure functions over the events of one rank (``core.events``). Times are the host's, in nanoseconds
 of the rank's own clock; a rank's ``clock_offset_ns`` takes them to a clock that all ranks share.
 
 [Note: what a step is]
@@ -16,13 +16,9 @@ import dataclasses
 import enum
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..core import Event, EventKind
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _Interval = tuple[int, int]
 
@@ -66,22 +62,26 @@ class Span:
         if self.kind is EventKind.WAIT_START:
             return "wait for parameters" if self.index else "wait for gradients"
         if self.lane is Lane.COMMUNICATION:
-            return f"{_COLLECTIVES[self.kind]} bucket {self.index}"
+            return f"{COLLECTIVES[self.kind]} bucket {self.index}"
         return str(self.kind.value).removesuffix("_start")
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One training step, see [Note: what a step is]; waiting in it is its exposed communication."""
+    """One training step, see [Note: what a step is]; waiting in it is its exposed communication.
+
+    An evaluation between its microbatches is no part of its time.
+    """
 
     start_ns: int
     end_ns: int
     exposed_gradients_ns: int
     exposed_parameters_ns: int
+    evaluation_ns: int = 0
 
     @property
     def step_ms(self) -> float:
-        return (self.end_ns - self.start_ns) / 1e6
+        return (self.end_ns - self.start_ns - self.evaluation_ns) / 1e6
 
     @property
     def exposed_ms(self) -> float:
@@ -150,11 +150,17 @@ class ModelEvents:
 
 @dataclasses.dataclass(frozen=True)
 class RankEvents:
-    """What all wrappers of one rank told; ``clock_offset_ns`` is added to its times to compare them with others'."""
+    """What all wrappers of one rank told.
+
+    Attributes:
+        clock_offset_ns: is added to its times to compare them with others'.
+        loads: when it waited for a ``DataLoader``'s next batch, in order.
+    """
 
     rank: int
     models: Sequence[ModelEvents]
     clock_offset_ns: int = 0
+    loads: Sequence[_Interval] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain types."""
@@ -182,7 +188,8 @@ class RankEvents:
             )
             for model in content["models"]
         ]
-        return RankEvents(**{**content, "models": models})
+        loads = tuple((start_ns, end_ns) for start_ns, end_ns in content["loads"])
+        return RankEvents(**{**content, "models": models, "loads": loads})
 
 
 _STARTS = {
@@ -201,7 +208,7 @@ _LANES = {
     EventKind.GATHER_START: Lane.COMMUNICATION,
     EventKind.WAIT_START: Lane.WAITING,
 }
-_COLLECTIVES = {EventKind.REDUCE_START: "reduce", EventKind.GATHER_START: "gather"}
+COLLECTIVES = {EventKind.REDUCE_START: "reduce", EventKind.GATHER_START: "gather"}
 BEGINS_STEP = (EventKind.FORWARD_START, EventKind.BACKWARD_START)
 """A step lasts until the first of these after the event that completes it."""
 
@@ -232,8 +239,10 @@ def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
     """The whole steps among the events, see [Note: what a step is]; one that an exception or the record's end cut off
     is left out."""
     events = list(events)
-    waits = [span for span in spans_of(events) if span.lane is Lane.WAITING]
+    spans = spans_of(events)
+    waits = [span for span in spans if span.lane is Lane.WAITING]
     by_kind = [[(span.start_ns, span.end_ns) for span in waits if span.index == index] for index in (0, 1)]
+    evaluations = evaluations_of(spans)
     steps: list[Step] = []
     start_ns: int | None = None
     end_ns: int | None = None  # so far, once the step is complete
@@ -241,8 +250,8 @@ def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
         begins = event is None or event.kind in BEGINS_STEP
         if begins and end_ns is not None:
             if start_ns is not None:
-                exposed = [_overlap_ns((start_ns, end_ns), intervals) for intervals in by_kind]
-                steps.append(Step(start_ns, end_ns, *exposed))
+                lost = [_overlap_ns((start_ns, end_ns), intervals) for intervals in (*by_kind, evaluations)]
+                steps.append(Step(start_ns, end_ns, *lost))
             start_ns = end_ns = None
         if event is None:
             break
@@ -251,6 +260,27 @@ def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
         if end_ns is not None or completes_step(event, has_optimizer):
             end_ns = event.time_ns
     return steps
+
+
+def evaluations_of(spans: Iterable[Span]) -> list[_Interval]:
+    """From the first to the last of consecutive forwards without gradients, with what is between them. One inside of
+    a training forward (a teacher's, in manual optimization) is a part of that."""
+    found: list[_Interval] = []
+    goes_on = False
+    trained_until_ns = 0
+    computed = [span for span in spans if span.lane is Lane.COMPUTE]
+    for span in sorted(computed, key=lambda span: (span.start_ns, -span.end_ns)):
+        if span.end_ns <= trained_until_ns:
+            continue
+        is_evaluation = span.kind is EventKind.FORWARD_START and not span.index
+        if is_evaluation and goes_on:
+            found[-1] = (found[-1][0], span.end_ns)
+        elif is_evaluation:
+            found.append((span.start_ns, span.end_ns))
+        else:
+            trained_until_ns = span.end_ns
+        goes_on = is_evaluation
+    return found
 
 
 def average(steps: Sequence[Step]) -> Average:
@@ -279,7 +309,7 @@ def bucket_times(model: ModelEvents) -> list[BucketTimes]:
             exposed_ns = sum(_overlap_ns((span.start_ns, span.end_ns), waits) for span in own)
             times.append(
                 BucketTimes(
-                    _COLLECTIVES[kind],
+                    COLLECTIVES[kind],
                     bucket,
                     len(own),
                     nbytes[bucket] if bucket < len(nbytes) else 0,
@@ -295,172 +325,3 @@ def _overlap_ns(interval: _Interval, others: Iterable[_Interval]) -> int:
     """How much of it lies in any of the others, which do not overlap each other."""
     start, end = interval
     return sum(max(0, min(end, other_end) - max(start, other_start)) for other_start, other_end in others)
-
-
-# --- Chrome trace ----------------------------------------------------------------------------------------------------
-
-
-def chrome_trace(ranks: Iterable[RankEvents]) -> dict[str, Any]:
-    """For chrome://tracing and https://ui.perfetto.dev: a process a rank, and in it threads for steps and each lane.
-
-    Collectives whose spans overlap, as they do where nobody knows when they ran, get threads of their own. Times are
-    microseconds from the first event of any rank.
-    """
-    ranks = list(ranks)
-    origin = min(
-        (
-            span.launched_ns + rank.clock_offset_ns
-            for rank in ranks
-            for model in rank.models
-            for span in spans_of(model.events)
-        ),
-        default=0,
-    )
-    content: list[dict[str, Any]] = []
-    for rank in ranks:
-        content.append(_metadata("process_name", rank.rank, 0, f"rank {rank.rank}"))
-        tid = 0
-        for number, model in enumerate(rank.models):
-            title = f"model {number}: " if len(rank.models) > 1 else ""
-            for name, slices in _threads(model):
-                content.append(_metadata("thread_name", rank.rank, tid, title + name))
-                content.append(_metadata("thread_sort_index", rank.rank, tid, tid))
-                for what, start_ns, end_ns, details in slices:
-                    content.append(
-                        {
-                            "name": what,
-                            "cat": name,
-                            "ph": "X",
-                            "ts": (start_ns + rank.clock_offset_ns - origin) / 1e3,
-                            "dur": (end_ns - start_ns) / 1e3,
-                            "pid": rank.rank,
-                            "tid": tid,
-                            "args": details,
-                        }
-                    )
-                tid += 1
-    return {"displayTimeUnit": "ms", "traceEvents": content}
-
-
-_Slice = tuple[str, int, int, dict[str, Any]]
-
-
-def _threads(model: ModelEvents) -> Iterable[tuple[str, list[_Slice]]]:
-    steps = [
-        (
-            f"training step {model.num_skipped_steps + number}",
-            step.start_ns,
-            step.end_ns,
-            {"exposed_ms": step.exposed_ms, "exposed_share": average([step]).exposed_share},
-        )
-        for number, step in enumerate(model.steps)
-    ]
-    yield "steps", steps
-    spans = spans_of(model.events)
-    for lane in Lane:
-        own = [span for span in spans if span.lane is lane]
-        if lane is not Lane.COMMUNICATION:
-            yield lane.value, [(span.name, span.start_ns, span.end_ns, {}) for span in own]
-            continue
-        for row in _rows(own) or [[]]:
-            yield lane.value, [(span.name, span.start_ns, span.end_ns, _details(span, model)) for span in row]
-
-
-def _details(span: Span, model: ModelEvents) -> dict[str, Any]:
-    sizes = model.reduced_bytes if span.kind is EventKind.REDUCE_START else model.gathered_bytes
-    details: dict[str, Any] = {"launch_to_done_ms": (span.end_ns - span.launched_ns) / 1e6}
-    if span.index < len(sizes):
-        details["bytes"] = sizes[span.index]
-    return details
-
-
-def _rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """As few as it takes for no two in a row to overlap."""
-    rows: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: span.start_ns):
-        free = next((row for row in rows if row[-1].end_ns <= span.start_ns), None)
-        if free is None:
-            rows.append([span])
-        else:
-            free.append(span)
-    return rows
-
-
-def _metadata(name: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
-    key = "sort_index" if name.endswith("sort_index") else "name"
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {key: value}}
-
-
-# --- picture ---------------------------------------------------------------------------------------------------------
-
-_COLORS = {
-    EventKind.FORWARD_START: "#7fb3d5",
-    EventKind.BACKWARD_START: "#2e6da4",
-    EventKind.STEP_START: "#7d5ba6",
-    EventKind.REDUCE_START: "#e08e2b",
-    EventKind.GATHER_START: "#58a55c",
-    EventKind.WAIT_START: "#c62828",
-}
-_LEGEND = ("forward", "backward", "optimizer step", "reduce a bucket", "gather a bucket", "waiting: exposed")
-_MAX_RANKS_DRAWN = 4
-
-
-def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None:
-    """Draws the last steps: for each of the first ranks what it computes, red where it waits, over what is on the wire.
-
-    Of several wrapped models the one with the most steps is drawn.
-
-    Raises:
-        ValueError: if no whole step was recorded.
-        ModuleNotFoundError: without matplotlib.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure  # no pyplot: nothing of the caller's is touched
-    from matplotlib.patches import Patch
-
-    drawn = [rank for rank in ranks if rank.models][:_MAX_RANKS_DRAWN]
-    models = [max(rank.models, key=lambda model: len(model.steps)) for rank in drawn]
-    if not models or not (steps := models[0].steps):
-        raise ValueError("no whole step was recorded")
-    shown = steps[-num_steps:]
-    start_ns, end_ns = (ns + drawn[0].clock_offset_ns for ns in (shown[0].start_ns, shown[-1].end_ns))
-    figure = Figure(figsize=(14, 1.6 + 1.1 * len(drawn)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-    for rank, model, axis in zip(drawn, models, axes, strict=True):
-        offset_ns = rank.clock_offset_ns - start_ns
-        _draw(axis, spans_of(model.events), offset_ns, end_ns - start_ns)
-        axis.set_title(_title(rank.rank, model.steps), loc="left", fontsize=9)
-    axes[-1].set_xlabel("ms")
-    patches = [Patch(color=color, label=label) for color, label in zip(_COLORS.values(), _LEGEND, strict=True)]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
-
-
-def _title(rank: int, steps: Sequence[Step]) -> str:
-    if not steps:
-        return f"rank {rank}"
-    times = average(steps)
-    return (
-        f"rank {rank}: {times.step_ms:.1f} ms a step, {times.exposed_ms:.1f} ms exposed communication "
-        f"({times.exposed_share:.1%}), over {times.num_steps} steps"
-    )
-
-
-def _draw(axis: Axes, spans: Iterable[Span], offset_ns: int, length_ns: int) -> None:
-    """Waiting comes over the backward that it is in, and over nothing else."""
-    for span in sorted(spans, key=lambda span: (span.lane is Lane.WAITING, span.start_ns, -span.end_ns)):
-        start_ns, end_ns = span.start_ns + offset_ns, span.end_ns + offset_ns
-        if end_ns < 0 or start_ns > length_ns:
-            continue
-        height = 0 if span.lane is Lane.COMMUNICATION else 1
-        axis.broken_barh(
-            [(start_ns / 1e6, (end_ns - start_ns) / 1e6)],
-            (height, 0.9),
-            facecolors=_COLORS[span.kind],
-            edgecolors="none" if span.lane is Lane.WAITING else "white",  # it may be short
-            linewidth=0.4,
-        )
-    axis.set_xlim(0, length_ns / 1e6)
-    axis.set_yticks([0.45, 1.45], ["wire", "rank"])
-    axis.spines[["top", "right", "left"]].set_visible(False)

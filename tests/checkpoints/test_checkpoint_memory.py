@@ -151,6 +151,7 @@ def test_saving_costs_one_bucket_beyond_what_is_returned(size: int, dtype: torch
         bucket = me.largest_bucket_bytes
         numel = sum(param.numel() for param in me.model.params)
         assert bucket < 4 * numel * 0.6, "a bucket and the model are told apart"
+        assert me.optimizer.state, "from here on each shard has counters of its own, four bytes each"
         for save, state_tensors in ((me.optimizer.state_dict, 3), (me.optimizer.main_params, 1)):
             if dtype == torch.float32 and save == me.optimizer.main_params:
                 continue

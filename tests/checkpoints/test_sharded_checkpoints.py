@@ -228,6 +228,38 @@ def test_peculiar_names_and_sizes_come_back(tmp_path: Path, shapes: dict[str, tu
     run_processes(2, resume_peculiar, tmp_path / "checkpoint", shapes)
 
 
+def save_and_load_with_a_stranger(path: Path) -> None:
+    """A head that is not the model's: its state parts from rank to rank, and rank 0's is saved."""
+    rank = dist.get_rank()
+
+    def make() -> tuple[Training, nn.Parameter]:
+        training, head = Training(), nn.Parameter(torch.ones(3))
+        training.optimizer.add_param_group({"params": [head], "lr": 0.1})
+        return training, head
+
+    first, head = make()
+    for step in range(3):
+        loss = first.model(images(rank, step, 0, first.dtype), step, rank)
+        (loss + (head * (rank + 1)).square().sum()).backward()
+        first.optimizer.step()
+        first.optimizer.zero_grad()
+    save_directory(first.state(), {}, path, host_collectives())
+    saved = first.whole()
+    second, its_head = make()
+    second.load(path)
+    assert_same(second.whole()["optimizer"], saved["optimizer"])
+    values = {name: value.clone() for name, value in second.optimizer.state[its_head].items()}
+    from_rank_zero: list[Any] = [dict(first.optimizer.state[head])]
+    dist.broadcast_object_list(from_rank_zero)
+    assert_same(values, from_rank_zero[0])
+    own = first.optimizer.state[head]["exp_avg"]
+    assert torch.equal(own, values["exp_avg"]) == (rank == 0), "there is a difference to be seen"
+
+
+def test_state_of_a_parameter_that_the_model_has_not_is_rank_zeros(tmp_path: Path) -> None:
+    run_processes(2, save_and_load_with_a_stranger, tmp_path / "checkpoint")
+
+
 def test_a_copy_in_host_memory_is_a_snapshot_of_everything() -> None:
     Point = collections.namedtuple("Point", "x y")
     queue = collections.deque([1, 2], maxlen=3)

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
 from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.errors import ReducedGradError
 
 from .accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_of, train, weights_of
 from .matrix import MODES, assert_equal
@@ -53,10 +54,12 @@ def with_mode(name: str, mode: dict[str, Any]) -> dict[str, Any] | None:
     return mode if name == "megatron_ddp" else None
 
 
-def assert_like_ddp(worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any], rtol: float = 0.0) -> list[Any]:
+def assert_like_ddp(
+    worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any], rtol: float = 0.0, *arguments: Any
+) -> list[Any]:
     """The job's results under ours, which are those under torch DDP; 1e-6 is for the order of a sum over shards."""
-    expected = worlds.run(job, "ddp", mode)
-    ours = worlds.run(job, "megatron_ddp", mode)
+    expected = worlds.run(job, "ddp", mode, *arguments)
+    ours = worlds.run(job, "megatron_ddp", mode, *arguments)
     assert_equal(ours, expected, rtol if mode["use_distributed_optimizer"] else 0.0)
     return expected
 
@@ -308,7 +311,7 @@ def call_torch_ddps_own() -> list[str]:
     refused = []
     for name, value in vars(TorchDDP).items():
         if inspect.isfunction(value) and not name.startswith("__") and not hasattr(nn.Module, name):
-            engines = getattr(type(model), name) is not value and name in ("no_sync", "forward")
+            engines = getattr(type(model), name) is not value and name in ("no_sync", "forward", "_set_static_graph")
             if not engines:
                 with pytest.raises(NotImplementedError, match=rf"{name}\(\) belongs to torch DDP"):
                     getattr(model, name)()
@@ -318,7 +321,9 @@ def call_torch_ddps_own() -> list[str]:
 
 def test_torch_ddps_own_functions_are_refused_by_name(worlds: Worlds) -> None:
     for refused in worlds.run(call_torch_ddps_own):
-        assert {"join", "register_comm_hook", "_register_fused_optim", "_set_static_graph", "scatter"} <= set(refused)
+        assert {"join", "register_comm_hook", "_register_fused_optim", "_update_process_group", "scatter"} <= set(
+            refused
+        )
 
 
 class Blocks(nn.Module):
@@ -527,44 +532,21 @@ def test_state_dict_on_one_rank_alone_says_what_to_call(worlds: Worlds) -> None:
     assert "has to be called on all of them" in message
 
 
-class ScheduleFree(torch.optim.SGD):
-    """Averages weights in ``eval()`` and goes back in ``train()``, as the package ``schedulefree`` does."""
+def schedule_free(params: Any) -> torch.optim.Optimizer:
+    from tests.support.optimizers_with_methods import ScheduleFree
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self.training = True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert self.training, "train() was not called"
-        for param in (param for group in self.param_groups for param in group["params"]):
-            self.state[param].setdefault("z", param.clone())
-        super().step()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for param in (param for group in self.param_groups for param in group["params"]):
-            if "z" in self.state[param]:
-                z = self.state[param]["z"]
-                self.state[param]["z"] = param.clone()
-                param.copy_(z)
-
-    def eval(self) -> None:
-        self.training = False
-        self._swap()
-
-    def train(self) -> None:
-        self.training = True
-        self._swap()
+    return ScheduleFree(params, lr=0.05)
 
 
 def train_schedule_free(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Weights in both modes; the optimizer begins in evaluation."""
     accelerator = make_accelerator(name, with_mode(name, mode))
     net = net_of()
-    model, optimizer = accelerator.prepare(net, ScheduleFree(net.parameters()))
+    model, optimizer = accelerator.prepare(net, schedule_free(net.parameters()))
     seen = []
-    for step in range(2):
+    for step in range(3):
         optimizer.train()
+        seen.append(weights_of(net))
         accelerator.backward(model(inputs(accelerator, step)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -573,10 +555,61 @@ def train_schedule_free(name: str, mode: dict[str, Any]) -> list[dict[str, Tenso
     return seen
 
 
-def test_schedule_free_optimizers_are_right_or_refused(worlds: Worlds) -> None:
-    assert_like_ddp(worlds, train_schedule_free, MODES["all-reduce"])
-    for message in worlds.run(refusal, "schedule free"):
-        assert "use_distributed_optimizer=False" in message
+@both_modes
+def test_schedule_free_optimizers_have_the_modes_of_torch_ddp(worlds: Worlds, mode: dict[str, Any]) -> None:
+    assert_like_ddp(worlds, train_schedule_free, mode)
+
+
+# --- uneven batches ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def uneven_inputs(accelerator: Any, model: Any, data: Any) -> Iterator[None]:
+    """What accelerate's own does on GPUs alone."""
+    if isinstance(accelerator, accelerator_class()):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            yield
+        return
+    from torch.distributed.algorithms import Join
+
+    data.batch_sampler.even_batches = False
+    with Join([model]):
+        yield
+    data.batch_sampler.even_batches = True
+
+
+def accelerator_class() -> type:
+    from megastrategy.accelerate import Accelerator
+
+    return Accelerator
+
+
+def evaluate_unevenly(name: str, mode: dict[str, Any], enters: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """As pytorch-accelerated does it after every epoch: one batch for two ranks, and buffers that differ until then."""
+    accelerator = make_accelerator(name, with_mode(name, mode))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    samples = DataLoader(torch.arange(10.0).reshape(2, 5), batch_size=2)
+    model, optimizer, data = accelerator.prepare(net, sgd(net.parameters()), samples)
+    outputs = []
+    for step in range(3):
+        model.train()
+        accelerator.backward(model(inputs(accelerator, step)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        grad = torch.no_grad() if enters == "no_grad" else contextlib.nullcontext()
+        with accelerator.no_sync(model), uneven_inputs(accelerator, model, data), grad:
+            outputs += [model(batch).detach() for batch in data]
+    assert data.batch_sampler.even_batches, "as it was before"
+    return outputs, weights_of(net)
+
+
+@both_modes
+@pytest.mark.parametrize("enters", ["no_grad", "with gradients"])
+def test_ranks_may_evaluate_different_numbers_of_batches(worlds: Worlds, mode: dict[str, Any], enters: str) -> None:
+    outputs = [result[0] for result in assert_like_ddp(worlds, evaluate_unevenly, mode, 0.0, enters)]
+    assert [len(rank) for rank in outputs] == [3, 0], "the second rank had no batch at all"
 
 
 # --- refused by name -------------------------------------------------------------------------------------------------
@@ -614,8 +647,11 @@ def _uneven() -> None:
     model, _ = accelerator.prepare(net, sgd(net.parameters()))
     with accelerator.join_uneven_inputs([model], even_batches=True):
         model(inputs(accelerator)).sum().backward()
+    with accelerator.join_uneven_inputs([model], even_batches=False), accelerator.no_sync(model):
+        model(inputs(accelerator)).sum().backward()
     with accelerator.join_uneven_inputs([model], even_batches=False):
-        pass
+        loss = model(inputs(accelerator)).sum()
+        loss.backward()
 
 
 def _environment(variable: str) -> None:
@@ -642,7 +678,10 @@ def _nan_check_with_fp16() -> None:
 
 
 def _optimizer_first() -> None:
-    make_accelerator("megatron_ddp").prepare(sgd(net_of().parameters()))
+    accelerator, net = make_accelerator("megatron_ddp"), net_of()
+    optimizer = accelerator.prepare(sgd(net.parameters()))
+    accelerator.prepare(net)
+    del optimizer
 
 
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
@@ -663,7 +702,6 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
         "belong to 2 models",
     ),
     "not element-wise": (lambda: _prepare(lambda nets: torch.optim.LBFGS(nets[0].parameters())), "cannot be sharded"),
-    "schedule free": (lambda: _prepare(lambda nets: ScheduleFree(nets[0].parameters())), "Schedule-Free"),
     "nan check with fp16": (_nan_check_with_fp16, "check_for_nan_in_grad=True contradicts"),
 }
 
@@ -681,6 +719,46 @@ def test_refused_by_name(worlds: Worlds, case: str) -> None:
     assert first == second
 
 
+def refusals_with(plugin: Any) -> dict[str, str]:
+    """The messages whose way out is an all-reduce."""
+    from megastrategy.accelerate import Accelerator
+
+    accelerator = Accelerator(megatron_ddp_plugin=plugin)
+    nets = net_of(1), net_of(2)
+    models = accelerator.prepare(*nets)
+    both = itertools.chain(nets[0].parameters(), nets[1].parameters())
+    said = {}
+    for name, make in {
+        "two models": lambda: accelerator.prepare(sgd(both)),
+        "not element-wise": lambda: accelerator.prepare(torch.optim.LBFGS(nets[0].parameters())),
+        "not prepared": lambda: [accelerator.backward(models[0](inputs(accelerator)).sum()) for _ in range(3)],
+    }.items():
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            make()
+        said[name] = str(caught.value)
+    return said
+
+
+def refusals_in_both_forms(file: Any) -> list[dict[str, str]]:
+    from megastrategy._launch_config import plugin_from_launch
+    from megastrategy.accelerate import MegatronDDPPlugin
+
+    return [refusals_with(plugin) for plugin in (MegatronDDPPlugin(), plugin_from_launch(file, {}))]
+
+
+def test_the_way_out_is_named_in_the_form_in_which_the_options_came(worlds: Worlds, tmp_path: Any) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("megatron_ddp_config: {bucket_size: 100}")
+    for by_hand, launched in worlds.run(refusals_in_both_forms, file):
+        assert len(by_hand) == len(launched) == 3
+        for message in by_hand.values():
+            assert "pass MegatronDDPPlugin(use_distributed_optimizer=False)" in message.replace("Pass", "pass")
+        for message in launched.values():
+            assert f"`use_distributed_optimizer: false` under megatron_ddp_config: in {file}" in message
+            assert "MEGATRON_DDP_USE_DISTRIBUTED_OPTIMIZER=false in the environment" in message
+            assert "MegatronDDPPlugin(" not in message
+
+
 def one_optimizer_of_two_models(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
     accelerator = make_accelerator(name, with_mode(name, mode))
     nets = net_of(1), net_of(2)
@@ -693,6 +771,45 @@ def one_optimizer_of_two_models(name: str, mode: dict[str, Any]) -> list[dict[st
 
 def test_one_optimizer_of_two_models_without_sharding(worlds: Worlds) -> None:
     assert_like_ddp(worlds, one_optimizer_of_two_models, MODES["all-reduce"])
+
+
+# --- parameters that no model has -------------------------------------------------------------------------------------
+
+
+def train_strangers(name: str, mode: dict[str, Any], prepare: str) -> list[dict[str, Tensor]]:
+    """As sentence-transformers does: the optimizer has the loss's parameters too, a head and a guide."""
+    accelerator = make_accelerator(name, with_mode(name, mode))
+    net, head, guide = net_of(1), nn.Linear(3, 2), nn.Linear(2, 2)
+    with torch.no_grad():
+        for param in itertools.chain(head.parameters(), guide.parameters()):
+            param.fill_(0.3)
+    if prepare == "one optimizer":
+        made = [adamw(itertools.chain(net.parameters(), head.parameters(), guide.parameters()))]
+    else:
+        made = [adamw(net.parameters()), adamw([*head.parameters(), *guide.parameters()])]
+    model, *optimizers = accelerator.prepare(net, *made)
+    told = name != "ddp" and accelerator.is_main_process
+    warning = pytest.warns(UserWarning, match=r"2 param.* of this AdamW belong to no wrapped model")
+    with warning if told else contextlib.nullcontext():
+        for step in range(3):
+            accelerator.backward(head(model(inputs(accelerator, step))).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.01)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    states = [state_of(accelerator, item) or {} for item in optimizers]
+    return [weights_of(part) for part in (net, head, guide)] + states
+
+
+@both_modes
+@pytest.mark.parametrize("prepare", ["one optimizer", "two optimizers"])
+def test_parameters_that_no_model_has_are_stepped_as_under_torch_ddp(
+    worlds: Worlds, mode: dict[str, Any], prepare: str
+) -> None:
+    results = assert_like_ddp(worlds, train_strangers, mode, 1e-6, prepare)
+    (_, head, guide, *_), (_, other_head, other_guide, *_) = results
+    assert not torch.equal(head["weight"], other_head["weight"]), "nobody reduces its gradient"
+    assert torch.equal(guide["weight"], other_guide["weight"]), "it has none"
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -801,21 +918,15 @@ def forget_the_optimizer() -> str:
     net = net_of()
     model = accelerator.prepare(net)
     optimizer = sgd(net.parameters())
-
-    def step() -> None:
-        accelerator.backward(model(inputs(accelerator)).square().mean())
+    accelerator.backward(model(inputs(accelerator)).square().mean())
+    with pytest.raises(ReducedGradError) as caught:
         optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    with pytest.raises(RuntimeError, match="no prepared optimizer has its parameters") as caught:
-        step()
     return str(caught.value)
 
 
 def test_an_optimizer_that_was_not_prepared_is_missed(worlds: Worlds) -> None:
     for message in worlds.run(forget_the_optimizer):
-        assert "accelerator.prepare(optimizer)" in message
+        assert "accelerator.prepare" in message
         assert "use_distributed_optimizer=False" in message
 
 
@@ -827,13 +938,11 @@ def train_one_through_another(name: str) -> dict[str, Tensor]:
         nets[1].weight.copy_(torch.eye(3))
         nets[1].bias.zero_()
     first, second, optimizer = accelerator.prepare(*nets, sgd(nets[0].parameters()))
-    expected = pytest.warns(UserWarning, match="gradients of Linear") if name != "ddp" else contextlib.nullcontext()
-    with expected:
-        for _ in range(3):
-            out = first(inputs(accelerator))
-            accelerator.backward(second(out.reshape(-1)[:3]).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+    for _ in range(3):
+        out = first(inputs(accelerator))
+        accelerator.backward(second(out.reshape(-1)[:3]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
     return weights_of(nets[0])
 
 

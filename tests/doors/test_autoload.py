@@ -63,6 +63,8 @@ def test_a_script_that_imports_nothing_of_ours_has_the_names(tmp_path: Path) -> 
             lightning_fabric.Fabric: "lightning_fabric",
         }.items():
             assert type(user(**options).strategy).__module__ == f"megastrategy.{door}"
+            all_reduce = user(**options | {"strategy": "megatron_ddp_all_reduce"}).strategy
+            assert not all_reduce.config.use_distributed_optimizer
     """
     run_python("-c", textwrap.dedent(code), cwd=tmp_path, autoload=True)
 

@@ -82,11 +82,11 @@ def strategy_of(*arguments: str) -> Any:
     return run_cli(*arguments).trainer.strategy
 
 
-@pytest.mark.parametrize("name", ["megatron_ddp", "megatron_ddp_spawn"])
+@pytest.mark.parametrize("name", ["megatron_ddp", "megatron_ddp_spawn", "megatron_ddp_all_reduce"])
 def test_the_name(name: str) -> None:
     strategy = strategy_of("--trainer.strategy", name)
     assert type(strategy) is MegatronDDPStrategy
-    assert strategy.config == DistributedDataParallelConfig()
+    assert strategy.config == DistributedDataParallelConfig(use_distributed_optimizer="all_reduce" not in name)
     assert strategy._start_method == megastrategy.megastrategy_autoload.START_METHODS[name]
 
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -200,23 +201,52 @@ def test_one_sharded_optimizer_for_two_models_is_refused_with_the_way_out(ranks:
     ranks.run(one_sharded_optimizer_for_two_models)
 
 
-def strangers() -> None:
+def optimizer_before_its_model() -> None:
     fabric = make_fabric("megatron_ddp")
-    net, other = nn.Linear(3, 5), nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"fabric.setup_module\(model\) before"):
-        fabric.setup_optimizers(sgd(net.parameters()))
+    net = nn.Linear(3, 5)
+    optimizer = sgd(net.parameters())
+    fabric.setup_optimizers(optimizer)  # whose model it is, and whether it comes, is not known
+    with pytest.raises(
+        ValueError, match=r"the SGD of this model was set up before it.*fabric.setup_module\(model\) be"
+    ):
+        fabric.setup_module(net)
+
+
+def test_a_sharded_optimizer_is_set_up_after_its_model(ranks: Ranks) -> None:
+    """It would find no gradients, and train nothing."""
+    ranks.run(optimizer_before_its_model)
+
+
+def strangers(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """A head and a bias that no model has, in the model's optimizer and in one of their own."""
+    fabric = make_fabric(name, mode if name != "ddp" else None)
+    net, head, bias = nn.Linear(3, 5), nn.Linear(5, 2), nn.Linear(1, 1)
+    with torch.no_grad():
+        for part in (net, head, bias):
+            for param in part.parameters():
+                param.fill_(0.3)
     model = fabric.setup_module(net)
-    with pytest.raises(ValueError, match="no parameter of this SGD belongs"):
-        fabric.setup_optimizers(sgd(other.parameters()))
-    with pytest.raises(ValueError, match=r"parameter 2 of group 0, of shape \(2, 2\)"):
-        fabric.setup_optimizers(sgd([*net.parameters(), *other.parameters()]))
-    del model, net
-    gc.collect()
+    optimizers = fabric.setup_optimizers(sgd([*net.parameters(), *head.parameters()]), sgd(bias.parameters()))
+    texts = []
+    for number in range(3):
+        outputs = head(model(torch.full((2, 3), 1.0 + number + fabric.global_rank))) + bias(torch.ones(1))
+        fabric.backward(outputs.square().mean())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        texts += [str(item.message) for item in caught if "belong to no wrapped model" in str(item.message)]
+    assert len(texts) == (2 if name != "ddp" and fabric.global_rank == 0 else 0), "each optimizer once, on rank 0"
+    return [weights_of(part) for part in (net, head, bias)]
 
 
-def test_an_optimizer_of_no_model_is_refused(ranks: Ranks) -> None:
-    """Nobody would reduce its gradients, and the ranks would drift apart; "ddp" lets them."""
-    ranks.run(strangers)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_parameters_of_no_model_are_stepped_as_under_ddp(ranks: Ranks, mode: dict[str, Any]) -> None:
+    ours, theirs = (ranks.run(strangers, name, mode) for name in ("megatron_ddp", "ddp"))
+    assert_equal(ours, theirs)
+    (_, head, _), (_, other, _) = ours
+    assert not torch.equal(head["weight"], other["weight"]), "nobody reduces their gradients"
 
 
 # --- again, and never trained ---------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ from torch.distributed.algorithms import Join
 from torch.nn import functional as F
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy._strategy_class import ALL_REDUCE_OPTION
 from megastrategy.core.errors import DirectUseError
 
 from .fabric_loops import make_fabric
 from .features.manual import Manual
 from .fits import AwkwardModule, Fit, fit, loader, make_strategy, make_trainer
+from .matrix import assert_equal
 from .rank_processes import Failure, Ranks
 
 
@@ -50,7 +52,7 @@ def test_lbfgs_is_refused_by_the_sharded_optimizer_with_the_way_out(ranks: Ranks
         assert isinstance(outcome, Failure)
         assert outcome.kind == "OptimizerNotShardableError"
         assert "LBFGS" in outcome.message
-        assert "use_distributed_optimizer=False" in outcome.message
+        assert ALL_REDUCE_OPTION in outcome.message, "in the words of a Trainer's user"
 
 
 class EndsItsMessageWithAStop(torch.optim.SGD):
@@ -61,7 +63,7 @@ class EndsItsMessageWithAStop(torch.optim.SGD):
 def test_an_optimizers_own_words_are_quoted_within_a_sentence(ranks: Ranks) -> None:
     job = functools.partial(AwkwardModule, optimizer=functools.partial(EndsItsMessageWithAStop, lr=0.1))
     for outcome in ranks.outcomes(fit_of, job):
-        assert "raised ValueError: Whole matrices only. Set use_distributed_optimizer=False" in outcome.message
+        assert 'raised ValueError: Whole matrices only. Pass strategy="megatron_ddp_all_reduce" or' in outcome.message
 
 
 def fit_of(make_module: Any) -> Fit:
@@ -117,24 +119,79 @@ def test_join_of_torch_ddp_is_refused_with_the_way_out(ranks: Ranks) -> None:
 
 
 class StrangersParameter(AwkwardModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        stranger = nn.Parameter(torch.zeros(3, 5))
-        return torch.optim.SGD([*self.parameters(), stranger], lr=0.1)
+    """Its optimizer has a parameter that it has not, which gets gradients or none."""
+
+    def __init__(self, gets_gradients: bool) -> None:
+        super().__init__()
+        self.gets_gradients = gets_gradients
+        self.stranger = [nn.Parameter(torch.zeros(3, 5))]  # in a list, so that it is not registered
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.gets_gradients:
+            return loss
+        return loss + ((self.global_rank + 1) * self.stranger[0] - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.stranger], lr=0.1)
 
 
-def fit_stranger(name: str, **options: Any) -> Fit:
-    return fit(name, module=StrangersParameter(), **options)
+def fit_stranger(name: str, gets_gradients: bool, **options: Any) -> tuple[Fit, Tensor]:
+    module = StrangersParameter(gets_gradients)
+    return fit(name, module=module, **options), module.stranger[0].detach()
 
 
+@pytest.mark.parametrize("gets_gradients", [True, False])
 @pytest.mark.parametrize("sharded", [True, False])
-def test_a_parameter_that_is_not_the_modules_is_refused(ranks: Ranks, sharded: bool) -> None:
-    """Nobody would ever reduce its gradient, so the ranks would drift apart."""
-    for outcome in ranks.outcomes(
-        fit_stranger, "megatron_ddp", strategy_options={"use_distributed_optimizer": sharded}
-    ):
-        assert isinstance(outcome, Failure)
-        assert outcome.kind == "ValueError"
-        assert "parameter 11 of group 0, of shape (3, 5), is not a parameter of the wrapped model" in outcome.message
+def test_a_parameter_that_is_not_the_modules_is_stepped_as_under_ddp(
+    ranks: Ranks, sharded: bool, gets_gradients: bool
+) -> None:
+    """Nobody reduces its gradient, and a warning says so."""
+    options = {"strategy_options": {"use_distributed_optimizer": sharded}}
+    ours = ranks.run(fit_stranger, "megatron_ddp", gets_gradients, **options)
+    theirs = ranks.run(fit_stranger, "ddp", gets_gradients)
+    for (fit_ours, stranger), (fit_theirs, its_stranger) in zip(ours, theirs, strict=True):
+        assert_equal(fit_ours.weights, fit_theirs.weights)
+        assert torch.equal(stranger, its_stranger)
+    assert torch.equal(ours[0][1], ours[1][1]) == (not gets_gradients)
+    told = [[text for text in result.warnings if "belong to no wrapped model" in text] for result, _ in ours]
+    assert [len(texts) for texts in told] == [int(gets_gradients), 0], "once, on rank 0"
+    assert all("parameter 11 of group 0, of shape (3, 5)" in text for text in told[0])
+
+
+class OthersParameters(SmallNet):
+    """An optimizer of its own for what the module has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.stranger = [nn.Parameter(torch.ones(3))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        loss = super().training_step(batch, batch_idx) + (self.stranger[0] * batch[0].mean()).square().sum()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.parameters(), lr=0.1), torch.optim.Adam(self.stranger, lr=0.1)]
+
+
+def fit_others(name: str) -> tuple[Fit, Tensor]:
+    module = OthersParameters()
+    return fit(name, module=module, max_epochs=1), module.stranger[0].detach()
+
+
+def test_an_optimizer_of_which_the_module_has_nothing_is_left_as_it_is(ranks: Ranks) -> None:
+    ours, theirs = (ranks.run(fit_others, name) for name in ("megatron_ddp", "ddp"))
+    for (fit_ours, stranger), (fit_theirs, its_stranger) in zip(ours, theirs, strict=True):
+        assert_equal(fit_ours.weights, fit_theirs.weights)
+        assert torch.equal(stranger, its_stranger)
+    told = [[text for text in result.warnings if "belong to no wrapped model" in text] for result, _ in ours]
+    assert [len(texts) for texts in told] == [1, 0]
 
 
 def test_an_unused_parameter_against_a_promise_is_named(ranks: Ranks) -> None:

@@ -162,17 +162,13 @@ class ClipsByHand(Manual):
         optimizer.step()
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_clipping_by_hand_is_warned_about_or_works(ranks: Ranks, sharded: bool) -> None:
-    ours = ranks.run(fit_manual, "megatron_ddp", ClipsByHand, {"use_distributed_optimizer": sharded})
-    texts = [text for text in ours[0].warnings if "read .grad of" in text]
-    if sharded:
-        [text] = texts
-        assert text.startswith("training_step read .grad of '")
-        assert "self.clip_gradients(optimizer, ...)" in text
-    else:
-        assert texts == []
-        assert_same_tensors(ours[0].weights, ranks.run(fit_manual, "ddp", ClipsByHand)[0].weights)
+def test_clipping_by_hand_is_refused_or_works(ranks: Ranks) -> None:
+    for failure in ranks.outcomes(fit_manual, "megatron_ddp", ClipsByHand, MODES["reduce-scatter"]):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "ReducedGradError"
+        assert "self.clip_gradients" in failure.message
+    ours = ranks.run(fit_manual, "megatron_ddp", ClipsByHand, MODES["all-reduce"])
+    assert_same_tensors(ours[0].weights, ranks.run(fit_manual, "ddp", ClipsByHand)[0].weights)
 
 
 class ZeroesTheModule(Manual):
@@ -232,17 +228,13 @@ class StepsAnOptimizerOfItsOwn(Manual):
 
 
 def test_an_optimizer_that_the_strategy_does_not_know_trains_or_is_refused(ranks: Ranks) -> None:
-    for message in ranks.run(fit_in_vain):
-        assert message.startswith("gradients were reduced twice, and no optimizer that the strategy knows has stepped")
+    for failure in ranks.outcomes(fit_manual, "megatron_ddp", StepsAnOptimizerOfItsOwn):
+        assert isinstance(failure, Failure)
+        assert failure.kind == "ReducedGradError"
+        assert "the optimizer that configure_optimizers" in failure.message
     replicated = {"use_distributed_optimizer": False}
     ours = ranks.run(fit_manual, "megatron_ddp", StepsAnOptimizerOfItsOwn, replicated)
     assert_same_tensors(ours[0].weights, ranks.run(fit_manual, "ddp", StepsAnOptimizerOfItsOwn)[0].weights)
-
-
-def fit_in_vain() -> str:
-    with pytest.raises(RuntimeError, match="no optimizer") as raised:
-        fit_manual("megatron_ddp", StepsAnOptimizerOfItsOwn)
-    return str(raised.value)
 
 
 class SkipsABackward(Manual):

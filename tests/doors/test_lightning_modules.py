@@ -3,6 +3,7 @@ in silence."""
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from pathlib import Path
@@ -117,6 +118,32 @@ def test_parameters_replaced_in_mid_fit_are_refused_by_name(ranks: Ranks, mode: 
         assert isinstance(outcome, Failure)
         assert outcome.kind == "ParameterChangedError"
         assert "'net.block.0.weight' was replaced by another object (load_state_dict(assign=True)" in outcome.message
+
+
+class Replaces(Callback):
+    """Puts a copy in the place of a layer, after the first epoch."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 0:
+            pl_module.net.block[0] = copy.deepcopy(pl_module.net.block[0])
+            self.weight = pl_module.net.block[0].weight.detach().clone()
+
+
+def replacing(name: str, strategy_options: dict[str, Any]) -> tuple[Tensor, Fit]:
+    callback = Replaces()
+    result = fitted(name, strategy_options, Classifier(Plain), callbacks=[callback])
+    return callback.weight, result
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_submodule_replaced_in_mid_fit_is_refused_by_name(ranks: Ranks, mode: str) -> None:
+    """The old one's parameters are as they were, and nobody uses them."""
+    for weight, result in ranks.run(replacing, "ddp", {}):
+        assert torch.equal(result.weights["net.block.0.weight"], weight)
+    for outcome in ranks.outcomes(replacing, "megatron_ddp", MODES[mode]):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "ParameterChangedError"
+        assert "'net.block.0.weight' was replaced by another object" in outcome.message
 
 
 # --- sparse gradients ------------------------------------------------------------------------------------------------

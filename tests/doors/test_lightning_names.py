@@ -23,16 +23,26 @@ from .python_processes import run_python
 @pytest.mark.parametrize(("name", "start_method"), START_METHODS.items())
 def test_a_trainer_takes_the_name(name: str, start_method: str) -> None:
     """What the name stands for, and that its processes are started as those of ddp's name are."""
+    ddps_name = name.replace("megatron_ddp", "ddp").replace("_all_reduce", "")
     trainer, theirs = (
         pl.Trainer(strategy=text, accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-        for text in (name, name.replace("megatron_ddp", "ddp"))
+        for text in (name, ddps_name)
     )
     assert type(trainer.strategy) is megastrategy.MegatronDDPStrategy
     assert type(trainer.strategy.launcher) is type(theirs.strategy.launcher)
     assert isinstance(theirs.strategy, DDPStrategy)
     assert trainer.strategy._start_method == theirs.strategy._start_method == start_method
-    assert trainer.strategy.config == megastrategy.DistributedDataParallelConfig()
+    shards = "all_reduce" not in name
+    assert trainer.strategy.config == megastrategy.DistributedDataParallelConfig(use_distributed_optimizer=shards)
     assert "Megatron-LM" in StrategyRegistry[name]["description"]
+    assert ("all-reduce" in StrategyRegistry[name]["description"]) == (not shards)
+
+
+@pytest.mark.parametrize("ending", ["", "_spawn", "_fork", "_notebook"])
+def test_all_reduce_can_be_chosen_by_a_string(ending: str) -> None:
+    """For those who have no other way to pass an option."""
+    trainer = pl.Trainer(strategy=f"megatron_ddp_all_reduce{ending}", accelerator="cpu", devices=2, logger=False)
+    assert not trainer.strategy.config.use_distributed_optimizer
 
 
 # --- import ----------------------------------------------------------------------------------------------------------
@@ -65,12 +75,18 @@ for package, door in megastrategy_autoload.DOORS.items():
     assert "megatron" not in inspect.getsource(module)
     registry = getattr(module, "StrategyRegistry" if "pytorch" in package else "STRATEGY_REGISTRY")
     names = sorted(name for name in registry if name.startswith("megatron"))
-    assert names == ["megatron_ddp", "megatron_ddp_fork", "megatron_ddp_notebook", "megatron_ddp_spawn"], names
+    endings = ["", "_fork", "_notebook", "_spawn"]
+    kinds = ["megatron_ddp", "megatron_ddp_all_reduce"]
+    assert names == sorted(kind + ending for kind in kinds for ending in endings), names
     assert door not in sys.modules, "the strategy is imported when it is asked for"
     api = importlib.import_module(package)
     user = getattr(api, "Trainer", None) or api.Fabric
     made = user(strategy="megatron_ddp", accelerator="cpu", devices=2).strategy
     assert type(made) is importlib.import_module(door).MegatronDDPStrategy, type(made)
+    assert made.config.use_distributed_optimizer
+    made = user(strategy="megatron_ddp_all_reduce", accelerator="cpu", devices=2).strategy
+    assert type(made) is importlib.import_module(door).MegatronDDPStrategy, type(made)
+    assert not made.config.use_distributed_optimizer
 assert megastrategy.MegatronDDPStrategy.__module__ == "megastrategy.lightning"
 assert len([finder for finder in sys.meta_path if "megastrategy" in type(finder).__module__]) == 1
 """
@@ -124,6 +140,44 @@ def test_without_either_an_error_says_what_to_install(tmp_path: Path) -> None:
         assert "pytorch_lightning" not in sys.modules
     """
     run_python("-c", textwrap.dedent(code), str(tmp_path), cwd=tmp_path)
+
+
+NOTEBOOK = """
+import importlib, sys
+sys.ps1 = ">>> "  # what a notebook's kernel has, and Lightning goes by
+package = sys.argv[1]
+api = importlib.import_module(package)
+user = getattr(api, "Trainer", None) or api.Fabric
+
+def said(strategy):
+    try:
+        return None, user(strategy=strategy, accelerator="cpu", devices=2)
+    except Exception as error:
+        return type(error), str(error)
+
+theirs, text = said("ddp")
+assert theirs is not None and "ddp_notebook" in text, text
+import megastrategy_autoload
+from megastrategy_autoload import START_METHODS
+door = importlib.import_module(megastrategy_autoload.DOORS[package])
+for name in START_METHODS:
+    kind, answer = said(name)
+    if START_METHODS[name] == "fork":
+        assert kind is None, answer
+        continue
+    assert kind is theirs, (kind, theirs)
+    assert all(f"'{other}'" in answer for other in START_METHODS if other.endswith("_notebook")), answer
+    assert "'ddp_notebook'" not in answer and "start_method='fork'" in answer, answer
+assert said(door.MegatronDDPStrategy(bucket_size=7))[0] is theirs
+assert said(door.MegatronDDPStrategy(bucket_size=7, start_method="fork"))[0] is None
+assert said("ddp") == (theirs, text)
+"""
+
+
+@pytest.mark.parametrize("package", DOORS)
+def test_in_a_notebook_the_remedy_is_a_name_of_ours(tmp_path: Path, package: str) -> None:
+    """Lightning's error names 'ddp_notebook', by which the user would leave with the problem solved and no sharding."""
+    run_python("-c", NOTEBOOK, package, cwd=tmp_path, autoload=True)
 
 
 # --- one package's instance in another -------------------------------------------------------------------------------

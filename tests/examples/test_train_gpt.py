@@ -99,6 +99,7 @@ def test_the_shortest_text_that_is_accepted_trains(tmp_path: Path) -> None:
     done = run_example(*TINY, "--steps", "1", "--data", text, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "validation loss" in done.stdout
+    assert re.search(r"throughput       [\d,]+ tokens/s", done.stdout), "of one step, too"
 
 
 @pytest.mark.parametrize(

@@ -382,22 +382,6 @@ def test_two_optimizers_over_one_parameter_step_with_the_same_gradient(mode: str
     run_ranks(2, run)
 
 
-def test_a_second_step_finds_no_gradients() -> None:
-    """With reduce-scatter: they are used up by the optimizer that stepped with them, momentum and all."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model = wrap(group)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
-        for step in range(2):
-            model(torch.full((2, 10), float(step))).sum().backward()
-            optimizer.step()
-            weights = [param.detach().clone() for param in model.parameters()]
-            optimizer.step()
-            assert all(torch.equal(param, weight) for param, weight in zip(model.parameters(), weights, strict=True))
-
-    run_ranks(2, run)
-
-
 # --- what a listener can measure -------------------------------------------------------------------------------------
 
 

@@ -118,12 +118,17 @@ def test_the_way_out_works_for_lbfgs() -> None:
 def test_an_optimizer_over_parameters_that_the_model_does_not_have() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(two_layers(), process_group=group)
-        stranger = nn.Parameter(torch.ones(3, 2))
-        with pytest.raises(ValueError, match=r"parameter 1 of group 0, of shape \(3, 2\).*model.parameters\(\)"):
-            DistributedOptimizer(torch.optim.SGD([next(model.parameters()), stranger], lr=0.1), model)
+        theirs = two_layers()
+        with pytest.raises(ValueError, match=r"no parameter of this SGD .*parameter 0 of group 0.*Pass model"):
+            DistributedOptimizer(torch.optim.SGD(theirs.parameters(), lr=0.1), model)
+        assert not model.has_optimizer, "or nobody would notice that nothing trains it"
+        other = DistributedDataParallel(theirs, process_group=group)
+        params = [*model.parameters(), *theirs.parameters()]
+        with pytest.raises(ValueError, match=r"parameter 4 of group 0.* of this SGD belongs to another wrapped model"):
+            DistributedOptimizer(torch.optim.SGD(params, lr=0.1), model)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         with pytest.raises(ValueError, match=r"parameter 0 of group 1"):
-            optimizer.add_param_group({"params": [stranger]})
+            optimizer.add_param_group({"params": list(other.parameters())})
         assert len(optimizer.param_groups) == 1
 
     run_ranks(2, run)

@@ -26,6 +26,7 @@ from megastrategy.core.config import field_names
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout import BufferLayout
+from megastrategy.core.reduced_grad import ReducedGrad
 from tests.support.doubles import (
     EVERYTHING,
     REDUCTIONS,
@@ -179,7 +180,7 @@ class Watched:
         shown = [(param.grad, slot) for param, slot in zip(self.model.params, self.layout.slots, strict=True)]
         starts = {grad.data_ptr() - slot.start * grad.element_size() for grad, slot in shown if grad is not None}
         if self.row.config.use_distributed_optimizer:
-            assert not starts
+            assert {type(grad) for grad, _ in shown} <= {type(None), ReducedGrad}
         elif self.row.config.use_contiguous_buffers:
             assert len(starts) == len(self.layout.buffers)
         else:

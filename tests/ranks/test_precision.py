@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core.errors import OptimizerNotShardableError, ParameterChangedError
 from tests.support.models import two_layers
+from tests.support.optimizers import InBlocks, KeepsOwn, SavesRenamed
 from tests.support.ranks import run_ranks
 
 
@@ -276,6 +278,44 @@ def test_optimizers_that_need_a_closure_are_refused_over_16_bit_weights() -> Non
             DistributedOptimizer(torch.optim.LBFGS(model.parameters()), model)
 
     run_ranks(1, run)
+
+
+@pytest.mark.parametrize("kind", [InBlocks, KeepsOwn, SavesRenamed])
+def test_what_cannot_be_sharded_steps_whole_main_params_and_is_saved_and_resumed(kind: Any) -> None:
+    """The way out that the refusal names, with whatever state and whatever way to save it."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        def start() -> tuple[DistributedDataParallel, DistributedOptimizer]:
+            make = functools.partial(kind, lr=0.01)
+            return wrap(Scale(5000, torch.bfloat16), group, make, use_distributed_optimizer=False)
+
+        def train(model: DistributedDataParallel, optimizer: DistributedOptimizer, steps: range) -> Tensor:
+            for step in steps:
+                optimizer.zero_grad()
+                model(torch.linspace(-1, 1 + rank + step, 5000).bfloat16()).backward()
+                optimizer.step()
+            return model.module.weight.detach().clone()
+
+        with pytest.raises(OptimizerNotShardableError, match=rf"{kind.__name__} cannot be sharded.*state"):
+            wrap(Scale(5000, torch.float32), group, kind)
+        model, optimizer = start()
+        train(model, optimizer, range(3))
+        cpu = torch.device("cpu")
+        state, mains = model.collectives.all_gather_objects((optimizer.state_dict(), optimizer.main_params()), cpu)[0]
+        as_it_says = kind([torch.zeros(5000)])
+        as_it_says.param_groups[0]["params"][0].grad = torch.ones(5000)
+        as_it_says.step()
+        assert state["state"].keys() == as_it_says.state_dict()["state"].keys()
+        assert state["state"][0].keys() == as_it_says.state_dict()["state"][0].keys()
+        expected = train(model, optimizer, range(3, 6))
+        other, resumed = start()
+        other.module.load_state_dict({"weight": mains["weight"].bfloat16()})
+        resumed.load_state_dict(state)
+        resumed.load_main_params(mains)
+        assert torch.equal(train(other, resumed, range(3, 6)), expected)
+        assert resumed.state.get("calls") == optimizer.state.get("calls")
+
+    run_ranks(2, run)
 
 
 def test_scaled_training_equals_unscaled() -> None:

@@ -393,21 +393,6 @@ class CountsInATensor(torch.optim.Optimizer):
                     param.sub_(param.grad * (group["lr"] * (0.5 if self.count == 3 and group["calls"][0] == 3 else 1)))
 
 
-class CountsInState(torch.optim.Optimizer):
-    """Under a key that is no parameter."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        count = self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad * group["lr"] / count)
-
-
 class KeepsGradients(torch.optim.Optimizer):
     """The last one, without a copy."""
 
@@ -425,7 +410,7 @@ class KeepsGradients(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("overlap", [False, "step"])
-@pytest.mark.parametrize("kind", [OwnBuffers, CountsInATensor, CountsInState, KeepsGradients])
+@pytest.mark.parametrize("kind", [OwnBuffers, CountsInATensor, KeepsGradients])
 def test_optimizers_that_keep_things_in_their_own_way(
     kind: Callable[[Any], torch.optim.Optimizer], overlap: bool | str
 ) -> None:

@@ -350,10 +350,11 @@ def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
     def rank_main(rank: int, group: ProcessGroup) -> None:
         module = four_layers()
         made = Ours(module, adam(module.parameters()), group, {})
-        with pytest.raises(ValueError, match="parameter 0 of group 1, of shape \\(2, 2\\), is not a parameter of the"):
-            made.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+        other = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        with pytest.raises(ValueError, match=r"parameter 0 of group 1, of shape \(2, 2\) .* another wrapped model"):
+            made.optimizer.add_param_group({"params": other.parameters()})
         groups = made.optimizer.param_groups
-        with pytest.raises(ValueError, match="is not a parameter of the wrapped model"):
+        with pytest.raises(ValueError, match=r"no parameter of this .* is one of the wrapped model's"):
             made.optimizer.param_groups = [{"params": list(nn.Linear(2, 2).parameters())}]
         assert made.optimizer.param_groups is groups
         assert len(groups) == 1

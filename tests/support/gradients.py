@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
+from megastrategy.core.errors import ReducedGradError
 
 from .ranks import run_ranks
 
@@ -47,14 +49,25 @@ def grads_with_ours(
         module = make()
         model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
         scenario(model, rank)
-        grads = [model.full_grad(param) for param in module.parameters() if param.requires_grad]
+        trained = [param for param in module.parameters() if param.requires_grad]
+        grads = [model.full_grad(param) for param in trained]
         if options.get("use_distributed_optimizer", True) and size > 1:
-            assert all(param.grad is None for param in module.parameters()), "a shard is never shown as a gradient"
+            for param, grad in zip(trained, grads, strict=True):
+                assert_stands_in(param, grad is not None)
         model.close()
         assert all(param.grad is None for param in module.parameters())
         return grads
 
     return run_ranks(size, run)
+
+
+def assert_stands_in(param: nn.Parameter, has_grad: bool = True) -> None:
+    """``.grad`` says whether there is a gradient, and shows no element: neither a shard's nor the buffer's."""
+    assert (param.grad is not None) == has_grad
+    if param.grad is not None:
+        assert param.grad.shape == param.shape
+        with pytest.raises(ReducedGradError):
+            param.grad.norm()
 
 
 def assert_equal(ours: list[list[Any]], reference: list[list[Any]], relative: float = 0.0) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from torch import nn
 
 from megastrategy.core import CheckpointError
 from megastrategy.tools.contents import Contents, inspect_checkpoint, loads_with
+from megastrategy.tools.conversion import consolidate
+from megastrategy.tools.param_names import names_from
 from megastrategy.tools.rendering import render, size
 from tests.doors.fits import BATCHES_PER_EPOCH
 
@@ -149,6 +154,49 @@ def test_an_object_of_a_users_class_needs_trust(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"file holds an object of tests.tools.test_inspection.Custom.*--trust"):
         inspect_checkpoint(tmp_path / "file")
     assert inspect_checkpoint(tmp_path / "file", trust=True).plain["custom"] == "Custom"
+
+
+class _Runs:
+    """Whoever unpickles it makes a folder: what a stranger's checkpoint could do with any command."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.makedirs, (str(self.trace), 0o777, True)
+
+
+def spoiled_metadata(path: Path, trace: Path) -> None:
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata.version = _Runs(trace)  # type: ignore[assignment]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def spoiled_value(path: Path, trace: Path) -> None:
+    shutil.rmtree(path)
+    optimizer = {"state": {}, "param_groups": [{"params": ["weight"], "lr": _Runs(trace)}]}
+    dcp.save({"model": {"weight": torch.ones(3)}, "optimizer": optimizer}, checkpoint_id=path, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # it is not needed to write one
+@pytest.mark.parametrize("spoil", [spoiled_metadata, spoiled_value])
+@pytest.mark.parametrize("read", ["inspect", "consolidate", "names"])
+def test_a_directory_runs_no_code_unless_it_is_trusted(
+    directory: Saved, tmp_path: Path, spoil: Callable[[Path, Path], None], read: str
+) -> None:
+    path, trace = tmp_path / "directory", tmp_path / "trace"
+    shutil.copytree(directory.path, path)
+    spoil(path, trace)
+    calls: dict[str, Callable[[bool], object]] = {
+        "inspect": lambda trust: inspect_checkpoint(path, trust),
+        "consolidate": lambda trust: consolidate(path, tmp_path / "file.ckpt", trust=trust),
+        "names": lambda trust: names_from(path, trust),
+    }
+    with pytest.raises(CheckpointError, match=r"directory.* holds an object of os\.makedirs.*--trust"):
+        calls[read](False)
+    assert not trace.exists()
+    calls[read](True)
+    assert trace.is_dir()
 
 
 @pytest.mark.parametrize(

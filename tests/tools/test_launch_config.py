@@ -10,6 +10,7 @@ import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from click.testing import CliRunner, Result
 
+from megastrategy import launch
 from megastrategy._accelerate_plugin import MegatronDDPPlugin
 from megastrategy._launch_config import plugin_from_launch
 from megastrategy.tools import launching
@@ -73,6 +74,20 @@ def test_a_file_that_is_there_is_kept_unless_forced() -> None:
     assert path.read_text() != "mine"
 
 
+def test_where_it_cannot_be_written_nothing_is_asked() -> None:
+    """Six answers later is too late."""
+    Path("folder").mkdir()
+    for target, message in {
+        "no/such/one.yaml": "no/such/one.yaml cannot be written: there is no folder no/such",
+        "train.py/one.yaml": "train.py/one.yaml cannot be written: train.py is no folder",
+        "folder": "folder is a folder: say which file in it, such as folder/megatron_ddp.yaml",
+    }.items():
+        for force in ([], ["--force"]):
+            result = run("config", "--config_file", target, *force, answers="\n" * 6)
+            assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"Error: {message}\n")
+    assert sorted(path.name for path in Path().rglob("*")) == ["folder", "train.py"]
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "message"),
     [
@@ -127,3 +142,10 @@ def test_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert "--config_file" in result.stdout
+
+
+def test_help_says_where_accelerates_options_are() -> None:
+    """They are not listed, being a hundred, and depend on accelerate's version."""
+    assert "accelerate launch --help" in run("launch", "--help").stdout
+    assert launch.__doc__ is not None
+    assert "accelerate launch --help" in launch.__doc__, "what python -m megastrategy.launch --help prints"

@@ -29,6 +29,8 @@ from megastrategy.core import (
     make_collectives,
 )
 from megastrategy.tools.commands import root
+from megastrategy.tools.gaps import EVALUATION, LOADING, Gap, gap_times, gaps_of
+from megastrategy.tools.pictures import chrome_trace, plot
 from megastrategy.tools.profile_report import has_steps, why_nothing, write_files
 from megastrategy.tools.profiling import Recording
 from megastrategy.tools.timeline import (
@@ -37,8 +39,6 @@ from megastrategy.tools.timeline import (
     RankEvents,
     average,
     bucket_times,
-    chrome_trace,
-    plot,
     spans_of,
     steps_of,
 )
@@ -246,6 +246,60 @@ def test_a_bucket_is_hidden_where_its_rank_did_not_wait() -> None:
     assert [t.hidden_share for t in times] == pytest.approx([1.0, 0.5, 0.0, 1 / 7])
 
 
+# --- gaps ------------------------------------------------------------------------------------------------------------
+
+
+def in_ms_of(gaps: list[Gap]) -> list[tuple[str, float, float]]:
+    return [(gap.name, gap.start_ns / MS, gap.end_ns / MS) for gap in gaps]
+
+
+def test_every_gap_has_a_name() -> None:
+    """By what is before and after it; batches are cut out, and an evaluation is one gap from first to last forward."""
+    silent = in_order(span(FORWARD, 0, 20, 1), span(BACKWARD, 22, 50), after=-60)
+    evaluation = in_order(span(FORWARD, 130, 140, 0), span(WAIT, 131, 133, 1), span(FORWARD, 170, 180, 0))
+    model = ModelEvents([*silent, *one_step(), *evaluation, *one_step(after=200)])
+    loads = [(round(start * MS), round(end * MS)) for start, end in [(-9, -2), (101, 125), (141, 169), (185, 190)]]
+    assert in_ms_of(gaps_of(model, loads)) == [
+        ("loss", -40, -38),
+        ("between microbatches: hooks", -10, -9),
+        ("data loading", -9, -2),
+        ("between microbatches: hooks", -2, 0),
+        ("loss", 20, 22),
+        ("clipping, hooks", 62, 63),
+        ("optimizer", 84, 86),
+        ("between steps: hooks, logging", 100, 101),
+        ("data loading", 101, 125),
+        ("between steps: hooks, logging", 125, 130),
+        ("evaluation", 130, 180),
+        ("between steps: hooks, logging", 180, 185),
+        ("data loading", 185, 190),
+        ("between steps: hooks, logging", 190, 200),
+        ("loss", 220, 222),
+        ("clipping, hooks", 262, 263),
+        ("optimizer", 284, 286),
+    ]
+    longest, *_ = gap_times(gaps_of(model, loads))
+    assert (longest.name, longest.count, longest.median_ms, longest.total_ms) == ("evaluation", 1, 50.0, 50.0)
+    plain = in_order(span(FORWARD, 0, 10, 1), span(BACKWARD, 11, 20, 0), span(FORWARD, 30, 40, 1))
+    assert in_ms_of(gaps_of(ModelEvents(plain, has_optimizer=False))) == [
+        ("loss", 10, 11),
+        ("plain optimizer, hooks, logging", 20, 30),
+    ]
+
+
+def test_manual_optimization_leaves_no_gap_inside_its_forward() -> None:
+    inside = [*span(FORWARD, 5, 8, 0), *span(BACKWARD, 10, 30), *span(STEP, 31, 40)]
+    assert gaps_of(ModelEvents(in_order(span(FORWARD, 0, 50, 1), inside))) == []
+
+
+def test_an_evaluation_between_microbatches_is_no_time_of_the_step() -> None:
+    """``val_check_interval`` counts batches, not steps."""
+    silent = in_order(span(FORWARD, 0, 20, 1), span(BACKWARD, 22, 50))
+    evaluation = in_order(span(FORWARD, 60, 100, 0), span(FORWARD, 110, 160, 0))
+    [step] = steps_of([*silent, *evaluation, *one_step(after=170)])
+    assert (step.step_ms, average([step]).exposed_share) == (170.0, 23 / 170)
+
+
 # --- Chrome trace and picture ----------------------------------------------------------------------------------------
 
 
@@ -276,7 +330,7 @@ def test_ranks_are_processes_of_one_trace_on_one_clock() -> None:
     trace = json.loads(json.dumps(chrome_trace(ranks)))
     assert names_of(trace, "process_name") == {(0, 0): "rank 0", (1, 0): "rank 1"}
     threads, lanes = slices(trace), names_of(trace, "thread_name")
-    assert [lanes[0, tid] for tid in range(4)] == ["steps", "compute", "communication", "waiting"]
+    assert [lanes[0, tid] for tid in range(5)] == ["steps", "compute", "communication", "waiting", "gaps"]
     assert [(e["name"], e["ts"], e["dur"]) for e in threads[0, 0]] == [
         ("training step 5", 0.0, 100e3),
         ("training step 6", 200e3, 100e3),
@@ -306,12 +360,12 @@ def test_several_models_of_a_rank_are_told_apart() -> None:
     trace = chrome_trace([RankEvents(0, [ModelEvents(one_step()), ModelEvents(one_step(after=50))])])
     lanes = names_of(trace, "thread_name")
     assert lanes[0, 1] == "model 0: compute"
-    assert lanes[0, 5] == "model 1: compute"
+    assert lanes[0, 6] == "model 1: compute"
     assert all(len({e["cat"] for e in events}) == 1 for events in slices(trace).values())
 
 
 def test_a_record_reads_as_it_was_written() -> None:
-    record = RankEvents(3, [ModelEvents(one_step(), [4096, 8192], [1024, 2048], 5)], 17)
+    record = RankEvents(3, [ModelEvents(one_step(), [4096, 8192], [1024, 2048], 5)], 17, ((3, 9), (20, 21)))
     assert RankEvents.from_json(json.loads(json.dumps(record.to_json()))) == record
 
 
@@ -336,6 +390,26 @@ def test_the_picture_is_red_where_the_rank_waits(tmp_path: Path) -> None:
     assert parameters > 1000
     assert gradients / parameters == pytest.approx(9 / 14, rel=0.05)
     assert area(0, 1) - legend == pytest.approx(gradients + parameters, rel=0.02)
+
+
+def test_an_evaluation_does_not_fill_the_picture(tmp_path: Path) -> None:
+    """It takes ten times a step here, between the last two; the two before it are drawn in its place."""
+
+    def drawn(*events: list[Event]) -> bytes:
+        path = tmp_path / "timeline.png"
+        plot([RankEvents(0, [ModelEvents([event for part in events for event in part])])], path)
+        return path.read_bytes()
+
+    first, second, third = one_step(), one_step(after=120), one_step(after=1300)
+    evaluation = in_order(span(FORWARD, 230, 1290, 0))
+    assert red_pixels_of(drawn(first, second, evaluation, third), tmp_path) == pytest.approx(
+        red_pixels_of(drawn(first, second), tmp_path), rel=0.05
+    )
+
+
+def red_pixels_of(content: bytes, folder: Path) -> int:
+    (folder / "again.png").write_bytes(content)
+    return red_pixels(folder / "again.png")
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
@@ -573,7 +647,11 @@ def test_a_lightning_script_is_profiled_as_it_is(tmp_path: Path) -> None:
         assert len(rank.models[0].steps) == 3
         names = [span.name for span in spans_of(rank.models[0].events)]
         assert [names.count(name) for name in ("backward", "step", "reduce bucket 0", "gather bucket 0")] == [3] * 4
-    for what in ("exposed share", "hidden share", "timeline.png", "trace.json: open it"):
+        assert rank.loads
+        gaps = gaps_of(rank.models[0], rank.loads)
+        assert {LOADING, "loss"} <= {gap.name for gap in gaps}
+        assert EVALUATION not in {gap.name for gap in gaps if gap.start_ns < rank.models[0].steps[0].start_ns}
+    for what in ("exposed share", "hidden share", "gaps, on rank 0", LOADING, "timeline.png", "trace.json: open it"):
         assert what in done.stdout
     assert len(done.stdout.split("exposed share")[1].splitlines()[1].split()) == 7, "a row of rank 0"
 

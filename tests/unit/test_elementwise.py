@@ -9,37 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core.elementwise import probe_state_tensors, why_not_elementwise
+from megastrategy.core.elementwise import probe, probe_state_tensors, why_not_elementwise, why_not_main_params
 from tests.ranks.test_parity import OPTIMIZERS
+from tests.support import optimizers
+from tests.support.optimizers import GloballyNormalised, Lamb, Simple
 
 CPU = torch.device("cpu")
-
-
-class Lamb(torch.optim.Optimizer):
-    """Layer-wise: the step is scaled by the norm of the whole parameter."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad / param.grad.norm(), alpha=group["lr"])
-
-
-class GloballyNormalised(torch.optim.Optimizer):
-    """Element-wise but for one number: the norm over all tensors of the optimizer, which a rank sees a part of."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad / norm, alpha=group["lr"])
 
 
 class NoisySGD(torch.optim.Optimizer):
@@ -76,18 +51,214 @@ def params() -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_torch_optimizers_are_element_wise(name: str, dtype: torch.dtype) -> None:
     kind, options = OPTIMIZERS[name]
-    assert why_not_elementwise(getattr(torch.optim, kind)(params(), **options), CPU, dtype) is None
+    found = probe(getattr(torch.optim, kind)(params(), **options), CPU, dtype)
+    assert found.reason is None
+    assert found.in_parts, "stepped bucket by bucket, and joined"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "fused_amsgrad": {"fused": True, "amsgrad": True, "maximize": True},
+    "tensor_lr": {"lr": torch.tensor(1e-3), "foreach": False},
+    "tensor_lr_fused": {"lr": torch.tensor(1e-3), "fused": True},
+    "lr_of_zero": {"lr": 0.0},
+    "lr_for_finetuning": {"lr": 1e-5, "weight_decay": 0.01},
+    "lr_too_small_to_move": {"lr": 1e-12, "weight_decay": 0.01},
+    "large_lr": {"lr": 10.0},
+}
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_of_adam_passes(kind: str, name: str) -> None:
+    found = probe(getattr(torch.optim, kind)(params(), **OPTIONS[name]), CPU, torch.float32)
+    assert found.reason is None
+    assert found.in_parts
+    assert found.element_names == {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if "amsgrad" in name else set())
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-4, 0.1, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torch_optimizers_pass_at_any_learning_rate(name: str, lr: float) -> None:
+    kind, options = OPTIMIZERS[name]
+    optimizer = getattr(torch.optim, kind)(params(), **{**options, "lr": lr})
+    assert why_not_elementwise(optimizer, CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "nesterov": True}, {"momentum": 0.0}])
+def test_every_option_of_sgd_passes(options: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD(params(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **options})
+    assert why_not_elementwise(optimizer, CPU, torch.float32) is None
 
 
 def test_an_unknown_element_wise_optimizer_passes() -> None:
     assert why_not_elementwise(SignSGD(params()), CPU, torch.float32) is None
 
 
-@pytest.mark.parametrize("kind", [Lamb, GloballyNormalised, NoisySGD, torch.optim.Adafactor])
-def test_what_looks_beyond_the_element_is_found(kind: Any) -> None:
-    reason = why_not_elementwise(kind(params()), CPU, torch.float32)
+COUPLED = [
+    Lamb,
+    GloballyNormalised,
+    NoisySGD,
+    torch.optim.Adafactor,
+    optimizers.DistanceInGroup,
+    optimizers.DistanceOverGradients,
+    optimizers.TinySteps,
+    optimizers.Projected,
+    optimizers.NormHistory,
+    optimizers.CautiousMask,
+    optimizers.CentredKernels,
+    optimizers.DecaysMatrices,
+    optimizers.DecaysByMean,
+    optimizers.ProjectedGradients,
+    optimizers.ScaledByProportions,
+    optimizers.KeepsLargest,
+    optimizers.Patient,
+]
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_looks_beyond_the_element_is_found(kind: Any, dtype: torch.dtype) -> None:
+    reason = why_not_elementwise(kind(params()), CPU, dtype)
     assert reason is not None
     assert "flat pieces" in reason
+
+
+@pytest.mark.parametrize("lr", [1e-12, 1e-7, 1e-5, 1e-3, 0.1, 1.0])
+@pytest.mark.parametrize("kind", COUPLED[4:])
+def test_no_learning_rate_hides_it(kind: Any, lr: float) -> None:
+    assert "flat pieces" in str(why_not_elementwise(kind(params(), lr=lr), CPU, torch.float32))
+
+
+def test_what_is_kept_is_named_with_both_values() -> None:
+    reason = str(why_not_elementwise(optimizers.DistanceInGroup(params()), CPU, torch.float32))
+    assert "parameter group 0, entry 'd' of its group is" in reason
+    reason = str(why_not_elementwise(optimizers.NormHistory(params()), CPU, torch.float32))
+    assert "state 'mean_norm' is" in reason
+    reason = str(why_not_elementwise(optimizers.KeepsLargest(params()), CPU, torch.float32))
+    assert "its attribute 'watch' is otherwise for whole tensors than for flat pieces" in reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (optimizers.InBlocks, "state 'largest' of shape (28,), which has neither one number nor one for each"),
+        (optimizers.KeepsRows, "state 'rows' of shape (7,), which has neither one number nor one for each"),
+        (optimizers.KeepsMatrix, "state 'outer' of shape (500, 500), which has neither one number nor one for each"),
+        (optimizers.KeepsNested, "state 'inner', tensors in a dict"),
+        (optimizers.KeepsOwn, "its state_dict() and the state of its tensors differ in 'calls'"),
+        (optimizers.SavesRenamed, "its state_dict() and the state of its tensors differ in 'momentum', 'renamed'"),
+        (optimizers.Averaging, "its eval() moves the weights"),
+    ],
+)
+def test_what_could_not_be_saved_or_used_between_steps_is_found(kind: Any, said: str) -> None:
+    """The steps of all but the first are element-wise."""
+    assert said in str(why_not_elementwise(kind(params()), CPU, torch.float32))
+
+
+def test_a_state_in_another_kind_of_tensor_is_found() -> None:
+    class Coded(Tensor):
+        pass
+
+    class KeepsCoded(Simple):
+        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            state["coded"] = torch.zeros_like(param).as_subclass(Coded)
+            param.sub_(grad, alpha=group["lr"])
+
+    assert "state 'coded' as Coded" in str(why_not_elementwise(KeepsCoded(params()), CPU, torch.float32))
+
+
+def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> None:
+    own = [torch.nn.Parameter(torch.ones(4, 4))]
+    own[0].grad = torch.ones(4, 4)
+    optimizer = optimizers.LookAhead(torch.optim.SGD(own, lr=0.1))
+    for reason in (why_not_elementwise(optimizer, CPU, torch.float32), why_not_main_params(optimizer, CPU)):
+        assert "another optimizer, its attribute 'base'" in str(reason)
+        assert "Use that SGD itself" in str(reason)
+    assert probe_state_tensors(optimizer) is None
+    assert bool((own[0] == 1).all())
+
+
+def test_what_differentiates_the_gradients_of_parameters_is_found() -> None:
+    reason = why_not_elementwise(optimizers.SecondDerivatives(params()), CPU, torch.float32)
+    assert "a trial step of parameter group 0 raised RuntimeError: element 0 of tensors does not require grad" in str(
+        reason
+    )
+
+
+def test_an_optimizer_that_needs_a_closure_says_so() -> None:
+    assert "'closure'" in str(why_not_elementwise(optimizers.NeedsClosure(params()), CPU, torch.float32))
+
+
+class Recording(Simple):
+    """Element-wise; notes learning rates and how often it stepped."""
+
+    def __init__(self, params: Any, lr: Any, seen: list[float]) -> None:
+        self.note = seen.append  # shared with every copy
+        super().__init__(params, lr)
+
+    def step(self, closure: Any = None) -> None:
+        self.note(float(self.param_groups[0]["lr"]))
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad, alpha=float(group["lr"]))
+
+
+@pytest.mark.parametrize(
+    ("lr", "tried"), [(0.3, {0.3}), (torch.tensor(0.25), {0.25}), (0.0, {0.01}), (1e-9, {1e-9, 0.01})]
+)
+def test_it_is_tried_at_its_own_learning_rate(lr: Any, tried: set[float]) -> None:
+    """Where that moves too little, at a larger one too."""
+    seen: list[float] = []
+    assert why_not_elementwise(Recording(params(), lr, seen), CPU, torch.float32) is None
+    assert set(seen) == tried
+
+
+def test_a_scheduled_learning_rate_is_tried_as_it_was_before_the_warm_up() -> None:
+    seen: list[float] = []
+    optimizer = Recording(params(), 0.5, seen)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-3 * step + 1e-3)
+    assert optimizer.param_groups[0]["lr"] == 0.0005
+    assert why_not_elementwise(optimizer, CPU, torch.float32) is None
+    assert set(seen) == {0.5}
+
+
+def test_groups_with_the_same_options_are_tried_once() -> None:
+    """Their learning rates may differ, as from layer to layer: the largest shows most."""
+    counts = []
+    for groups in ([1.0], [0.25, 1.0, 0.5] * 10):
+        seen: list[float] = []
+        own = [{"params": [torch.nn.Parameter(torch.ones(3))], "lr": lr} for lr in groups]
+        assert why_not_elementwise(Recording(own, 0.1, seen), CPU, torch.float32) is None
+        assert set(seen) == {1.0}
+        counts.append(len(seen))
+    assert counts[0] == counts[1]
+
+
+def test_a_count_of_calls_is_not_stepped_in_parts() -> None:
+    class Counting(Simple):
+        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            param.sub_(grad, alpha=group["lr"])
+
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["k"] += 1
+            super().step()
+
+    found = probe(Counting(params(), k=0), CPU, torch.float32)
+    assert found.reason is None
+    assert not found.in_parts
+
+
+@pytest.mark.parametrize("kind", [optimizers.InBlocks, Lamb, optimizers.DistanceInGroup, optimizers.KeepsOwn])
+def test_whole_main_params_may_be_stepped_by_what_is_not_element_wise(kind: Any) -> None:
+    assert why_not_main_params(kind(params()), CPU) is None
+
+
+@pytest.mark.parametrize("kind", [optimizers.Averaging, optimizers.NeedsClosure])
+def test_whole_main_params_are_not_for_what_acts_between_steps_or_needs_a_closure(kind: Any) -> None:
+    assert why_not_main_params(kind(params()), CPU) is not None
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])
@@ -103,7 +274,8 @@ def test_steps_that_move_nothing_prove_nothing() -> None:
         def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
             pass
 
-    assert "moved nothing" in str(why_not_elementwise(Idle(params()), CPU, torch.float32))
+    reason = str(why_not_elementwise(Idle(params()), CPU, torch.float32))
+    assert "moved nothing, so they tell nothing: a step() without a closure has to move the tensors" in reason
 
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon])
@@ -131,6 +303,9 @@ def test_one_group_of_many_that_is_not_element_wise_is_named() -> None:
 
 def test_the_optimizer_is_left_as_it_was() -> None:
     own = params()
+    watching = optimizers.KeepsLargest(params())
+    why_not_elementwise(watching, CPU, torch.float32)
+    assert watching.watch.largest == 0, "nor do objects that it keeps change"
     optimizer = torch.optim.AdamW(own, lr=0.1)
     calls: list[object] = []
     optimizer.register_step_pre_hook(lambda *args: calls.append(args))

@@ -170,6 +170,24 @@ def finding_a_rate(name: str, strategy_options: dict[str, Any]) -> Watched:
     return seen
 
 
+def averaging_monitored(name: str, strategy_options: dict[str, Any], **module_options: Any) -> Watched:
+    """SWA makes a scheduler in mid-fit, on the Trainer's optimizer; the monitor names what it finds by its class."""
+    averages = StochasticWeightAveraging(swa_lrs=5e-3, swa_epoch_start=2, annealing_epochs=1)
+    monitor = LearningRateMonitor()
+    seen = watched(
+        name,
+        strategy_options,
+        callbacks=[averages, monitor],
+        module=partial(AwkwardModule, **module_options),
+        max_epochs=4,
+    )
+    assert not [text for text in seen.fit.warnings if "lr_scheduler" in text]
+    seen.notes = dict(monitor.lrs)
+    assert {key.partition("/")[0] for key in monitor.lrs} == {"lr-AdamW"}
+    assert {5e-3} < {rate for rates in monitor.lrs.values() for rate in rates}, "SWA's rate, and others before it"
+    return seen
+
+
 # --- weights that callbacks read and replace -------------------------------------------------------------------------
 
 
@@ -496,6 +514,13 @@ FEATURES = [
         _with(scheduler=warmup, interval="step", optimizer=two_groups),
     ),
     Feature(AREA, "LearningRateMonitor, decay by epoch", scheduled, _with(scheduler=decay, interval="epoch")),
+    Feature(AREA, "LearningRateMonitor, StochasticWeightAveraging", averaging_monitored),
+    Feature(
+        AREA,
+        "LearningRateMonitor, StochasticWeightAveraging, decay by epoch",
+        averaging_monitored,
+        _with(scheduler=decay, interval="epoch", optimizer=two_groups),
+    ),
     Feature(AREA, "ReduceLROnPlateau", watched, _with(module=Plateau, max_epochs=3)),
     Feature(AREA, "LearningRateFinder", finding_a_rate),
     Feature(

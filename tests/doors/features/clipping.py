@@ -90,9 +90,7 @@ def clipped(
 ) -> tuple[Fit, list[float]]:
     """The fit, and a weight after every batch."""
     module = kind()
-    # in manual optimization Lightning's "ddp" broadcasts module buffers once and never again
-    buffers = {"broadcast_buffers": False} if issubclass(kind, ClippedByHand) else {}
-    result = fit(name, strategy_options={**strategy_options, **buffers}, module=module, max_epochs=1, **options)
+    result = fit(name, strategy_options=strategy_options, module=module, max_epochs=1, **options)
     return result, module.trace
 
 
@@ -119,7 +117,7 @@ FEATURES = [
         clipped,
         {"kind": ClipsWithTheOptimizer},
         rtol=1e-6,
-        note='under `"ddp"` with `torch.nn.utils.clip_grad_norm_`; with reduce-scatter that is warned about',
+        note='under `"ddp"` with `torch.nn.utils.clip_grad_norm_`; with reduce-scatter that is refused',
     ),
     Feature("Clipping", "manual, per optimizer, by value", clipped, {"kind": ClippedByHand}),
     Feature("Clipping", "manual, per optimizer, by norm", clipped, {"kind": ClippedByHandByNorm}, rtol=1e-6, note=NORM),

@@ -1,0 +1,454 @@
+"""Which optimizers may be sharded: each is trained on two ranks under torch DDP and here, saved and resumed.
+
+    python -m benchmarks.optimizers --help
+
+Libraries that are not installed are left out, with a line on how to install them.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import datetime
+import importlib
+import importlib.metadata
+import logging
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import OptimizerNotShardableError
+
+NUM_RANKS = 2
+_NUM_STEPS = 6
+"""Before a checkpoint and after it."""
+_TIMEOUT = datetime.timedelta(seconds=60)
+CLOSE = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """Where optimizers come from.
+
+    Attributes:
+        package: what pip installs.
+        module: what is imported.
+        names: of its optimizers; with the options of a constructor in brackets where they are not its defaults.
+    """
+
+    package: str
+    module: str
+    names: tuple[str, ...]
+
+    @property
+    def version(self) -> str | None:
+        """The installed one; None if there is none."""
+        try:
+            return _release(importlib.metadata.version(self.package))
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+
+LIBRARIES = (
+    Library(
+        "torch",
+        "torch.optim",
+        (
+            *("SGD", "SGD(momentum=0.9, nesterov=True)", "SGD(momentum=0.9, fused=True)", "Adam", "Adam(amsgrad=True)"),
+            *("AdamW", "AdamW(foreach=True)", "AdamW(fused=True)", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax"),
+            *("RMSprop(momentum=0.9, centered=True)", "Rprop", "ASGD", "Adafactor", "Muon", "LBFGS", "SparseAdam"),
+        ),
+    ),
+    Library(
+        "timm",
+        "timm.optim",
+        (
+            *("AdaBelief", "Adafactor", "AdafactorBigVision", "Adahessian", "AdamP", "Adan"),
+            *(
+                "Adopt",
+                "LaProp",
+                "LaProp(caution=True)",
+                "Lamb",
+                "Lars",
+                "Lars(weight_decay=0.01)",
+                "Lion",
+                "Lion(caution=True)",
+                "MADGRAD",
+                "Mars",
+                "Muon",
+            ),
+            *("NAdamW", "NvNovoGrad", "RAdam", "RMSpropTF", "SGDP(lr=0.01, momentum=0.9)", "SGDW(momentum=0.9)"),
+        ),
+    ),
+    Library(
+        "bitsandbytes",
+        "bitsandbytes.optim",
+        (
+            *("Adagrad", "Adam", "AdamW", "AdamW8bit", "AdEMAMix8bit", "Lion", "Lion8bit", "PagedAdamW8bit"),
+            *(
+                "RMSprop",
+                "SGD(lr=0.01, momentum=0.9)",
+                "SGD8bit(lr=0.01, momentum=0.9)",
+                "LAMB",
+                "LARS(lr=0.01, momentum=0.9)",
+            ),
+        ),
+    ),
+    Library("torchao", "torchao.optim", ("AdamW8bit", "Adam4bit", "AdamWFp8", "_AdamW")),
+    Library("schedulefree", "schedulefree", ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")),
+    Library("prodigyopt", "prodigyopt", ("Prodigy",)),
+    Library(
+        "dadaptation",
+        "dadaptation",
+        ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD(momentum=0.9)"),
+    ),
+    Library("dog-optimizer", "dog", ("DoG", "LDoG")),
+    Library(
+        "lion-pytorch",
+        "lion_pytorch",
+        ("Lion", "Lion(weight_decay=0.1)", "Lion(decoupled_weight_decay=True, weight_decay=0.1)"),
+    ),
+    Library(
+        "pytorch_optimizer",
+        "pytorch_optimizer",
+        (
+            *("A2Grad", "ADOPT", "AccSGD", "AdEMAMix", "AdaBelief", "AdaBound", "AdaFactor", "AdaGC", "AdaHessian"),
+            *("AdaMod", "AdaNorm", "AdaPNM", "AdaShift", "AdaSmooth", "AdaTAM", "Adai", "Adalite", "AdamC", "AdamG"),
+            *("AdamP", "AdamS", "Adan", "AggMo", "Aida", "Amos", "ApolloDQN", "AvaGrad", "CAME"),
+            *("DiffGrad", "EXAdam", "FAdam", "FOCUS", "FTRL", "Fromage", "Grams", "Gravity", "GrokFastAdamW", "Kate"),
+            *("LARS", "LaProp", "Lamb", "Lion", "MADGRAD", "MARS", "MSVAG", "Nero", "NovoGrad", "PAdam", "PID", "PNM"),
+            *(
+                "Prodigy",
+                "QHAdam",
+                "QHM",
+                "Ranger",
+                "Ranger21(num_iterations=100)",
+                "SCION",
+                "SGDP",
+                "SGDSaI",
+                "SGDW",
+                "SM3",
+                "SOAP",
+            ),
+            *("SPAM", "SRMM", "SWATS", "Shampoo", "SignSGD", "SimplifiedAdEMAMix", "StableAdamW", "StableSPAM"),
+            *("TAM", "Tiger", "VSGD", "Yogi", "Lookahead"),
+        ),
+    ),
+)
+
+
+def _release(version: str) -> str:
+    return version.split("+")[0]
+
+
+# --- one optimizer ---------------------------------------------------------------------------------------------------
+
+
+class _Model(nn.Module):
+    """A convolution, matrices of more and of less than 4,096 elements, a norm, biases and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 12, 3)
+        self.inner, self.norm, self.head = nn.Linear(12 * 16, 96), nn.LayerNorm(96), nn.Linear(96, 10)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.tanh(self.conv(images)).flatten(1)
+        logits: Tensor = self.scale * self.head(torch.tanh(self.norm(self.inner(hidden))))
+        return logits
+
+
+def _model() -> _Model:
+    return copy.deepcopy(_PRISTINE)
+
+
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(0)
+    _PRISTINE = _Model()
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    labels = torch.randint(10, (8,), generator=generator)
+    images = torch.randn(8, 3, 6, 6, generator=generator) + 0.3 * labels.view(-1, 1, 1, 1)
+    return F.cross_entropy(model(images), labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One rank's weights and one state when it saved, and its weights after it had resumed."""
+
+    saved: dict[str, Tensor]
+    state: dict[str, Any]
+    resumed: dict[str, Tensor]
+
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+Wrap = Callable[[_Model, Make], tuple[nn.Module, Any]]
+
+
+def _train(make: Make, wrap: Wrap, rank: int, share: Callable[[Any], Any]) -> Outcome:
+    """Some steps, a checkpoint, and as many more with what is built anew and loaded."""
+    weights, state = _model().state_dict(), None
+    seen: list[dict[str, Tensor]] = []
+    for first in (0, _NUM_STEPS):
+        module = _model()
+        module.load_state_dict(weights)
+        model, optimizer = wrap(module, make)
+        if state is not None:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        _call_if_there(optimizer, "train")
+        for step in range(first, first + _NUM_STEPS):
+            optimizer.zero_grad()
+            _loss(model, rank, step).backward()
+            optimizer.step()
+        _call_if_there(optimizer, "eval")
+        if state is None:
+            state = share(optimizer.state_dict())
+        weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
+        seen.append(weights)
+        if isinstance(model, DistributedDataParallel):
+            model.close()
+    assert state is not None
+    return Outcome(seen[0], state, seen[1])
+
+
+def _call_if_there(optimizer: Any, name: str) -> None:
+    if callable(method := getattr(optimizer, name, None)):
+        method()
+
+
+def _under_ddp(make: Make) -> list[Outcome]:
+    def run(rank: int, group: ProcessGroup) -> Outcome:
+        def wrap(module: _Model, make: Make) -> tuple[nn.Module, Any]:
+            return TorchDDP(module, process_group=group), make(list(module.parameters()))
+
+        return _train(make, wrap, rank, lambda state: copy.deepcopy(state))
+
+    return _on_ranks(run)
+
+
+def _under_ours(make: Make) -> list[Outcome]:
+    def run(rank: int, group: ProcessGroup) -> Outcome:
+        collectives: list[Any] = []
+
+        def wrap(module: _Model, make: Make) -> tuple[nn.Module, Any]:
+            model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=4000), group)
+            collectives[:] = [model.collectives]
+            return model, DistributedOptimizer(make(list(module.parameters())), model)
+
+        def share(state: Any) -> Any:
+            return collectives[0].all_gather_objects(state, torch.device("cpu"))[0]
+
+        return _train(make, wrap, rank, share)
+
+    return _on_ranks(run)
+
+
+_retired: collections.deque[ProcessGroup] = collections.deque(maxlen=16)
+"""Groups whose ranks have ended: gloo's threads are idle by the time they leave here."""
+
+
+def _on_ranks(run: Callable[[int, ProcessGroup], Outcome]) -> list[Outcome]:
+    """``run(rank, group)`` on threads, each over a gloo group of its own; raises what the lowest rank raised."""
+    store = HashStore()
+    outcomes: list[Any] = [None] * NUM_RANKS
+
+    def target(rank: int) -> None:
+        options = ProcessGroupGloo._Options()
+        options._timeout = _TIMEOUT
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group = ProcessGroup(store, rank, NUM_RANKS)
+        backend = ProcessGroupGloo(store, rank, NUM_RANKS, options)
+        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+        group._set_default_backend(ProcessGroup.BackendType.GLOO)
+        try:
+            outcomes[rank] = run(rank, group)
+        except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
+            outcomes[rank] = error
+        _retired.append(group)
+
+    threads = [threading.Thread(target=target, args=(rank,), daemon=True) for rank in range(NUM_RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+def _make(library: Library, name: str) -> Make:
+    """``Adam(amsgrad=True)`` as a function of parameters; its own defaults where nothing is said."""
+    kind, _, given = name.removesuffix(")").partition("(")
+    options = eval(f"dict({given})")
+    found = getattr(importlib.import_module(library.module), kind)
+    if kind == "Lookahead":
+        return lambda params: found(torch.optim.SGD(params))
+
+    def make(params: Iterable[Any]) -> torch.optim.Optimizer:
+        params = list(params)
+        if library.module == "torch.optim" and kind == "Muon":  # takes matrices only
+            params = [param for param in params if param.dim() == 2]
+        optimizer: torch.optim.Optimizer = found(params, **options)
+        return optimizer
+
+    return make
+
+
+def try_optimizer(library: Library, name: str) -> str:
+    """The result in words; begins with "DIFFERENT" or "FAILED" where it should not be as it is."""
+    try:
+        make = _make(library, name)
+        make(list(_model().parameters()))
+    except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
+        return f"cannot be built here: {_said(error)}"
+    try:
+        ours = _under_ours(make)
+    except OptimizerNotShardableError as error:
+        reason = str(error).partition(" cannot be sharded: ")[2].partition(". Set use_distributed_optimizer=False")[0]
+        return f"refused at wrap: {reason}"
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"FAILED after it was wrapped: {_said(error)}"
+    try:
+        theirs = _under_ddp(make)
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"FAILED under torch DDP, and not here: {_said(error)}"
+    return compare(ours, theirs)
+
+
+def compare(ours: list[Outcome], theirs: list[Outcome]) -> str:
+    """In words, over all ranks: weights when saved, what was saved, and weights after resuming."""
+    worst = 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        worst = max(worst, _distance(mine.saved, other.saved), _distance(mine.resumed, other.resumed))
+    saved = _distance(*(_of_what_is_kept(outcomes[0].state) for outcomes in (ours, theirs)))
+    if worst == saved == 0:
+        return "equal to the bit"
+    if max(worst, saved) <= CLOSE:
+        return f"within {CLOSE:.0e}".replace("e-0", "e-")
+    return f"DIFFERENT: weights by {worst:.1e}, saved state by {saved:.1e} of the largest element"
+
+
+def _of_what_is_kept(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the empty entries that some optimizers make for parameters of which they keep nothing."""
+    return state | {"state": {number: values for number, values in state["state"].items() if values != {}}}
+
+
+def _distance(mine: Any, other: Any) -> float:
+    """The largest difference of two nested values, relative to each tensor's largest element; infinite if their
+    structures differ."""
+    if isinstance(mine, Tensor) and isinstance(other, Tensor):
+        if mine.shape != other.shape or mine.dtype != other.dtype:
+            return float("inf")
+        if torch.equal(mine, other):
+            return 0.0
+        one, two = mine.double(), other.double()
+        distance = float((one - two).abs().max() / two.abs().max().clamp(min=1e-300))
+        return distance if math.isfinite(distance) else float("inf")
+    if isinstance(mine, dict) and isinstance(other, dict):
+        if mine.keys() != other.keys():
+            return float("inf")
+        return max((_distance(mine[key], other[key]) for key in mine), default=0.0)
+    if isinstance(mine, list | tuple) and type(mine) is type(other) and len(mine) == len(other):
+        return max((_distance(a, b) for a, b in zip(mine, other, strict=True)), default=0.0)
+    return 0.0 if mine == other else float("inf")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:160].rstrip(": ")
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def rows_of(library: Library) -> Iterator[str]:
+    """Lines of the table, as they are found."""
+    version = library.version
+    assert version is not None, "installed"
+    for name in library.names:
+        result = " ".join(try_optimizer(library, name).split()).replace("|", "\\|")
+        yield f"| `{name}` | {library.package} {version} | {result} |"
+
+
+def page(rows: list[str], command: str) -> str:
+    """The document."""
+    results = [row.rsplit(" | ", 1)[1].removesuffix(" |") for row in rows]
+    counts = collections.Counter(result.split(":")[0] for result in results)
+    counted = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    others = " ".join(library.package for library in LIBRARIES[1:])
+    head = f"""# Optimizers
+
+Each optimizer is trained on two ranks under torch DDP and under a sharded `DistributedOptimizer`, saved, built anew,
+resumed and trained on. Weights before and after, on both ranks, and what was saved are compared.
+
+| result | |
+|---|---|
+| equal to the bit | no bit differs |
+| within 1e-6 | differs by less than a millionth of a tensor's largest element |
+| refused at wrap | building the `DistributedOptimizer` raises an error with this reason, and with the way out: \
+`use_distributed_optimizer=False`, with which every rank steps whole parameters, as under torch DDP |
+
+[Trial steps](../megastrategy/core/elementwise.py) decide which it is, never a name: what is not in the table is treated
+alike.
+
+Of {len(rows)}: {counted}. Written on {datetime.date.today()}, on a CPU, with torch {_release(torch.__version__)}, by
+
+```bash
+pip install {others}
+{command}
+```
+
+| optimizer | library | result |
+|---|---|---|
+"""
+    return head + "".join(f"{row}\n" for row in rows)
+
+
+@click.command(help="Tries optimizers of many libraries under torch DDP and here, and prints a table of the results.")
+@click.option("--library", "packages", multiple=True, type=click.Choice([library.package for library in LIBRARIES]))
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="The page to write, with all libraries.")
+def main(*, packages: tuple[str, ...], write: Path | None) -> None:
+    """The command."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    torch._dynamo.config.disable = True  # the same arithmetic, without a compiler
+    rows: list[str] = []
+    missing = []
+    for library in LIBRARIES:
+        if packages and library.package not in packages:
+            continue
+        if library.version is None:
+            missing.append(library.package)
+            continue
+        for row in rows_of(library):
+            click.echo(row)
+            rows.append(row)
+    if missing:
+        click.echo(f"not installed, and left out: pip install {' '.join(missing)}", err=True)
+    if write is not None:
+        if missing or packages:
+            raise click.ClickException(f"{write} has all libraries, and is not written without some")
+        write.write_text(page(rows, f"python -m benchmarks.optimizers --write {write}"), encoding="utf-8")
+    wrong = [row for row in rows if "| DIFFERENT" in row or "| FAILED" in row]
+    if wrong:
+        raise click.ClickException("neither equal nor refused:\n" + "\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

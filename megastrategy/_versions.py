@@ -1,0 +1,59 @@
+"""The oldest versions that the doors were tested with, and the error for what is older.
+
+A door asks here before it imports its package, so that an old one is refused by name and version, and not by the first
+thing that it has not got yet. The minima stand in pyproject.toml too, and a test compares them: pip reads only those,
+and only when it is asked for the extra.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+
+LIGHTNING = "2.6"
+"""Of all four packages. 2.5.6 trains and resumes nothing: its ``load_checkpoint`` takes no ``weights_only``."""
+
+ACCELERATE = "1.15"
+
+_DISTRIBUTIONS = {
+    "lightning": ("lightning",),
+    "pytorch_lightning": ("pytorch-lightning",),
+    "lightning_fabric": ("lightning-fabric", "pytorch-lightning"),  # the second may bring the package without the first
+    "accelerate": ("accelerate",),
+}
+
+
+def require(package: str, minimum: str) -> None:
+    """
+    Raises:
+        ImportError: if the package is installed in a version before ``minimum``. One whose version nobody knows passes.
+    """
+    top = package.partition(".")[0]
+    found = _version(top)
+    if found is not None and _release(found) < _release(minimum):
+        distribution = _DISTRIBUTIONS[top][-1]
+        raise ImportError(
+            f"{package} {found} is installed, and megastrategy needs {minimum} or later: "
+            f"pip install '{distribution}>={minimum}'",
+            name=package,
+        )
+
+
+def _version(top: str) -> str | None:
+    """The module's own, if it is imported; else what pip knows, since the import of an old package may fail."""
+    if (told := getattr(sys.modules.get(top), "__version__", None)) is not None:
+        return str(told)
+    for name in _DISTRIBUTIONS[top]:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that it begins with: those of "2.6.0.dev1" are 2.6.0's, and a development version passes as that."""
+    numbers = re.match(r"[\d.]*", version.strip())
+    assert numbers is not None, "it matches the empty text, too"
+    return tuple(int(number) for number in numbers[0].split(".") if number)

@@ -1,0 +1,138 @@
+"""What the user's optimizer has beside torch's interface: called on its own object, and on shards where it needs them.
+
+[Note: methods of the user's optimizer]
+A :class:`~megastrategy.DistributedOptimizer` is an instance of the user's class too, so that every method of that class
+would run on it: with whole Parameters in the groups and a state that is keyed by shards, in which none of them is
+found. Schedule-Free's ``eval()`` would move nothing. So the class that is made for the two has a stand-in for each of
+these methods, properties and attributes, which goes to the user's object.
+
+Where the optimizer is sharded, :func:`~.method_trial.try_call` says what the call would do. One that needs neither
+state nor parameters is made as it is. One that works element by element is made while the groups hold this rank's
+shards, and the buckets are gathered, so that it is collective. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from .errors import OptimizerNotShardableError
+from .method_trial import Effect, looks_at_tensors, try_call
+from .optimizer_double import Call, NotForShardsError
+from .param_shard import take_outside_changes
+from .sharded_step import ShardedStep
+
+
+def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[str, Any]:
+    """For a class made of ``known`` and the user's ``kind``: what stands for all that ``kind`` alone has."""
+    members: dict[str, Any] = {}
+    for owner in kind.__mro__:
+        if owner in (Optimizer, object):
+            break  # torch's interface is known's
+        for name, value in vars(owner).items():
+            if name.startswith("__") or name in members or hasattr(known, name):
+                continue
+            if isinstance(value, staticmethod | classmethod):
+                continue
+            is_method = callable(value) and hasattr(value, "__get__") and not isinstance(value, type)
+            members[name] = _method(name, value) if is_method else _attribute(name)
+    return members
+
+
+def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return getattr(optimizer, name)(*args, **kwargs)
+
+        return call_inner(self._impl, f"{name}()", Call(method, args, kwargs))
+
+    return forward
+
+
+def _attribute(name: str) -> property:
+    def get(self: Any) -> Any:
+        return call_inner(self._impl, name, Call(lambda optimizer: getattr(optimizer, name)))
+
+    def put(self: Any, value: Any) -> None:
+        call_inner(self._impl, name, Call(lambda optimizer, value: setattr(optimizer, name, value), (value,)))
+
+    return property(get, put)
+
+
+def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
+    """Makes a call of the user's optimizer; see [Note: methods of the user's optimizer].
+
+    Raises:
+        OptimizerNotShardableError: if it would be wrong on shards, or nobody knows.
+    """
+    inner = impl.inner
+    if not impl.has_shards:
+        return call(inner)
+    kind = impl.model.device, impl.layout.main_dtype
+    try:
+        if not impl.sharded:
+            return _call_on_main_params(impl, call) if looks_at_tensors(inner, call, *kind) else call(inner)
+        effect = try_call(inner, call, *kind)
+    except NotForShardsError as reason:
+        raise OptimizerNotShardableError(
+            f"{name} of {type(inner).__name__} cannot be used while the optimizer is sharded: {reason}. Pass "
+            f"{impl.model.all_reduce_option}: every rank then has whole parameters, gradients and state, as under "
+            "torch DDP"
+        ) from None
+    if effect is Effect.NONE:
+        return call(inner)
+    return _call_on_shards(impl, name, call, moves=effect is Effect.ELEMENTS)
+
+
+def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) -> Any:
+    model, indices = impl.model, impl.param_indices()
+    model.check_open()
+    assert model.param_buffers is not None, "sharded"
+    if moves:
+        model.collectives.require_all_ranks(f"{name} of a sharded {type(impl.inner).__name__}")
+    model.param_gather.finish()
+    model.param_buffers.recapture()
+    impl.split_state()
+    own = [impl.shards[index] for index in indices if index in impl.shards]
+    mains = [shard for shard in own if shard.weights is not None and impl.layout.params[shard.param].has_main_param]
+    # read on another rank's behalf meanwhile, a state would be half of each mode
+    with impl.at_rest.replaced() if moves else impl.at_rest.lock, torch.no_grad():
+        for shard in mains:
+            assert shard.weights is not None
+            take_outside_changes(shard.main, shard.weights)
+        with impl.groups_of_shards():
+            result = call(impl.inner)
+        if not moves:
+            return result
+        for shard in mains:
+            assert shard.weights is not None
+            shard.weights.copy_(shard.main)
+    # a rank may have nothing of a bucket that others have moved, so all of them are gathered
+    for bucket in sorted({impl.layout.slots[index].bucket for index in indices}, reverse=True):
+        model.param_gather.start(bucket)
+    model.param_gather.finish()
+    torch.autograd.graph.increment_version([model.params[index] for index in indices])
+    return result
+
+
+def _call_on_main_params(impl: ShardedStep, call: Call) -> Any:
+    """Of 16-bit parameters that are whole on every rank: with their main params in the groups, and the gradients."""
+    model = impl.model
+    model.check_open()
+    impl.follow_model()
+    with torch.no_grad(), impl.main_params_with_grads() as own:
+        result = call(impl.inner)
+        for shard in own:
+            param = model.params[shard.param]
+            if not torch.equal(rounded := shard.main.to(param.dtype), param):
+                param.copy_(rounded)
+            if param.grad is not None and shard.main.grad is None:
+                model.grad_buffers.clear([shard.param])
+            elif param.grad is not None and shard.main.grad is not None:
+                param.grad.copy_(shard.main.grad)
+    return result

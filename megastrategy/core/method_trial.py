@@ -1,0 +1,159 @@
+"""What a method of the user's optimizer would do, tried on copies of the optimizer with small tensors.
+
+Optimizers have methods beside ``step``: Schedule-Free's ``train()`` and ``eval()`` move every weight, SAM's
+``first_step()`` takes the norm of all gradients, others set a learning rate. Called on shards the first is right, the
+second silently wrong, and the third does not care. A method's name says nothing about it, so what a call would do is
+tried just before it, with its own arguments, in the mode that the optimizer is in.
+
+[Note: what a trial compares]
+The call is made on copies that have taken a few steps: on whole tensors with gradients, on whole tensors without, and
+on flat pieces without, each piece in an optimizer of its own, as on ranks. What differs between the first two depends
+on gradients, which shards do not have between steps. What differs between the last two depends on more than one
+element. Everything that a call can leave is compared: tensors, their state, the groups' options, the optimizer's
+attributes, the arguments and the result. A call that computes with state and leaves no trace of it cannot be judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .optimizer_double import TRIAL_SHAPE, Call, Contents, Double, Found, NotForShardsError, in_words
+from .trial import enter_training
+
+_STEPS = 3
+_LR = 0.01
+
+
+class Effect(enum.Enum):
+    """What a call does with what the optimizer has on this rank."""
+
+    NONE = enum.auto()
+    """It reads no state and moves no parameter: it may be made with the model's Parameters."""
+    STATE = enum.auto()
+    """It looks into the state, and computes with no tensor."""
+    ELEMENTS = enum.auto()
+    """It computes with tensors element by element, and may move parameters."""
+
+
+def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a call looks at parameters or their state at all: ``train()`` in training does not. No copy is stepped.
+
+    Args:
+        optimizer, device, dtype: as for :func:`try_call`.
+
+    Raises:
+        NotForShardsError: if that cannot be found out.
+    """
+    with _without_trace(device):
+        double = Double(optimizer, _fresh_contents(optimizer, device, dtype))
+        double.make(call)
+        return bool(double.touches) or double.has_moved
+
+
+@contextlib.contextmanager
+def _without_trace(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        yield
+
+
+def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torch.dtype) -> Effect:
+    """Finds out what a call does; see [Note: what a trial compares]. The same on every rank whose optimizer has the
+    same options and attributes.
+
+    Args:
+        optimizer: left untouched, with the model's Parameters in its groups.
+        device, dtype: of the tensors that it steps.
+
+    Raises:
+        NotForShardsError: if it may not be made on shards.
+    """
+    if not looks_at_tensors(optimizer, call, device, dtype):
+        return Effect.NONE
+    with _without_trace(device):
+        stepped = _stepped(optimizer, _fresh_contents(optimizer, device, dtype))
+        whole, bare = (Double(optimizer, stepped.copied(grads=grads)) for grads in (True, False))
+        for double in (whole, bare):
+            double.make(call)
+        if whole.error is not None:
+            raise NotForShardsError(f"a trial of it raised {whole.error}")
+        if whole.strangers or bare.strangers:
+            raise NotForShardsError("it uses parameters by other ways than the groups")
+        if whole.has_other_groups:
+            raise NotForShardsError("it changes which parameters are in the groups")
+        if bare.error is not None or whole.has_changed_grads or not whole.did_what(bare):
+            raise NotForShardsError("it uses gradients, which shards do not have between steps, or random numbers")
+        if not ("state" in bare.touches or bare.has_moved):
+            return Effect.NONE
+        _check_pieces([Double(optimizer, piece) for piece in stepped.cut()], bare, call)
+        if bare.num_operations and not bare.has_changed:
+            raise NotForShardsError("it computes with state, of which each rank has its part, and changes nothing")
+        return Effect.ELEMENTS if bare.num_operations else Effect.STATE
+
+
+def _check_pieces(pieces: Sequence[Double], whole: Double, call: Call) -> None:
+    for piece in pieces:
+        piece.make(call)
+        if piece.error is not None:
+            raise NotForShardsError(f"a trial of it on flat pieces of tensors raised {piece.error}")
+        if piece.has_new_memory:
+            raise NotForShardsError("it gives tensors other memory (param.data = ...), and shards are views")
+    tensors = [
+        {
+            name: torch.cat(parts).reshape(TRIAL_SHAPE)
+            for name in of_pieces[0]
+            if len(parts := _named(of_pieces, name)) > 1
+        }
+        for of_pieces in zip(*(piece.after.tensors for piece in pieces), strict=True)
+    ]
+    if not all(whole.after.is_like(Found(tensors, piece.after.others)) for piece in pieces):
+        raise NotForShardsError(
+            "a trial of it gave other results when tensors were cut into flat pieces: it depends on more than one "
+            "element at a time, or returns what belongs to elements"
+        )
+
+
+def _named(of_pieces: Sequence[dict[str, Tensor]], name: str) -> list[Tensor]:
+    """The parts under a name, if all pieces have one."""
+    parts = [values[name] for values in of_pieces if name in values]
+    return parts if len(parts) == len(of_pieces) else []
+
+
+def _fresh_contents(optimizer: Optimizer, device: torch.device, dtype: torch.dtype) -> Contents:
+    """One tensor for all groups of the same options: what is done with one is done with the others."""
+    generator = torch.Generator().manual_seed(0)
+    kinds: set[str] = set()
+    groups: list[list[Tensor]] = []
+    for group in optimizer.param_groups:
+        kind = repr({name: value for name, value in group.items() if name != "params"})
+        groups.append([])
+        if kind not in kinds and group["params"]:
+            kinds.add(kind)
+            groups[-1].append(torch.randn(TRIAL_SHAPE, generator=generator).to(device, dtype))
+    return Contents(groups, {})
+
+
+def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
+    """The tensors after a few steps, with a gradient for the next one, and the state that came of it."""
+    contents, generator = fresh.copied(), torch.Generator().manual_seed(1)
+    double = Double(optimizer, contents)
+    try:
+        enter_training(double.optimizer)
+        for group in double.optimizer.param_groups:
+            if "lr" in group:  # at the start of a warm-up it is zero
+                group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
+        for step in range(_STEPS + 1):
+            for tensor in contents.tensors:
+                tensor.grad = torch.randn(TRIAL_SHAPE, generator=generator).to(tensor.device, tensor.dtype)
+            if step < _STEPS:
+                double.optimizer.step()
+    except Exception as error:
+        raise NotForShardsError(f"it cannot be tried: a trial step raised {in_words(error)}") from error
+    for tensor in contents.tensors:  # not what the last step copied from the state: a mode may copy it again
+        tensor.copy_(torch.randn(TRIAL_SHAPE, generator=generator))
+    return Contents(contents.groups, dict(dict.items(double.optimizer.state)))

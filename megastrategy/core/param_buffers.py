@@ -1,0 +1,69 @@
+"""Contiguous storage for parameters. The only file that assigns ``param.data``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .buffers import check_unchanged, slice_view
+from .layout import BufferLayout
+
+
+class ParamBuffers:
+    """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
+
+    The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
+    shapes and strides stay. ``restore`` gives them memory of their own again, and leaves those alone that were moved
+    out of here from outside (``module.double()``).
+    """
+
+    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
+        self._device = device
+        self.params: list[Parameter] = []
+        self.flats: list[Tensor] = []
+        self._addresses: list[int] = []
+        self.extend(layout, params)
+
+    def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
+        """Moves in the parameters that ``layout`` has beyond those known so far."""
+        first = len(self.params)
+        self.layout = layout
+        self.params += params[first:]
+        for buffer in layout.buffers[len(self.flats) :]:
+            self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
+        for index, param in enumerate(params[first:], first):
+            self._move_in(index, param.detach())
+            self._addresses.append(param.data_ptr())
+
+    def bucket(self, bucket: int) -> Tensor:
+        """The bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""
+        place = self.layout.buckets[bucket]
+        return self.flats[place.buffer][place.start : place.end]
+
+    def recapture(self) -> None:
+        """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now.
+
+        Raises:
+            ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
+        """
+        for index, param in enumerate(self.params):
+            if param.data_ptr() != self._addresses[index] and param.numel() > 0:
+                check_unchanged(param, self.layout.params[index])
+                self._move_in(index, param.detach())
+
+    def restore(self) -> None:
+        """Gives every parameter that lies here memory of its own, with the present values and strides."""
+        spans = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in self.flats]
+        for param in self.params:
+            if any(start <= param.data_ptr() < end for start, end in spans):
+                param.data = param.detach().clone(memory_format=torch.preserve_format)
+        self.flats = []
+
+    def _move_in(self, index: int, value: Tensor) -> None:
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        view = slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
+        view.copy_(value)
+        self.params[index].data = view

@@ -1,0 +1,144 @@
+"""What ``.grad`` is after a reduce-scatter: a tensor with the gradient's shape and dtype, and no element to read.
+
+[Note: a gradient that nobody can misread]
+After a reduce-scatter this rank has a shard of each gradient. ``None`` in ``.grad`` would be silent, since torch's
+clipping, its scalers and most libraries skip a gradient of None; the shard, or the buffer around it, would be a wrong
+number. So ``.grad`` is a stand-in without storage. Whoever asks for its shape, dtype or device gets the gradient's;
+whoever computes with it gets :class:`~.errors.ReducedGradError`, since every operation passes ``__torch_dispatch__``.
+What has a meaning without elements is answered: zeroing zeroes the reduced gradient, ``detach`` and ``to`` give another
+stand-in, and autograd may add the next local gradient to it. A ``.grad`` that is None was dropped by somebody, however
+they did it, as after ``zero_grad`` of a raw module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from .errors import ReducedGradError
+from .layout import ParamSpec
+
+_ATEN = torch.ops.aten
+NO_TASK = -1
+"""torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
+
+
+def inside_backward() -> bool:
+    """Whether a backward is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != NO_TASK)
+
+
+class ReducedGrad(Tensor):
+    """Stands for the reduced gradient of one parameter; see [Note: a gradient that nobody can misread].
+
+    Args:
+        spec: the parameter's; the stand-in has its shape and stride, and the gradient's dtype.
+        device: the parameter's.
+        zero: zeroes the reduced gradient.
+        all_reduce_option: how whoever set the engine up asks it for whole gradients.
+
+    Attributes:
+        pending: a local gradient (memory of its own, dense or sparse) that autograd has added since; None for none.
+    """
+
+    spec: ParamSpec
+    pending: Tensor | None
+    _zero: Callable[[], None]
+    _all_reduce_option: str
+
+    # properties are read by every loop over parameters, and mean what they mean for any tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        spec: ParamSpec,
+        device: torch.device,
+        zero: Callable[[], None],
+        all_reduce_option: str,
+        *,
+        dtype: torch.dtype | None = None,
+        pending: Tensor | None = None,
+    ) -> ReducedGrad:
+        made: ReducedGrad = Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=dtype or spec.grad_dtype, device=device
+        )
+        made.spec, made.pending, made._zero, made._all_reduce_option = spec, pending, zero, all_reduce_option
+        return made
+
+    def take_pending(self) -> Tensor | None:
+        """Hands over what autograd has added."""
+        pending, self.pending = self.pending, None
+        return pending
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        if func is _ATEN._foreach_zero_.default:
+            for grad in first or ():
+                grad.zero_()
+            return None
+        if isinstance(first, ReducedGrad):
+            if func is _ATEN.zero_.default:
+                first._zero()
+                return first
+            if func is _ATEN.detach.default:
+                return first._like(first.device, first.dtype)
+            if func is _ATEN._to_copy.default:  # module.to() takes gradients along
+                options = kwargs or {}
+                return first._like(options.get("device") or first.device, options.get("dtype") or first.dtype)
+            if inside_backward() and len(args) == 2 and isinstance(args[1], Tensor) and not isinstance(args[1], cls):
+                # autograd adds in place, or with create_graph makes a sum; its tensor is not ours to keep
+                if func is _ATEN.add_.Tensor:
+                    first.pending = args[1].clone() if first.pending is None else first.pending + args[1]
+                    return first
+                if func is _ATEN.add.Tensor:
+                    return first._like(first.device, first.dtype, pending=args[1].clone())
+        raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).error(str(func))
+
+    def _like(self, device: torch.device, dtype: torch.dtype, pending: Tensor | None = None) -> ReducedGrad:
+        options = self._zero, self._all_reduce_option
+        return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
+
+    def error(self, what: str) -> ReducedGradError:
+        """What to raise where ``what`` needs elements."""
+        return ReducedGradError(
+            f"{what} needs the gradient of {self.spec.name!r}, which was reduce-scattered: this rank has a shard of "
+            "it, and .grad is a stand-in without elements. On all ranks, full_grad(param) of the wrapped model, its "
+            "optimizer or the strategy gives the whole gradient, and grad_norm() the norm. To clip: Lightning's "
+            "gradient_clip_val or self.clip_gradients, fabric.clip_gradients, accelerator.clip_grad_norm_, or the "
+            "DistributedOptimizer's clip_grad_norm_. To step: the optimizer that configure_optimizers, fabric.setup or "
+            "accelerator.prepare returned, or a DistributedOptimizer around it. "
+            f"{self._all_reduce_option} leaves .grad whole, and the optimizer unsharded"
+        )
+
+    # --- what does not pass the dispatcher ---------------------------------------------------------------------------
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise self.error("numpy()")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise self.error("numpy()")
+
+    def tolist(self) -> NoReturn:
+        raise self.error("tolist()")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise self.error("pickling")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Nothing, for tables of memory."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    def share_memory_(self) -> ReducedGrad:
+        """``module.share_memory()`` takes gradients along; here is nothing to share."""
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ReducedGrad(of {self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -1,0 +1,233 @@
+"""Trial steps: a copy of an optimizer steps tensors that were made for it, whole or cut into flat pieces.
+
+[Note: trial tensors]
+What a trial can see depends on its tensors and gradients:
+
+- A tall matrix of 16,640 elements and a wide 4-D tensor of 1,260. An update may look at rows, at the number of
+  dimensions, at their proportions, or treat a tensor by its size: states in blocks begin at 4,096 elements.
+- Cuts inside rows and on no multiple of a block, and gradients whose size differs by piece: any norm, sum or scale
+  over a piece is another than over the whole. They are small, as real ones are: what is divided by them shows.
+- A third of the weights begins at zero, where a movement is exact however small it is; decay shows on the others.
+- Gradients that drift, so that an estimate of the distance to go grows; and noise of the same size, so that signs
+  change and a mask of those that agree has holes.
+- Every other gradient is nearly orthogonal to the weights, row by row: some updates project only then.
+- Whole tensors require gradients, as parameters do, and pieces do not, as shards.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_SHAPES = ((130, 128), (12, 3, 5, 7))
+_CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
+_ALONG = 0.03
+"""Of nearly orthogonal gradients, the cosine with the weights, times the root of a row's length."""
+FALLBACK_LR = 0.01
+"""Where a group's own is zero, as at the start of a warm-up."""
+
+
+@dataclasses.dataclass
+class Trial:
+    """An optimizer that has stepped, and what it stepped.
+
+    Attributes:
+        optimizer: the copy; it has one group.
+        params: after the steps.
+        grads: by step, what ``params`` were given.
+        reach: by tensor, how far each element was from its start at most; of whole tensors only.
+        sizes: by tensor and name, how large each element of a state was at most; of whole tensors only.
+    """
+
+    optimizer: torch.optim.Optimizer
+    params: list[Tensor]
+    grads: list[list[Tensor]] = dataclasses.field(default_factory=list)
+    reach: list[Tensor] = dataclasses.field(default_factory=list)
+    sizes: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
+
+    def state(self, tensor: int) -> dict[str, Any]:
+        """What the optimizer keeps for one of the tensors."""
+        values: dict[str, Any] = self.optimizer.state.get(self.params[tensor], {})
+        return values
+
+    def step(self, grads: Sequence[Tensor]) -> None:
+        """One step of all tensors."""
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad.clone()
+        self.optimizer.step()
+
+    def step_in_parts(self, grads: Sequence[Tensor]) -> None:
+        """One step, by a call for each tensor."""
+        (group,) = self.optimizer.param_groups
+        for param, grad in zip(self.params, grads, strict=True):
+            param.grad = grad.clone()
+        for param in self.params:
+            group["params"] = [param]
+            self.optimizer.step()
+
+
+class Problem:
+    """Weights and gradients for trials, the same at each call. See [Note: trial tensors]."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_small: bool = False) -> None:
+        """``is_small``: of the smaller tensor alone."""
+        first = 1 if is_small else 0
+        shapes, self._cuts = _SHAPES[first:], _CUTS[first:]
+        numel = sum(math.prod(shape) for shape in _SHAPES)
+        # drawn once, and read at another place for each use: drawing would be a third of a trial
+        self._random = torch.randn(2 * numel, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        self.starts: list[Tensor] = []
+        self._sizes: list[Tensor] = []
+        for number, shape in enumerate(shapes):
+            start = self._randn(shape, 0).clone()
+            start.view(-1)[::3] = 0
+            start.view(-1)[1::3] *= 1e-3
+            self.starts.append(start)
+            ends = (-3, -1) if number % 2 == 0 else (-1, -3)
+            self._sizes.append(torch.logspace(*ends, start.numel(), dtype=dtype, device=device).reshape(shape))
+
+    def _randn(self, shape: tuple[int, ...], place: int) -> Tensor:
+        numel = math.prod(shape)
+        first = 397 * place % (self._random.numel() - numel)  # no multiple of a row
+        return self._random[first : first + numel].view(shape)
+
+    def grads(self, step: int, params: Sequence[Tensor]) -> list[Tensor]:
+        """A step's gradients at these weights."""
+        grads = []
+        for param, size in zip(params, self._sizes, strict=True):
+            drift, noise = self._randn(param.shape, 1), self._randn(param.shape, 2 + step)
+            grad = (drift + noise).mul_(size)
+            if step % 2 == 1:
+                rows, weights = grad.flatten(1), param.flatten(1)
+                squares = weights.square().sum(1, keepdim=True)
+                rows.addcmul_((rows * weights).sum(1, keepdim=True) / squares, weights, value=-1)
+                # a projection has to have something to take away
+                along = _ALONG * rows.square().sum(1, keepdim=True).div(squares * rows.shape[1]).sqrt_()
+                grad = rows.addcmul_(along, weights).view_as(grad)
+            grads.append(grad)
+        return grads
+
+    def run(self, double: torch.optim.Optimizer, num_steps: int) -> Trial:
+        """The optimizer steps whole tensors."""
+        trial = Trial(double, [start.clone().requires_grad_() for start in self.starts])
+        double.param_groups[0]["params"] = list(trial.params)
+        trial.reach = [torch.zeros_like(start) for start in self.starts]
+        for step in range(num_steps):
+            trial.grads.append(self.grads(step, [param.detach() for param in trial.params]))
+            trial.step(trial.grads[-1])
+            for number, start in enumerate(self.starts):
+                param = trial.params[number].detach()
+                torch.maximum(trial.reach[number], (param - start).abs_(), out=trial.reach[number])
+                for name, value in trial.state(number).items():
+                    # a tensor of another kind may know few operations
+                    if type(value) is Tensor and value.shape == param.shape and value.is_floating_point():
+                        size, before = value.detach().abs(), trial.sizes.get((number, name))
+                        trial.sizes[number, name] = size if before is None else torch.maximum(before, size)
+        return trial
+
+    def rerun_in_parts(self, double: torch.optim.Optimizer, whole: Trial) -> Trial:
+        """As many steps of the same tensors with the same gradients, each by several calls."""
+        trial = Trial(double, [start.clone().requires_grad_() for start in self.starts])
+        for grads in whole.grads:
+            trial.step_in_parts(grads)
+        return trial
+
+    def rerun_cut(self, make_double: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
+        """As many steps with the same gradients of flat pieces, each rank's by an optimizer of its own: what is summed
+        over an optimizer's tensors shows."""
+        trials = []
+        for spans in self.spans():
+            trial = Trial(make_double(), [cut(start, span) for start, span in zip(self.starts, spans, strict=True)])
+            trial.optimizer.param_groups[0]["params"] = list(trial.params)
+            for grads in whole.grads:
+                trial.step([cut(grad, span) for grad, span in zip(grads, spans, strict=True)])
+            trials.append(trial)
+        return trials
+
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """By rank, what it has of each tensor."""
+        by_tensor = [
+            itertools.pairwise((0, place, start.numel())) for place, start in zip(self._cuts, self.starts, strict=True)
+        ]
+        return [list(spans) for spans in zip(*by_tensor, strict=True)]
+
+
+def cut(tensor: Tensor, span: tuple[int, int]) -> Tensor:
+    """A flat copy of some elements."""
+    return tensor.reshape(-1)[slice(*span)].clone()
+
+
+def double_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: float | None = None
+) -> torch.optim.Optimizer:
+    """An optimizer like the given one, with one group like the given one, of no tensors, and no state.
+
+    Its hooks and wrapped ``step`` stay behind.
+
+    Args:
+        lr: instead of the group's own, if it has one.
+    """
+    double = object.__new__(type(optimizer))
+    shared = ("step", "state", "param_groups")
+    memo: dict[int, Any] = {}
+    double.__dict__.update({name: own(value, memo) for name, value in optimizer.__dict__.items() if name not in shared})
+    double.__dict__.update({name: collections.OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
+    double.state = collections.defaultdict(dict)
+    options = {name: own(value, memo) for name, value in group.items() if name != "params"}
+    if lr is not None and isinstance(before := options.get("lr"), Tensor | float | int):
+        options["lr"] = torch.full_like(before, lr) if isinstance(before, Tensor) else lr
+    double.param_groups = [{**options, "params": []}]
+    enter_training(double)
+    return double
+
+
+def enter_training(optimizer: torch.optim.Optimizer) -> None:
+    """Calls ``train()`` where the optimizer has modes (Schedule-Free's ``train()`` and ``eval()``): one that begins in
+    evaluation refuses to step."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
+
+
+def own(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of what a step may change in place: tensors, containers and plain objects; not modules, nor parameters."""
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    copied: Any = value
+    if isinstance(value, Parameter | torch.nn.Module | torch.optim.Optimizer | type) or callable(value):
+        return value
+    if isinstance(value, Tensor):
+        copied = value.detach().clone()
+    elif isinstance(value, dict):
+        copied = memo[id(value)] = copy.copy(value)  # of its class
+        for key, item in value.items():
+            copied[key] = own(item, memo)
+    elif isinstance(value, list | set):
+        copied = type(value)(own(item, memo) for item in value)
+    elif hasattr(value, "__dict__"):
+        try:
+            copied = memo[id(value)] = copy.copy(value)
+        except Exception:  # noqa: BLE001 - what cannot be copied is shared: a group, a file, a lock
+            return value
+        if copied is not value:
+            vars(copied).update({name: own(item, memo) for name, item in vars(value).items()})
+    memo[id(value)] = copied
+    return copied
+
+
+def values_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Names in words and values of what a copy keeps beside the state of tensors."""
+    (group,) = optimizer.param_groups
+    yield from ((f"entry {name!r} of its group", value) for name, value in group.items() if name != "params")
+    own_names = [name for name in optimizer.__dict__ if name not in ("state", "param_groups")]
+    yield from ((f"its attribute {name!r}", optimizer.__dict__[name]) for name in own_names)
+    yield from ((f"state {key!r}", value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))

@@ -1,0 +1,153 @@
+"""Folders that ``Accelerator.save_state`` and ``transformers.Trainer`` leave: several files that are one checkpoint.
+
+The weights are found by the names of their files. Of safetensors only the header is read, by its format, so that no
+package is needed for it. Files of random state and of training arguments hold objects: they are told by name and size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import CheckpointError, is_directory_checkpoint
+from .parts import MAIN_PARAMS_KEY, Parts, read_directory_parts, read_object
+
+SHARDED = "megatron_ddp"
+"""The directory in the folder, in place of weights and optimizers, of ``state_dict_type="sharded"``."""
+
+_WEIGHTS = re.compile(r"(?:model|pytorch_model|adapter_model)(?:_(\d+))?\.(?:safetensors|bin)(?:\.index\.json)?")
+_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
+_MAIN_PARAMS = f"{MAIN_PARAMS_KEY}.bin"
+_TRAINER = "trainer_state.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedFile:
+    """A file that is not looked into."""
+
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.nbytes:,} bytes"
+
+
+def read_folder(path: Path, trust: bool = False) -> Parts:
+    """The parts of a folder, under the keys that its sharded directory would have.
+
+    Raises:
+        CheckpointError: if there are neither weights nor an optimizer in it, with the checkpoints that it has below;
+            if a file is broken, or needs ``trust``.
+    """
+    parts = Parts(path, "folder", "transformers" if (path / _TRAINER).is_file() else "accelerate")
+    if is_directory_checkpoint(path / SHARDED):
+        inner = read_directory_parts(path / SHARDED, trust)
+        parts.models, parts.optimizers, parts.main_params = inner.models, inner.optimizers, inner.main_params
+    main_params: Mapping[int, Mapping[str, Tensor]] = {}
+    for file in sorted(path.iterdir()):
+        if not file.is_file():
+            continue
+        if found := _WEIGHTS.fullmatch(file.name):
+            parts.models[_key("model", found[1])] = _weights(file, trust)
+        elif found := _OPTIMIZER.fullmatch(file.name):
+            parts.optimizers[_key("optimizer", found[1])] = _optimizer(file, trust)
+        elif file.name == _MAIN_PARAMS:
+            main_params = read_object(file, trust)
+        else:
+            parts.extra[file.name] = SavedFile(file.stat().st_size)
+    if not parts.models and not parts.optimizers:
+        raise CheckpointError(
+            f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last{_below(path)}"
+        )
+    parts.main_params |= {_key("optimizer", str(number or "")): params for number, params in main_params.items()}
+    if parts.writer == "transformers":
+        state = _json(path / _TRAINER)
+        parts.extra |= {key: state[key] for key in ("epoch", "global_step") if key in state}
+    return parts
+
+
+def _key(kind: str, number: str | None) -> str:
+    return f"{kind}_{number}" if number else kind
+
+
+def _weights(file: Path, trust: bool) -> Mapping[str, Any]:
+    if file.name.endswith(".index.json"):
+        names = dict.fromkeys(_json(file).get("weight_map", {}).values())
+        return {name: value for part in names for name, value in _weights(file.parent / part, trust).items()}
+    content = dict(_header_of(file)) if file.suffix == ".safetensors" else read_object(file, trust)
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, not weights by name")
+    return content
+
+
+def _optimizer(file: Path, trust: bool) -> dict[str, Any]:
+    content = read_object(file, trust)
+    if not isinstance(content, Mapping) or not isinstance(content.get("param_groups"), list):
+        raise CheckpointError(f"{file} is no state of an optimizer, of parameter groups and their state")
+    return dict(content)
+
+
+def _header_of(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Tensors on the "meta" device, of what a safetensors file says of itself: eight bytes with the length of a JSON
+    header, in which data lies by offsets from its end."""
+    try:
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = content.read(length)
+        entries = json.loads(header)
+        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
+        tensors = {
+            name: torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{file} is no file of safetensors, or is cut off: {error!r}") from error
+    if (size := file.stat().st_size) < 8 + length + end:
+        raise CheckpointError(f"{file} is cut off: it has {size:,} bytes of {8 + length + end:,}")
+    yield from tensors.items()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds a {type(content).__name__}, where keys are expected")
+    return content
+
+
+def _below(path: Path) -> str:
+    """The newest checkpoints somewhere in the folder, as a Trainer's logger and a run with many saves leave them."""
+    found = {file for file in path.rglob("*.ckpt") if file.is_file()}
+    found |= {file.parent for file in path.rglob(".metadata")}
+    for file in path.rglob("*"):
+        if file.is_file() and (_WEIGHTS.fullmatch(file.name) or _OPTIMIZER.fullmatch(file.name)):
+            found.add(file.parent)
+    found = {item.parent if item.name == SHARDED else item for item in found} - {path}
+    if not found:
+        return ""
+    newest = sorted(found, key=lambda item: item.stat().st_mtime, reverse=True)
+    more = f", and {len(newest) - 3} more" if len(newest) > 3 else ""
+    return f". Below it are {', '.join(map(str, newest[:3]))}{more}: inspect one of them"

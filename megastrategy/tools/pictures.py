@@ -1,0 +1,216 @@
+"""Two pictures of a timeline: a Chrome trace of all that was recorded, and a PNG of the last steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core import EventKind
+from .gaps import EVALUATION, LOADING, Gap, gaps_of
+from .timeline import Lane, ModelEvents, RankEvents, Span, Step, average, evaluations_of, spans_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# --- Chrome trace ----------------------------------------------------------------------------------------------------
+
+
+def chrome_trace(ranks: Iterable[RankEvents]) -> dict[str, Any]:
+    """For chrome://tracing and https://ui.perfetto.dev: a process a rank, and in it threads for steps and each lane.
+
+    Collectives whose spans overlap, as they do where nobody knows when they ran, get threads of their own. Times are
+    microseconds from the first event of any rank.
+    """
+    ranks = list(ranks)
+    origin = min(
+        (
+            span.launched_ns + rank.clock_offset_ns
+            for rank in ranks
+            for model in rank.models
+            for span in spans_of(model.events)
+        ),
+        default=0,
+    )
+    content: list[dict[str, Any]] = []
+    for rank in ranks:
+        content.append(_metadata("process_name", rank.rank, 0, f"rank {rank.rank}"))
+        tid = 0
+        for number, model in enumerate(rank.models):
+            title = f"model {number}: " if len(rank.models) > 1 else ""
+            for name, slices in _threads(model, rank.loads):
+                content.append(_metadata("thread_name", rank.rank, tid, title + name))
+                content.append(_metadata("thread_sort_index", rank.rank, tid, tid))
+                for what, start_ns, end_ns, details in slices:
+                    content.append(
+                        {
+                            "name": what,
+                            "cat": name,
+                            "ph": "X",
+                            "ts": (start_ns + rank.clock_offset_ns - origin) / 1e3,
+                            "dur": (end_ns - start_ns) / 1e3,
+                            "pid": rank.rank,
+                            "tid": tid,
+                            "args": details,
+                        }
+                    )
+                tid += 1
+    return {"displayTimeUnit": "ms", "traceEvents": content}
+
+
+_Slice = tuple[str, int, int, dict[str, Any]]
+
+
+def _threads(model: ModelEvents, loads: Sequence[tuple[int, int]]) -> Iterable[tuple[str, list[_Slice]]]:
+    steps = [
+        (
+            f"training step {model.num_skipped_steps + number}",
+            step.start_ns,
+            step.end_ns,
+            {"exposed_ms": step.exposed_ms, "exposed_share": average([step]).exposed_share},
+        )
+        for number, step in enumerate(model.steps)
+    ]
+    yield "steps", steps
+    spans = spans_of(model.events)
+    for lane in Lane:
+        own = [span for span in spans if span.lane is lane]
+        if lane is not Lane.COMMUNICATION:
+            yield lane.value, [(span.name, span.start_ns, span.end_ns, {}) for span in own]
+            continue
+        for row in _rows(own) or [[]]:
+            yield lane.value, [(span.name, span.start_ns, span.end_ns, _details(span, model)) for span in row]
+    yield "gaps", [(gap.name, gap.start_ns, gap.end_ns, {}) for gap in gaps_of(model, loads)]
+
+
+def _details(span: Span, model: ModelEvents) -> dict[str, Any]:
+    sizes = model.reduced_bytes if span.kind is EventKind.REDUCE_START else model.gathered_bytes
+    details: dict[str, Any] = {"launch_to_done_ms": (span.end_ns - span.launched_ns) / 1e6}
+    if span.index < len(sizes):
+        details["bytes"] = sizes[span.index]
+    return details
+
+
+def _rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """As few as it takes for no two in a row to overlap."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.start_ns):
+        free = next((row for row in rows if row[-1].end_ns <= span.start_ns), None)
+        if free is None:
+            rows.append([span])
+        else:
+            free.append(span)
+    return rows
+
+
+def _metadata(name: str, pid: int, tid: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if name.endswith("sort_index") else "name"
+    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {key: value}}
+
+
+# --- picture ---------------------------------------------------------------------------------------------------------
+
+_COLORS = {
+    EventKind.FORWARD_START: "#7fb3d5",
+    EventKind.BACKWARD_START: "#2e6da4",
+    EventKind.STEP_START: "#7d5ba6",
+    EventKind.REDUCE_START: "#e08e2b",
+    EventKind.GATHER_START: "#58a55c",
+    EventKind.WAIT_START: "#c62828",
+}
+_GAP_COLORS = {LOADING: "#f2d13c", EVALUATION: "#9fd8cb"}
+_OTHER_GAPS = "#e6e6e6"
+_MIN_SHARE_TO_NAME = 0.04
+"""Of the picture's width, below which a gap's name would not fit into it."""
+
+_LEGEND = ("forward", "backward", "optimizer step", "reduce a bucket", "gather a bucket", "waiting: exposed")
+_MAX_RANKS_DRAWN = 4
+
+
+def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None:
+    """Draws the last steps: for each of the first ranks what it computes, red where it waits, over what is on the wire.
+
+    Of several wrapped models the one with the most steps is drawn. Steps with an evaluation in or between them are
+    drawn only if there are no others: it would fill the picture. Gaps are pale, and wide ones have their name.
+
+    Raises:
+        ValueError: if no whole step was recorded.
+        ModuleNotFoundError: without matplotlib.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # no pyplot: nothing of the caller's is touched
+    from matplotlib.patches import Patch
+
+    drawn = [rank for rank in ranks if rank.models][:_MAX_RANKS_DRAWN]
+    models = [max(rank.models, key=lambda model: len(model.steps)) for rank in drawn]
+    if not models or not (steps := models[0].steps):
+        raise ValueError("no whole step was recorded")
+    shown = _last_in_a_row(steps, models[0], num_steps)
+    start_ns, end_ns = (ns + drawn[0].clock_offset_ns for ns in (shown[0].start_ns, shown[-1].end_ns))
+    figure = Figure(figsize=(14, 1.6 + 1.1 * len(drawn)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+    for rank, model, axis in zip(drawn, models, axes, strict=True):
+        offset_ns = rank.clock_offset_ns - start_ns
+        _draw_gaps(axis, gaps_of(model, rank.loads), offset_ns, end_ns - start_ns)
+        _draw(axis, spans_of(model.events), offset_ns, end_ns - start_ns)
+        axis.set_title(_title(rank.rank, model.steps), loc="left", fontsize=9)
+    axes[-1].set_xlabel("ms")
+    patches = [Patch(color=color, label=label) for color, label in zip(_COLORS.values(), _LEGEND, strict=True)]
+    patches += [Patch(color=color, label=name) for name, color in _GAP_COLORS.items()]
+    patches.append(Patch(color=_OTHER_GAPS, label="other gaps"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _last_in_a_row(steps: Sequence[Step], model: ModelEvents, num_steps: int) -> Sequence[Step]:
+    """As many as can be had without an evaluation, up to ``num_steps``; the last such."""
+    evaluations = evaluations_of(spans_of(model.events))
+    for length in range(min(num_steps, len(steps)), 0, -1):
+        for first in range(len(steps) - length, -1, -1):
+            start_ns, end_ns = steps[first].start_ns, steps[first + length - 1].end_ns
+            if not any(start_ns < end and begin < end_ns for begin, end in evaluations):
+                return steps[first : first + length]
+    return steps[-1:]
+
+
+def _draw_gaps(axis: Axes, gaps: Iterable[Gap], offset_ns: int, length_ns: int) -> None:
+    for gap in gaps:
+        start_ns, end_ns = max(0, gap.start_ns + offset_ns), min(length_ns, gap.end_ns + offset_ns)
+        if end_ns <= start_ns:
+            continue
+        box = [(start_ns / 1e6, (end_ns - start_ns) / 1e6)]
+        axis.broken_barh(box, (1, 0.9), facecolors=_GAP_COLORS.get(gap.name, _OTHER_GAPS), edgecolors="none")
+        if end_ns - start_ns >= _MIN_SHARE_TO_NAME * length_ns:
+            middle_ms = (start_ns + end_ns) / 2e6
+            axis.text(middle_ms, 1.45, gap.name, fontsize=6, ha="center", va="center", clip_on=True)
+
+
+def _title(rank: int, steps: Sequence[Step]) -> str:
+    if not steps:
+        return f"rank {rank}"
+    times = average(steps)
+    return (
+        f"rank {rank}: {times.step_ms:.1f} ms a step, {times.exposed_ms:.1f} ms exposed communication "
+        f"({times.exposed_share:.1%}), over {times.num_steps} steps"
+    )
+
+
+def _draw(axis: Axes, spans: Iterable[Span], offset_ns: int, length_ns: int) -> None:
+    """Waiting comes over the backward that it is in, and over nothing else. A forward without gradients is a gap."""
+    trained = [span for span in spans if span.kind is not EventKind.FORWARD_START or span.index]
+    for span in sorted(trained, key=lambda span: (span.lane is Lane.WAITING, span.start_ns, -span.end_ns)):
+        start_ns, end_ns = span.start_ns + offset_ns, span.end_ns + offset_ns
+        if end_ns < 0 or start_ns > length_ns:
+            continue
+        height = 0 if span.lane is Lane.COMMUNICATION else 1
+        axis.broken_barh(
+            [(start_ns / 1e6, (end_ns - start_ns) / 1e6)],
+            (height, 0.9),
+            facecolors=_COLORS[span.kind],
+            edgecolors="none" if span.lane is Lane.WAITING else "white",  # it may be short
+            linewidth=0.4,
+        )
+    axis.set_xlim(0, length_ns / 1e6)
+    axis.set_yticks([0.45, 1.45], ["wire", "rank"])
+    axis.spines[["top", "right", "left"]].set_visible(False)

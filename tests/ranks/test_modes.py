@@ -1,0 +1,381 @@
+"""Optimizers with modes (Schedule-Free's ``train()`` and ``eval()``), and other methods that users call on them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import NotOnAllRanksError, OptimizerNotShardableError
+from megastrategy.core.roll_call import RollCall
+from tests.support.doubles import RecordingCollectives
+from tests.support.models import awkward_model, images, two_layers
+from tests.support.optimizers_with_methods import Methods, ScheduleFree, Swapping
+from tests.support.ranks import run_ranks, with_instances
+from tests.support.training import assert_same_state
+
+Weights = dict[str, Tensor]
+Training = tuple[list[Weights], list[dict[str, Any]]]
+
+SMALL = 200
+"""A bucket size that gives both models several buckets."""
+
+
+def weights_of(module: nn.Module) -> Weights:
+    return {name: value.detach().clone() for name, value in module.named_parameters()}
+
+
+def assert_same_weights(ours: list[list[Weights]], theirs: list[list[Weights]]) -> None:
+    for rank, (mine, expected) in enumerate(zip(ours, theirs, strict=True)):
+        assert len(mine) == len(expected)
+        for moment, (one, other) in enumerate(zip(mine, expected, strict=True)):
+            for name, value in other.items():
+                assert torch.equal(one[name], value), f"rank {rank}, moment {moment}: {name}"
+
+
+def make_optimizer(module: nn.Module) -> ScheduleFree:
+    """Two groups, in which every parameter is that trains."""
+    params = [param for param in module.parameters() if param.requires_grad]
+    return ScheduleFree([{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}], lr=0.05, weight_decay=0.01)
+
+
+def train(module: nn.Module, model: Any, optimizer: Any, rank: int, epochs: range) -> Training:
+    """Three steps an epoch, an evaluation after each; the weights seen in both modes, and the states in evaluation."""
+    seen, states = [], []
+    for epoch in epochs:
+        optimizer.train()
+        optimizer.train()  # once too often, as loops do that call it before each step
+        seen.append(weights_of(module))
+        for step in range(3 * epoch, 3 * epoch + 3):
+            optimizer.zero_grad()
+            model(images(rank, step, 0), step, rank).backward()
+            optimizer.step()
+        seen.append(weights_of(module))
+        optimizer.eval()
+        seen.append(weights_of(module))
+        optimizer.eval()
+        state = copy.deepcopy(optimizer.state_dict())
+        # whole parameters that were looked up and never stepped have an empty entry under torch DDP
+        state["state"] = {number: values for number, values in state["state"].items() if values}
+        states.append(state)
+        seen.append(weights_of(module))
+    return seen, states
+
+
+@functools.cache
+def with_ddp(size: int) -> list[Training]:
+    def run(rank: int, group: ProcessGroup) -> Training:
+        module = awkward_model()
+        model = TorchDDP(module, process_group=group, find_unused_parameters=True)
+        return train(module, model, make_optimizer(module), rank, range(3))
+
+    return run_ranks(size, run)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "overlap step": {"overlap_param_gather": "step"},
+    "overlap forward": {"overlap_param_gather": "forward"},
+    "pooled": {"grad_buffer": "pooled"},
+    "one bucket": {"bucket_size": 10**9},
+    "all-reduce": {"use_distributed_optimizer": False},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_modes_are_those_of_torch_ddp_to_the_bit(name: str, size: int) -> None:
+    """Weights on all ranks in both modes, and the state that is saved."""
+    config = DistributedDataParallelConfig(**{"bucket_size": SMALL, **CONFIGS[name]})
+
+    def run(rank: int, group: ProcessGroup) -> Training:
+        module = awkward_model()
+        model = DistributedDataParallel(module, config, group)
+        return train(module, model, DistributedOptimizer(make_optimizer(module), model), rank, range(3))
+
+    ours, theirs = run_ranks(size, run), with_ddp(size)
+    assert_same_weights([seen for seen, _ in ours], [seen for seen, _ in theirs])
+    for mine, expected in zip(ours[0][1], theirs[0][1], strict=True):
+        assert_same_state(mine, expected)
+    trained, evaluated = ours[0][0][1:3]
+    assert any(not torch.equal(trained[key], evaluated[key]) for key in trained), "the modes differ"
+
+
+@pytest.mark.parametrize("saved_with", ["ours", "torch DDP"])
+def test_what_is_saved_in_evaluation_goes_on_to_the_bit(saved_with: str) -> None:
+    config = DistributedDataParallelConfig(bucket_size=SMALL)
+
+    def run(rank: int, group: ProcessGroup, saved: Training | None, epochs: range) -> Training:
+        module = awkward_model()
+        if saved is not None:
+            module.load_state_dict(saved[0][7], strict=False)  # the last of epoch 1
+        model = DistributedDataParallel(module, config, group)
+        optimizer = DistributedOptimizer(make_optimizer(module), model)
+        if saved is not None:
+            optimizer.load_state_dict(saved[1][1])
+        return train(module, model, optimizer, rank, epochs)
+
+    reference = with_ddp(2)
+    saved = (
+        reference if saved_with == "torch DDP" else run_ranks(2, functools.partial(run, saved=None, epochs=range(2)))
+    )
+    again = run_ranks(2, functools.partial(run, saved=saved[0], epochs=range(2, 3)))
+    assert_same_weights([seen for seen, _ in again], [seen[8:] for seen, _ in reference])
+    assert_same_state(again[0][1][0], reference[0][1][2])
+
+
+def reference_in_fp32(rank_batches: list[Tensor], dtype: torch.dtype) -> list[Weights]:
+    """In one process: fp32 main params, of which the weights are the rounding in either mode."""
+    module = two_layers().to(dtype)
+    mains = [param.detach().float() for param in module.parameters()]
+    optimizer = ScheduleFree(mains, lr=0.05)
+    seen = []
+
+    def show() -> None:
+        for param, main in zip(module.parameters(), mains, strict=True):
+            param.data.copy_(main)
+        seen.append(weights_of(module))
+
+    for step in range(4):
+        optimizer.train()
+        show()
+        module.zero_grad()
+        grads = []
+        for batch in rank_batches:
+            module.zero_grad()
+            module(batch[step].to(dtype)).square().sum().backward()
+            grads.append([param.grad.float() for param in module.parameters() if param.grad is not None])
+        for main, parts in zip(mains, zip(*grads, strict=True), strict=True):
+            main.grad = sum(part * (1 / len(parts)) for part in parts)  # type: ignore[assignment]
+        optimizer.step()
+        show()
+        if step % 2:
+            optimizer.eval()
+            show()
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}, {"overlap_param_gather": "forward"}])
+def test_sixteen_bit_weights_are_the_rounding_of_what_a_mode_left_in_the_main_params(
+    size: int, options: dict[str, Any]
+) -> None:
+    """On four ranks in two instances of the optimizer, where it is sharded."""
+    instances = 2 if size == 4 and not options else 1
+    config = DistributedDataParallelConfig(bucket_size=SMALL, num_distributed_optimizer_instances=instances, **options)
+    generator = torch.Generator().manual_seed(3)
+    # rows of few bits: sums over ranks are then exact in any order
+    batches = [torch.randint(-2, 3, (4, 1, 10), generator=generator).float() for _ in range(size)]
+
+    def run(rank: int, group: ProcessGroup) -> tuple[list[Weights], dict[str, Tensor]]:
+        module = two_layers().bfloat16()
+        collectives = with_instances(group, instances) if instances > 1 else None
+        model = DistributedDataParallel(module, config, group, collectives=collectives)
+        optimizer: Any = DistributedOptimizer(ScheduleFree(module.parameters(), lr=0.05), model)
+        seen = []
+        for step in range(4):
+            optimizer.train()
+            seen.append(weights_of(module))
+            optimizer.zero_grad()
+            model(batches[rank][step].bfloat16()).square().sum().backward()
+            optimizer.step()
+            seen.append(weights_of(module))
+            if step % 2:
+                optimizer.eval()
+                seen.append(weights_of(module))
+        return seen, optimizer.main_params()
+
+    outcomes = run_ranks(size, run)
+    mains = outcomes[0][1]
+    for name, value in outcomes[0][0][-1].items():
+        assert torch.equal(mains[name].bfloat16(), value), name
+        assert not torch.equal(mains[name], value.float()), "main params have more bits"
+    expected = reference_in_fp32(batches, torch.bfloat16)
+    if size < 4:
+        assert_same_weights([seen for seen, _ in outcomes], [expected] * size)
+    else:
+        assert_same_weights([seen for seen, _ in outcomes], [outcomes[0][0]] * size)
+        for mine, theirs in zip(outcomes[0][0], expected, strict=True):
+            for name, value in theirs.items():
+                torch.testing.assert_close(mine[name], value, rtol=0.02, atol=0.02)
+
+
+def test_what_changed_a_sixteen_bit_weight_from_outside_is_taken_over_by_a_mode() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers().bfloat16()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=SMALL), group)
+        optimizer: Any = DistributedOptimizer(Methods(module.parameters()), model)
+        with torch.no_grad():
+            module[2].bias.fill_(3.0)
+        before = weights_of(module)
+        optimizer.shrink(0.5)
+        for name, value in weights_of(module).items():
+            assert torch.equal(value, before[name] * 0.5), name
+        mains = optimizer.main_params()
+        assert rank > 0 or bool((mains["2.bias"] == 1.5).all())
+
+    run_ranks(2, run)
+
+
+def one_step(rank: int, group: ProcessGroup, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> Any:
+    """A wrapped model, its optimizer after a step with it, and what it sent from then on."""
+    module = two_layers()
+    collectives = RecordingCollectives(group)
+    config = DistributedDataParallelConfig(**{"bucket_size": SMALL, **options})
+    model = DistributedDataParallel(module, config, group, collectives=collectives)
+    optimizer: Any = DistributedOptimizer(make(module.parameters()), model)
+    model(torch.ones(2, 10)).square().sum().backward()
+    optimizer.step()
+    collectives.calls.clear()
+    return module, model, optimizer, collectives
+
+
+def test_a_mode_gathers_each_bucket_once_and_one_without_effect_nothing() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        def make(params: Any) -> ScheduleFree:
+            optimizer = ScheduleFree(params)
+            optimizer.train()
+            return optimizer
+
+        _, model, optimizer, collectives = one_step(rank, group, make)
+        optimizer.train()
+        assert collectives.calls == [], "it was in training"
+        optimizer.eval()
+        assert [call.name for call in collectives.calls] == ["all_gather"] * len(model.layout.buckets)
+        assert len(model.layout.buckets) > 1
+        optimizer.eval()
+        assert len(collectives.calls) == len(model.layout.buckets)
+
+    run_ranks(2, run)
+
+
+def test_methods_without_modes_and_attributes_of_the_users_class() -> None:
+    """Each call of ``swap`` exchanges weights and averages, and says what it should."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, _, optimizer, _ = one_step(rank, group, Swapping)
+        twin = two_layers()
+        reference = Swapping(twin.parameters())
+        assert optimizer.averaging is True, "the object's own, not the class's"
+        for _ in range(3):
+            if _ == 0:
+                twin(torch.ones(2, 10)).square().sum().backward()
+                reference.step()
+            assert optimizer.swap() == reference.swap() == 1
+            for name, value in weights_of(twin).items():
+                assert torch.equal(weights_of(module)[name], value), name
+        optimizer.averaging = False
+        assert optimizer.optimizer.averaging is False
+        assert optimizer.averaging is False
+
+    run_ranks(2, run)
+
+
+def test_methods_that_are_right_on_shards_or_do_not_need_them() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, _, optimizer, collectives = one_step(rank, group, Methods)
+        inner = optimizer.optimizer
+        weights = weights_of(module)
+        optimizer.shrink(factor=0.5)
+        for name, value in weights_of(module).items():
+            assert torch.equal(value, weights[name] * 0.5), name
+        assert any(bool(values["momentum_buffer"].any()) for values in optimizer.state.values())
+        optimizer.forget()
+        assert not any(bool(values["momentum_buffer"].any()) for values in optimizer.state.values())
+        collectives.calls.clear()
+        assert optimizer.has_state() is True
+        assert optimizer.get_lr() == [0.1]
+        optimizer.set_lr(0.25)
+        assert (inner.param_groups[0]["lr"], inner.calls, optimizer.num_calls) == (0.25, 1, 1)
+        optimizer.num_calls = 7
+        assert inner.calls == 7
+        optimizer.subscribe(print)
+        assert inner.listeners == [print]
+        assert optimizer.num_elements() == sum(param.numel() for param in module.parameters())
+        assert collectives.calls == [], "no tensor was computed with"
+        assert set(map(id, inner.param_groups[0]["params"])) == set(map(id, module.parameters()))
+
+    run_ranks(2, run)
+
+
+REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "first_step()": (lambda optimizer: optimizer.first_step(rho=0.1), "uses gradients"),
+    "ascend()": (lambda optimizer: optimizer.ascend(), "uses gradients"),
+    "normalize()": (lambda optimizer: optimizer.normalize(), "cut into flat pieces"),
+    "center_momentum()": (lambda optimizer: optimizer.center_momentum(), "cut into flat pieces"),
+    "record_norms()": (lambda optimizer: optimizer.record_norms(), "cut into flat pieces"),
+    "log_momentum()": (lambda optimizer: optimizer.log_momentum([]), "cut into flat pieces"),
+    "momentum()": (lambda optimizer: optimizer.momentum(), "returns what belongs to elements"),
+    "largest_momentum": (lambda optimizer: optimizer.largest_momentum, "cut into flat pieces"),
+    "re_point()": (lambda optimizer: optimizer.re_point(), "other memory"),
+    "change_with()": (lambda optimizer: optimizer.change_with(lambda param: param.mul_(2)), "calls a function"),
+    "step_twice()": (lambda optimizer: optimizer.step_twice(), "uses gradients"),
+    "show_momentum()": (lambda optimizer: optimizer.show_momentum(), "changes nothing"),
+    "of_attribute()": (lambda optimizer: optimizer.of_attribute(), "other ways than the groups"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_shards_cannot_do_is_refused_by_name_before_anything_is_changed(name: str) -> None:
+    use, reason = REFUSED[name]
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, _, optimizer, collectives = one_step(rank, group, Methods)
+        before = weights_of(module), copy.deepcopy(optimizer.state_dict())
+        norms, collectives.calls[:] = list(optimizer.norms), []
+        with pytest.raises(OptimizerNotShardableError, match=reason) as caught:
+            use(optimizer)
+        assert f"{name} of Methods" in str(caught.value)
+        assert "use_distributed_optimizer=False" in str(caught.value)
+        assert collectives.calls == []
+        assert (optimizer.calls, optimizer.norms) == (0, norms)
+        for key, value in weights_of(module).items():
+            assert torch.equal(value, before[0][key])
+        assert_same_state(optimizer.state_dict(), before[1])
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_with_whole_parameters_every_method_does_what_it_does_by_itself(name: str) -> None:
+    use, _ = REFUSED[name]
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model, optimizer, _ = one_step(rank, group, Methods, use_distributed_optimizer=False)
+        twin = two_layers()
+        reference = Methods(twin.parameters())
+        twin(torch.ones(2, 10)).square().sum().backward()
+        reference.step()
+        model(torch.ones(2, 10)).square().sum().backward()
+        twin(torch.ones(2, 10)).square().sum().backward()
+        use(optimizer)
+        use(reference)
+        for key, value in weights_of(twin).items():
+            assert torch.equal(weights_of(module)[key], value), key
+        assert optimizer.norms == reference.norms
+
+    run_ranks(2, run)
+
+
+def test_a_mode_that_one_rank_alone_calls_is_refused_in_bounded_time() -> None:
+    """Where the ranks have a store to meet in."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=SMALL), group)
+        optimizer: Any = DistributedOptimizer(Methods(module.parameters()), model)
+        model.collectives._roll_call = RollCall(group.get_group_store(), rank, 2, timedelta(seconds=1))
+        if rank == 0:
+            with pytest.raises(NotOnAllRanksError, match=r"shrink\(\) of a sharded Methods"):
+                optimizer.shrink(0.5)
+
+    run_ranks(2, run)

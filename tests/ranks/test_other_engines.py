@@ -1,0 +1,165 @@
+"""One parameter has one engine: torch DDP inside or around, and parameters of which each rank has a part, are refused
+by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
+
+from ..support.models import two_layers
+from ..support.processes import run_processes
+from ..support.ranks import run_ranks
+
+MODES = {
+    "reduce-scatter": {},
+    "all-reduce": {"use_distributed_optimizer": False},
+    "pooled": {"grad_buffer": "pooled"},
+}
+either_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+
+
+def nested() -> nn.Module:
+    """A block whose inner part is called ``0.1``."""
+    return nn.Sequential(nn.Sequential(nn.Tanh(), two_layers()), nn.Linear(7, 2))
+
+
+# --- torch DDP -------------------------------------------------------------------------------------------------------
+
+
+@either_mode
+def test_torch_ddp_inside_is_refused_by_the_name_of_the_submodule(options: dict[str, Any]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nested()
+        module[0][1] = TorchDDP(module[0][1], process_group=group)
+        config = DistributedDataParallelConfig(**options)
+        with pytest.raises(ValueError, match=r"submodule '0\.1' is a DistributedDataParallel of torch's.*\.module"):
+            DistributedDataParallel(module, config, group)
+        with pytest.raises(ValueError, match="the module is a DistributedDataParallel of torch's"):
+            DistributedDataParallel(module[0][1], config, group)
+        module[0][1] = module[0][1].module  # the way out
+        model = DistributedDataParallel(module, config, group)
+        model(torch.ones(2, 10)).sum().backward()
+
+    run_ranks(2, run)
+
+
+@either_mode
+@pytest.mark.parametrize("direct", [True, False])
+def test_torch_ddp_around_is_refused_in_the_first_forward(options: dict[str, Any], direct: bool) -> None:
+    """Its constructor asks nothing of a submodule, so a forward is the first that can tell."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nested()
+        model: nn.Module
+        model = inner = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+        outer = TorchDDP(inner if direct else nn.Sequential(nn.Linear(10, 10), inner), process_group=group)
+        with pytest.raises(ValueError, match=r"inside a DistributedDataParallel of torch's \(around a \w+\)"):
+            outer(torch.ones(2, 10))
+        model(torch.ones(2, 10)).sum().backward()  # the way out: without it
+        assert inner.full_grad(module[1].bias) is not None
+
+    run_ranks(2, run)
+
+
+def test_a_model_that_torch_ddp_only_calls_is_none_of_its_own() -> None:
+    """A teacher, or a critic that trains on its own, called in the forward of a module that torch DDP wraps."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        critic = DistributedDataParallel(two_layers(), process_group=group)
+
+        class Calls(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(10, 10)
+                self.others = [critic]  # a list registers nothing
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.others[0](self.layer(x))
+
+        TorchDDP(Calls(), process_group=group)(torch.ones(2, 10)).sum().backward()
+        assert critic.full_grad(critic.module[0].bias) is not None
+
+    run_ranks(2, run)
+
+
+# --- DTensors --------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(8, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(tokens)))
+
+
+def parallel(module: nn.Module, *names: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"embed": RowwiseParallel(), "head": ColwiseParallel(), "layer": ColwiseParallel()}
+    parallelize_module(module, init_device_mesh("cpu", (2,)), {name: styles[name] for name in names})
+
+
+def message(run: Callable[[], object]) -> str:
+    with pytest.raises(ValueError, match="parameter") as caught:
+        run()
+    return str(caught.value)
+
+
+def refusals() -> dict[str, dict[str, str]]:
+    """By mode, and by what was done to the module."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[str, dict[str, str]] = {}
+    for mode, options in MODES.items():
+        wrap = functools.partial(DistributedDataParallel, config=DistributedDataParallelConfig(**options))
+        torch.manual_seed(0)
+        one, tied, sharded, later = Tied(), Tied(), Tied(), Tied()
+        parallel(one, "layer")
+        parallel(tied, "embed", "head", "layer")
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        model = wrap(later)
+        parallel(later, "layer")
+        found[mode] = {
+            "one": message(lambda: wrap(one)),  # noqa: B023 - called at once
+            "tied": message(lambda: wrap(tied)),  # noqa: B023
+            "fully_shard": message(lambda: wrap(sharded)),  # noqa: B023
+            "after wrapping": message(lambda: model(torch.arange(4))),  # noqa: B023
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[dict[str, dict[str, str]]]:
+    """Processes, since a mesh is over the default group; once, as what they import takes seconds."""
+    return run_processes(2, refusals)
+
+
+FIRST = {"one": "layer", "tied": "embed", "fully_shard": "embed", "after wrapping": "layer"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("done", FIRST)
+def test_dtensors_are_refused_for_what_they_are(refused: list[dict[str, dict[str, str]]], mode: str, done: str) -> None:
+    for found in refused:
+        text = found[mode][done]
+        assert f"parameter '{FIRST[done]}.weight' is a DTensor (Shard(dim=0) on a mesh of 2)" in text
+        assert "Wrap the module as it was before parallelize_module or fully_shard" in text, "the way out"
+        named = "'embed.weight' and 'head.weight' have equal values" in text
+        assert named == (done == "tied"), "parallelize_module made two of one; what is still tied is one parameter"

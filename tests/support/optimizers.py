@@ -1,0 +1,349 @@
+"""Optimizers that are not element-wise, or keep what shards cannot save, each in the smallest form of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Closure = Callable[[], float] | None
+
+
+class Simple(torch.optim.Optimizer):
+    """``update`` of each parameter that has a gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.update(param, param.grad, self.state[param], group)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The parameters that have a gradient."""
+    return (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
+
+
+class Lamb(Simple):
+    """Layer-wise: the step is scaled by the norm of the whole parameter."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad / grad.norm(), alpha=group["lr"])
+
+
+class GloballyNormalised(torch.optim.Optimizer):
+    """Element-wise but for one number: the norm over all tensors of the optimizer, which a rank sees a part of."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        norm = torch.stack([param.grad.norm() for param in stepped(self) if param.grad is not None]).norm()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad / norm, alpha=group["lr"])
+
+
+class DistanceInGroup(Simple):
+    """As Prodigy and D-Adaptation: moves by 1e-6 at first; an estimate of the distance to go, from all parameters,
+    grows in the group."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr, d=1e-6, numerator=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        group, weighted = self.param_groups[0], 0.0
+        for param in stepped(self):
+            state = self.state[param]
+            state.setdefault("start", param.clone())
+            state.setdefault("sum", torch.zeros_like(param)).add_(param.grad, alpha=group["d"])
+            group["numerator"] += float((param.grad * (state["start"] - param)).sum())
+            weighted += float(state["sum"].abs().sum())
+        group["d"] = max(group["d"], group["numerator"] / max(weighted, 1e-30))
+        for param in stepped(self):
+            param.sub_(param.grad.sign(), alpha=group["lr"] * group["d"])
+
+
+class TinySteps(torch.optim.Optimizer):
+    """Normalised over all parameters, a millionth at a time, and keeps nothing: only a tiny movement tells."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        norm = torch.stack([param.grad.norm() for param in stepped(self) if param.grad is not None]).norm()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad / norm, alpha=1e-6 * group["lr"])
+
+
+class DistanceOverGradients(Simple):
+    """As LDoG: by the largest distance from the start over the root of all squared gradients, for each parameter."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(start=param.clone(), distance=1e-6 * (1 + param.norm()), squares=torch.zeros(()))
+        state["distance"] = torch.maximum(state["distance"], (param - state["start"]).norm())
+        state["squares"] = state["squares"] + grad.square().sum()
+        param.sub_(grad * state["distance"] / state["squares"].sqrt(), alpha=group["lr"])
+
+
+class Projected(Simple):
+    """As SGDP and AdamP: takes the part along the weights out of the step, of matrices and only where gradient and
+    weights are nearly orthogonal."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        step = state.setdefault("momentum", torch.zeros_like(param)).mul_(0.9).add_(grad)
+        if param.dim() > 1:
+            rows, weights = grad.flatten(1), param.flatten(1)
+            cosine = torch.nn.functional.cosine_similarity(rows, weights, dim=1).abs()
+            if cosine.max() < 0.1 / weights.shape[1] ** 0.5:
+                unit = param / param.norm()
+                step = step - unit * (unit * step).sum()
+        param.sub_(step, alpha=group["lr"])
+
+
+class NormHistory(Simple):
+    """As AdaNorm: a gradient smaller than the mean of its tensor's norms so far is scaled up to it."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        norm = grad.norm()
+        mean = state.get("mean_norm", torch.zeros(())) * 0.95 + norm * 0.05
+        state["mean_norm"] = mean
+        param.sub_(grad * (mean / norm if mean > norm else 1.0), alpha=group["lr"])
+
+
+class CautiousMask(Simple):
+    """Steps where momentum and gradient agree, scaled up by how many elements of the tensor do."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(param)).mul_(0.9).add_(grad)
+        mask = (momentum * grad > 0).float()
+        param.sub_(momentum * mask / mask.mean(), alpha=group["lr"])
+
+
+class CentredKernels(Simple):
+    """Takes the mean out of the gradients of convolution kernels, and of nothing else."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if grad.dim() == 4:
+            grad = grad - grad.mean(dim=(1, 2, 3), keepdim=True)
+        param.sub_(grad, alpha=group["lr"])
+
+
+class DecaysMatrices(Simple):
+    """Decays weights that have rows, and no others."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if param.dim() > 1:
+            param.mul_(1 - 0.1 * group["lr"])
+        param.sub_(grad.sign(), alpha=group["lr"])
+
+
+class DecaysByMean(torch.optim.Optimizer):
+    """As AdamS: Adam whose decay is divided by the root mean square of all gradients, which large ones hide."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        grads = torch.cat([param.grad.reshape(-1) for param in stepped(self) if param.grad is not None])
+        mean = grads.square().mean().sqrt()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.mul_(1 - 1e-4 * group["lr"] / mean).sub_(param.grad.sign(), alpha=group["lr"])
+
+
+class ProjectedGradients(Simple):
+    """As SGDP without momentum: takes the part along the weights out of nearly orthogonal gradients of matrices."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if param.dim() > 1:
+            rows, weights = grad.flatten(1), param.flatten(1)
+            cosine = torch.nn.functional.cosine_similarity(rows, weights, dim=1)[:, None]
+            if cosine.abs().max() < 0.1 / weights.shape[1] ** 0.5:
+                along = cosine * rows.norm(dim=1, keepdim=True) / weights.norm(dim=1, keepdim=True)
+                grad = grad - (along * weights).view_as(grad)
+        param.sub_(grad, alpha=group["lr"])
+
+
+class SecondDerivatives(Simple):
+    """As AdaHessian: differentiates the gradients once more, of parameters; shards have no graph behind them."""
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        params = [param for param in stepped(self) if param.requires_grad]
+        if params:
+            grads = [param.grad for param in params if param.grad is not None]
+            with torch.enable_grad():
+                for param, found in zip(params, torch.autograd.grad(sum(map(torch.sum, grads)), params), strict=True):
+                    self.state[param]["curvature"] = found
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad / (1 + state.get("curvature", torch.zeros(())).abs()), alpha=group["lr"])
+
+
+class ScaledByProportions(Simple):
+    """A larger step for matrices with more rows than columns."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        scale = max(1.0, param.shape[0] / param.shape[-1]) ** 0.5 if param.dim() == 2 else 1.0
+        param.sub_(grad, alpha=group["lr"] * scale)
+
+
+class InBlocks(Simple):
+    """As 8-bit Adam: from 4,096 elements on the momentum is kept in 8 bits, with the largest of each block of 256."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if param.numel() < 4096:
+            momentum = state.setdefault("momentum", torch.zeros_like(param)).mul_(0.9).add_(grad)
+        else:
+            blocks = -(-param.numel() // 256)
+            if not state:
+                state.update(momentum=torch.zeros_like(param, dtype=torch.int8), largest=torch.zeros(blocks))
+            padded = torch.zeros(blocks * 256)
+            padded[: param.numel()] = state["momentum"].reshape(-1)
+            before = padded.view(-1, 256) * (state["largest"] / 127)[:, None]
+            momentum = before.reshape(-1)[: param.numel()].view_as(param) * 0.9 + grad
+            padded[: param.numel()] = momentum.reshape(-1)
+            state["largest"] = padded.view(-1, 256).abs().amax(1)
+            codes = padded.view(-1, 256) / (state["largest"] / 127).clamp(min=1e-30)[:, None]
+            state["momentum"] = codes.round().reshape(-1)[: param.numel()].view_as(param).to(torch.int8)
+        param.sub_(momentum, alpha=group["lr"])
+
+
+class KeepsRows(Simple):
+    """Element-wise in its steps; keeps a number for each row, which flat pieces do not have."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["rows"] = grad.reshape(grad.shape[0], -1).sum(1)[:7].clone()
+        param.sub_(grad, alpha=group["lr"])
+
+
+class KeepsMatrix(Simple):
+    """As Shampoo: a matrix of the first dimension, of which flat tensors have but one."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert param.dim() > 1 or len(param) < 2000, "a matrix of gigabytes"
+        rows = grad.reshape(len(grad), -1)
+        state["outer"] = state.get("outer", 0) + rows @ rows.T
+        param.sub_(grad, alpha=group["lr"])
+
+
+class KeepsNested(Simple):
+    """Element-wise in its steps; keeps a tensor inside a dictionary."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        inner = state.setdefault("inner", {})
+        inner["momentum"] = inner.get("momentum", 0) * 0.9 + grad
+        param.sub_(inner["momentum"], alpha=group["lr"])
+
+
+class KeepsOwn(Simple):
+    """Element-wise in its steps; keeps state that belongs to no tensor."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.state["calls"] = self.state.get("calls", 0) + 1  # type: ignore[index, arg-type]
+        param.sub_(grad, alpha=group["lr"])
+
+
+class SavesRenamed(Simple):
+    """Element-wise in its steps; saves its state under another name, and finds it again."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(param)).mul_(0.9).add_(grad)
+        param.sub_(momentum, alpha=group["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        return saved | {"state": {key: {"renamed": value["momentum"]} for key, value in saved["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = {key: {"momentum": value["renamed"]} for key, value in state_dict["state"].items()}
+        super().load_state_dict(state_dict | {"state": state})
+
+
+class KeepsLargest(Simple):
+    """Element-wise in its steps; an object of its own keeps the largest gradient that it saw."""
+
+    class Watch:
+        largest = 0.0
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.watch = KeepsLargest.Watch()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.watch.largest = max(self.watch.largest, float(grad.abs().max()))
+        param.sub_(grad, alpha=group["lr"])
+
+
+class Patient(Simple):
+    """Adds gradients up, and moves, normalised over the tensor, on every eighth call."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        total = state.setdefault("total", torch.zeros_like(param)).add_(grad)
+        state["calls"] = state.get("calls", 0) + 1
+        if state["calls"] % 8 == 0:
+            param.sub_(total / total.norm(), alpha=group["lr"])
+
+
+class Averaging(Simple):
+    """As Schedule-Free: ``eval()`` moves the weights to an average, ``train()`` moves them back."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr, train_mode=False)
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not group["train_mode"]:
+            raise RuntimeError("call train() first")
+        param.sub_(grad, alpha=group["lr"])
+        state["mean"] = state.get("mean", param.clone()).lerp(param, 0.1)
+
+    def _swap(self, train_mode: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != train_mode:
+                group["train_mode"] = train_mode
+                for param in group["params"]:
+                    if "mean" in self.state[param]:
+                        mean = self.state[param]["mean"]
+                        self.state[param]["mean"] = param.detach().clone()
+                        param.data.copy_(mean)
+
+    def train(self) -> None:
+        self._swap(True)
+
+    def eval(self) -> None:
+        self._swap(False)
+
+
+class LookAhead(torch.optim.Optimizer):
+    """Holds the optimizer that steps, and shares its groups."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base, self.param_groups = base, base.param_groups
+
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        self.base.step()
+
+
+class NeedsClosure(Simple):
+    """Evaluates the model itself."""
+
+    def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
+        return closure()

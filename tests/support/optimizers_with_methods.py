@@ -1,0 +1,236 @@
+"""Optimizers with methods beside ``step``, in the patterns of those that people install."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-Free SGD with Adam's denominator, in the pattern of the package ``schedulefree``.
+
+    Parameters are ``y`` in training and the average ``x`` in evaluation; ``z`` is kept in the state, and the mode in
+    the groups. It starts in evaluation, and refuses to step there.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9, weight_decay: float = 0.0) -> None:
+        options = {"lr": lr, "beta": beta, "weight_decay": weight_decay, "k": 0, "weight_sum": 0.0, "train_mode": False}
+        super().__init__(params, options)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            if group["train_mode"]:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], weight=1 - 1 / group["beta"])
+                group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.lerp_(self.state[param]["z"], weight=1 - group["beta"])
+                group["train_mode"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        if not self.param_groups[0]["train_mode"]:
+            raise RuntimeError("the optimizer is not in train mode: call train()")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, beta = group["lr"], group["beta"]
+            group["k"] += 1
+            group["weight_sum"] += lr**2
+            share = lr**2 / group["weight_sum"]
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                if "z" not in state:
+                    state["z"] = param.clone()
+                    state["square"] = torch.zeros_like(param)
+                state["square"].mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
+                update = param.grad / (state["square"] / (1 - 0.9 ** group["k"])).sqrt().add_(1e-8)
+                update.add_(param, alpha=group["weight_decay"])
+                param.lerp_(state["z"], weight=share)
+                param.add_(update, alpha=lr * (beta * (1 - share) - 1))
+                state["z"].sub_(update, alpha=lr)
+        return loss
+
+
+class Swapping(torch.optim.SGD):
+    """SGD that swaps weights and averages at each call, whatever the mode is; the mode is an attribute."""
+
+    averaging = False
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.averaging = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        if self.averaging:
+            for param in (param for group in self.param_groups for param in group["params"]):
+                average = self.state[param].setdefault("average", param.clone())
+                average.lerp_(param, 0.5)
+        return result
+
+    @torch.no_grad()
+    def swap(self) -> int:
+        """The number of groups."""
+        for param in (param for group in self.param_groups for param in group["params"]):
+            if "average" in self.state[param]:
+                values = param.clone()
+                param.copy_(self.state[param]["average"])
+                self.state[param]["average"] = values
+        return len(self.param_groups)
+
+
+class Methods(torch.optim.SGD):
+    """Momentum SGD with a method of each kind."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.own_params = self._params()
+        self.calls = 0
+        self.norms: list[float] = []
+        self.listeners: list[Callable[[], object]] = []
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    # --- neither parameters nor state
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def subscribe(self, listener: Callable[[], object]) -> None:
+        self.listeners.append(listener)
+
+    @property
+    def num_calls(self) -> int:
+        return self.calls
+
+    @num_calls.setter
+    def num_calls(self, calls: int) -> None:
+        self.calls = calls
+
+    # --- parameters only, which are whole
+
+    def num_elements(self) -> int:
+        return sum(param.numel() for param in self._params())
+
+    # --- element by element
+
+    def has_state(self) -> bool:
+        return all("momentum_buffer" in self.state[param] for param in self._params())
+
+    @torch.no_grad()
+    def shrink(self, factor: float) -> None:
+        torch._foreach_mul_(self._params(), factor)
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        for param in self._params():
+            self.state[param]["momentum_buffer"].zero_()
+
+    # --- what shards cannot do
+
+    @torch.no_grad()
+    def first_step(self, rho: float = 0.05) -> None:
+        """As SAM's."""
+        norm = torch.stack([param.grad.norm() for param in self._params() if param.grad is not None]).norm()
+        for param in (param for param in self._params() if param.grad is not None):
+            self.state[param]["ascent"] = param.grad * (rho / (norm + 1e-12))
+            param.add_(self.state[param]["ascent"])
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        for param in self._params():
+            if param.grad is not None:
+                param.add_(param.grad, alpha=0.1)
+
+    @torch.no_grad()
+    def normalize(self) -> None:
+        for param in self._params():
+            param.div_(param.norm())
+
+    @torch.no_grad()
+    def center_momentum(self) -> None:
+        for param in self._params():
+            momentum = self.state[param]["momentum_buffer"]
+            momentum.sub_(momentum.mean())
+
+    @torch.no_grad()
+    def record_norms(self) -> None:
+        """Changes no tensor."""
+        self.norms += [self.state[param]["momentum_buffer"].norm().item() for param in self._params()]
+
+    def log_momentum(self, log: list[str]) -> None:
+        """Writes into what it was given."""
+        log.extend(str(self.state[param]["momentum_buffer"].sum()) for param in self._params())
+
+    def momentum(self) -> list[Tensor]:
+        return [self.state[param]["momentum_buffer"] for param in self._params()]
+
+    @property
+    def largest_momentum(self) -> float:
+        return max(self.state[param]["momentum_buffer"].abs().max().item() for param in self._params())
+
+    @torch.no_grad()
+    def re_point(self) -> None:
+        for param in self._params():
+            param.data = self.state[param]["momentum_buffer"].clone()
+
+    @torch.no_grad()
+    def change_with(self, change: Callable[[Tensor], object]) -> None:
+        for param in self._params():
+            change(param)
+
+    def show_momentum(self) -> None:
+        """Leaves no trace."""
+        for param in self._params():
+            str(self.state[param]["momentum_buffer"].sum())
+
+    @torch.no_grad()
+    def of_attribute(self) -> None:
+        """Finds parameters where no group is."""
+        for param in self.own_params:
+            param.add_(self.state[param].get("momentum_buffer", 0.0))
+
+    def step_twice(self) -> None:
+        self.step()
+        self.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights around another optimizer, whose groups and state it shows as its own."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        super().__init__(base.param_groups, base.defaults)
+        self.param_groups = base.param_groups
+        self.state = base.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        return self.base.step(closure)
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            slow = self.state[param].setdefault("slow", param.clone())
+            slow.lerp_(param, 0.5)
+            param.copy_(slow)
