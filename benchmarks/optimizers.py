@@ -320,7 +320,7 @@ def try_optimizer(library: Library, name: str) -> str:
     try:
         ours = _under_ours(make)
     except OptimizerNotShardableError as error:
-        reason = str(error).partition(" cannot be sharded: ")[2].partition(". Set use_distributed_optimizer=False")[0]
+        reason = str(error).partition(" cannot be sharded: ")[2].partition(". Pass ")[0]
         return f"refused at wrap: {reason}"
     except Exception as error:  # noqa: BLE001 - as above
         return f"FAILED after it was wrapped: {_said(error)}"

@@ -69,7 +69,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[mi
         """
         self.check_open()
         if self.require_forward_param_sync and self.config.broadcast_buffers:
-            self.collectives.broadcast_all(self._module_buffers())
+            self.collectives.broadcast_all(self._watch.buffers())
         self._has_uneven_batches = True
         try:
             yield

@@ -15,6 +15,8 @@ class SchedulersHoldUsersOptimizers:
     Those of ``configure_optimizers`` do so by themselves. StochasticWeightAveraging makes its own on
     ``trainer.optimizers[0]``, and LearningRateMonitor, which compares the optimizers of the schedulers with those of
     the Trainer, would take the two for different ones: it would log a ``lr-DistributedOptimizer``, and each rate twice.
+    The learning rate finder compares its own scheduler's with the Trainer's, too, before anybody logs anything: that
+    one is left alone.
     """
 
     _lr_scheduler_configs: list[Any]
@@ -24,7 +26,8 @@ class SchedulersHoldUsersOptimizers:
         """Lightning's list itself, to which callbacks append. Looked through here, since nobody tells of a new one."""
         for config in self._lr_scheduler_configs:
             optimizer = getattr(config.scheduler, "optimizer", None)
-            if isinstance(optimizer, DistributedOptimizer):
+            is_finders = type(config.scheduler).__module__.endswith(".tuner.lr_finder")
+            if isinstance(optimizer, DistributedOptimizer) and not is_finders:
                 _HasSeenStep(optimizer.optimizer, last_epoch=0)
                 config.scheduler.optimizer = optimizer.optimizer
         return self._lr_scheduler_configs

@@ -211,6 +211,7 @@ def resume_peculiar(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
             module.load_state_dict(read_directory(path, "model"))
             optimizer.load_sharded(path)
         for step in range(first, 4):
+            optimizer.zero_grad()
             model(1.0 + step).backward()
             optimizer.step()
             if (first, step) == (0, 1):

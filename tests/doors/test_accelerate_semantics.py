@@ -731,7 +731,10 @@ def refusals_with(plugin: Any) -> dict[str, str]:
     for name, make in {
         "two models": lambda: accelerator.prepare(sgd(both)),
         "not element-wise": lambda: accelerator.prepare(torch.optim.LBFGS(nets[0].parameters())),
-        "not prepared": lambda: [accelerator.backward(models[0](inputs(accelerator)).sum()) for _ in range(3)],
+        "not prepared": lambda: [
+            accelerator.backward(models[0](inputs(accelerator)).sum()),
+            sgd(nets[0].parameters()).step(),
+        ],
     }.items():
         with pytest.raises((ValueError, RuntimeError)) as caught:
             make()

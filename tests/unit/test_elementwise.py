@@ -149,10 +149,9 @@ def test_what_is_kept_is_named_with_both_values() -> None:
         (optimizers.KeepsNested, "state 'inner', tensors in a dict"),
         (optimizers.KeepsOwn, "its state_dict() and the state of its tensors differ in 'calls'"),
         (optimizers.SavesRenamed, "its state_dict() and the state of its tensors differ in 'momentum', 'renamed'"),
-        (optimizers.Averaging, "its eval() moves the weights"),
     ],
 )
-def test_what_could_not_be_saved_or_used_between_steps_is_found(kind: Any, said: str) -> None:
+def test_what_could_not_be_saved_is_found(kind: Any, said: str) -> None:
     """The steps of all but the first are element-wise."""
     assert said in str(why_not_elementwise(kind(params()), CPU, torch.float32))
 
@@ -256,9 +255,14 @@ def test_whole_main_params_may_be_stepped_by_what_is_not_element_wise(kind: Any)
     assert why_not_main_params(kind(params()), CPU) is None
 
 
-@pytest.mark.parametrize("kind", [optimizers.Averaging, optimizers.NeedsClosure])
-def test_whole_main_params_are_not_for_what_acts_between_steps_or_needs_a_closure(kind: Any) -> None:
-    assert why_not_main_params(kind(params()), CPU) is not None
+def test_whole_main_params_are_not_for_what_needs_a_closure() -> None:
+    assert why_not_main_params(optimizers.NeedsClosure(params()), CPU) is not None
+
+
+def test_an_optimizer_that_begins_in_evaluation_is_tried_in_training() -> None:
+    """Schedule-Free refuses to step in evaluation; its modes are tried when they are called."""
+    assert why_not_elementwise(optimizers.Averaging(params()), CPU, torch.float32) is None
+    assert why_not_main_params(optimizers.Averaging(params()), CPU) is None
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])
