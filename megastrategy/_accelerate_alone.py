@@ -40,15 +40,15 @@ class SavesAlone:
             self._enter("accelerator.wait_for_everyone()")
             super().wait_for_everyone()  # type: ignore[misc]
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's."""
         self._enter("accelerator.gather()")
-        return super().gather(tensor)  # type: ignore[misc]
+        return super().gather(*args, **kwargs)  # type: ignore[misc]
 
-    def reduce(self, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        """As accelerate's."""
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's, whose defaults it has."""
         self._enter("accelerator.reduce()")
-        return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
+        return super().reduce(*args, **kwargs)  # type: ignore[misc]
 
     def _enter(self, barrier: str) -> None:
         """Counted, so that who is in one of these is known to be past where another rank is."""
