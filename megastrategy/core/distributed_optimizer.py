@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .checkpoint import (
+    CollectiveGather,
     Gather,
     gather_main_params,
     gather_state_dict,
@@ -267,6 +268,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """How the parts of the ranks come together, and whether any do on this rank; without shards all is here."""
         if self._borrowing is None:
             yield None, True
+            return
+        model, owners = self._impl.model, self._impl.owner_collectives
+        if owners is not None and not self._borrowing.is_over(model.collectives):
+            # after an exception others took their place, on which all ranks meet that save
+            model.collectives.require_all_ranks(f"{what} of a sharded optimizer")
+            yield CollectiveGather(owners, model.device), True
             return
         with self._borrowing.gather(self._impl, what) as gather:
             yield gather, gather is not None

@@ -292,6 +292,10 @@ class Borrowing:
             self._lending: Lending = self._roll_call.attend(functools.partial(Lending, every.rank))
             self._number = self._lending.add(lender)
 
+    def is_over(self, every: Collectives) -> bool:
+        """Whether it was made for these collectives."""
+        return self._every is every
+
     @contextlib.contextmanager
     def gather(self, lender: Lender, what: str) -> Iterator[Gather | None]:
         """For a ``what``, :data:`STATE` or :data:`MAIN_PARAMS`; None where rank 0 has taken it already.
