@@ -209,7 +209,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         plugin = self.precision_plugin
         if not isinstance(self.model, DistributedDataParallel):
             return
-        lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, None under reduce-scatter
+        lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, a stand-in under reduce-scatter
         scaler = getattr(plugin, "scaler", None)
         if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
             return
