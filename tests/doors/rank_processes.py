@@ -83,7 +83,6 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.doors.fits"])
         port = free_port()
         for rank in range(self._size):
             ours, theirs = context.Pipe()

@@ -18,6 +18,7 @@ from megastrategy.core import field_names
 from megastrategy.core.config import _REFUSED_DDP_ARGUMENTS
 from megastrategy.launch import Command
 
+from ..support.scripts import run_script
 from .matrix import assert_equal
 from .python_processes import run_python
 
@@ -101,7 +102,6 @@ if __name__ == "__main__":
 
 STOCK = "accelerate.accelerator"
 OURS = "megastrategy.accelerate"
-LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
 MEGASTRATEGY = "from megastrategy.tools.cli import main; main()"
 OPTIONS = "megatron_ddp_config:\n  bucket_size: 1e2\n  overlap_grad_reduce: true\n"
 ACCELERATES = (
@@ -130,11 +130,24 @@ def launched(folder: Path, *command: str, ranks: int = 2, **environment: str) ->
     return [torch.load(f"{out}.{rank}") for rank in range(ranks)], output
 
 
+def ran(folder: Path, script: Path, *launcher: str, **environment: str) -> tuple[list[dict[str, Any]], str]:
+    """The same on two ranks that accelerate's launcher need not start; ``launcher``: our module and its options."""
+    done = run_script(
+        script,
+        *("--out", folder / "saw", "--lr", "0.01"),
+        cwd=folder,
+        before=launcher,
+        environment={"ACCELERATE_USE_CPU": "true", **environment},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [torch.load(folder / f"saw.{rank}") for rank in range(2)], done.stdout + done.stderr
+
+
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The same script under accelerate alone, with torch DDP."""
     folder = tmp_path_factory.mktemp("stock")
-    saw, _ = launched(folder, *LAUNCH, str(write_script(folder)))
+    saw, _ = ran(folder, write_script(folder))
     assert [rank["made"] for rank in saw] == [STOCK, STOCK]
     assert saw[0]["losses"] != saw[1]["losses"], "each rank has its own samples"
     return saw
@@ -148,12 +161,9 @@ def assert_same_training(saw: list[dict[str, Any]], stock: list[dict[str, Any]])
 def test_an_unmodified_script_trains_to_the_bits_of_torch_ddp(stock: list[dict[str, Any]], tmp_path: Path) -> None:
     script = write_script(tmp_path)
     (tmp_path / "options.yaml").write_text(OPTIONS)
-    saw, output = launched(
-        tmp_path,
-        *LAUNCH,
-        *("-m", "megastrategy.launch", "--config", "options.yaml", "scripts/train.py"),
-        MEGATRON_DDP_OVERLAP_GRAD_REDUCE="false",
-    )
+    options = ("--config", "options.yaml")
+    overlap = {"MEGATRON_DDP_OVERLAP_GRAD_REDUCE": "false"}
+    saw, output = ran(tmp_path, Path("scripts/train.py"), "megastrategy.launch", *options, **overlap)
     assert_same_training(saw, stock)
     for rank in saw:
         assert rank["argv"] == [str(script), "--out", str(tmp_path / "saw"), "--lr", "0.01"]
@@ -212,8 +222,9 @@ print("all seen")
 def test_options_hold_for_those_of_ours_that_a_script_makes_and_are_given_none(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(OUR_SCRIPT)
     (tmp_path / "options.yaml").write_text(OPTIONS)
-    output = run_python("-m", "megastrategy.launch", "--config", "options.yaml", "train.py", cwd=tmp_path)
-    assert output == "all seen\n"
+    launcher = ("megastrategy.launch", "--config", "options.yaml")
+    done = run_script(Path("train.py"), cwd=tmp_path, ranks=1, before=launcher)
+    assert (done.returncode, done.stdout) == (0, "all seen\n"), done.stderr
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megastrategy._accelerate_checkpoint import MAIN_PARAMS_FILE
 
+from ..support.scripts import run_script
 from .matrix import assert_equal
-from .python_processes import run_python
-from .test_launch import LAUNCH
 
 SCRIPT = '''
 """Ordinary user code: train.py OUT [CHECKPOINT]"""
@@ -68,29 +66,24 @@ if __name__ == "__main__":
 '''
 
 
-def run_script(folder: Path, *launcher: str, arguments: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def train(folder: Path, *before: str, arguments: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """By rank."""
-    (folder / "train.py").write_text(SCRIPT)
-    run_python(
-        *(*LAUNCH, *launcher, "train.py", str(folder), *arguments),
-        cwd=folder,
-        environment={"ACCELERATE_USE_CPU": "true"},
-        timeout_s=110.0,
-    )
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    done = run_script(script, folder, *arguments, cwd=folder, before=before, environment={"ACCELERATE_USE_CPU": "true"})
+    assert done.returncode == 0, done.stdout + done.stderr
     return [torch.load(folder / f"runs.{rank}") for rank in range(2)]
 
 
-@pytest.mark.timeout(240)  # two launches, of two processes that import transformers
 def test_a_trainer_trains_saves_and_resumes_to_the_bits_of_torch_ddp(tmp_path: Path) -> None:
     stock_folder, folder = tmp_path / "stock", tmp_path / "ours"
     stock_folder.mkdir()
     folder.mkdir()
-    stock = run_script(stock_folder)
+    stock = train(stock_folder)
     options = folder / "options.yaml"
     options.write_text("megatron_ddp_config:\n  bucket_size: 1000\n")
     checkpoint = str(stock_folder / "whole" / "checkpoint-3")
-    launcher = ("-m", "megastrategy.launch", "--config", str(options))
-    ours = run_script(folder, *launcher, arguments=(checkpoint,))
+    ours = train(folder, "megastrategy.launch", "--config", str(options), arguments=(checkpoint,))
     for theirs, run in zip(stock, ours, strict=True):
         assert (theirs["whole"]["optimizer"], run["whole"]["optimizer"]) == ("AdamW", "DistributedOptimizer")
         assert len(run["whole"]["losses"]) == 6

@@ -1,4 +1,4 @@
-"""The example as a user runs it, by ``accelerate launch``."""
+"""The example on ranks that have accelerate's environment, and once by ``accelerate launch`` itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megastrategy._accelerate_checkpoint import DIRECTORY
 
-from .launched import OURS, run_example
+from .launched import launch_example, run_example
 
 SCRIPT = "accelerate_text.py"
 
@@ -34,11 +34,10 @@ def test_it_learns_as_under_torch_ddp_and_resumes(tmp_path: Path) -> None:
     assert sorted(first) == ["embed.weight", "head.bias", "head.weight", "windows.bias", "windows.weight"]
     assert all((first[name] == second[name]).all() for name in second)
     # under the launcher accelerate's own Accelerator is ours
-    launched = run_example(
+    launched = launch_example(
         SCRIPT,
         *(*options, "--engine", "accelerate", "--out", "launched"),
         cwd=tmp_path,
-        launcher=OURS,
         MEGATRON_DDP_STATE_DICT_TYPE="sharded",
     )
     assert (tmp_path / "launched" / "accelerate" / "last" / DIRECTORY).is_dir()

@@ -1,30 +1,22 @@
-"""The example as a user runs it: a script that starts its own second process."""
+"""The example on two ranks."""
 
 from __future__ import annotations
 
 import csv
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from ..support.scripts import run_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "fabric_digits.py"
 
 
 def run_example(*arguments: str, cwd: Path) -> str:
     """Its standard output; it must succeed without a warning."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
+    return run_script(SCRIPT, *arguments, cwd=cwd).printed
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -1,11 +1,8 @@
-"""The example as a user runs it: a script that starts its own second process."""
+"""The example on one rank and on two."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+
+from ..support.scripts import run_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lightning_finetuning.py"
 EPOCHS, FROZEN = 6, 3  # of fine-tuning; the backbone is frozen for the first half
@@ -40,20 +39,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     @cache
     def run(strategy: str, devices: int) -> Run:
         path = tmp_path_factory.mktemp("finetuning")
-        environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-        options = ["--strategy", strategy, "--devices", str(devices), "--epochs", str(EPOCHS)]
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), *options],
-            cwd=path,
-            env=environment,
-            capture_output=True,
-            encoding="utf-8",
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "Warning" not in done.stderr, done.stderr
-        return Run(done.stdout, path)
+        options = ("--strategy", strategy, "--devices", devices, "--epochs", EPOCHS)
+        return Run(run_script(SCRIPT, *options, cwd=path, ranks=devices).printed, path)
 
     return run
 

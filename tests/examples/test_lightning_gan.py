@@ -1,33 +1,26 @@
-"""The example as a user runs it: a script that starts its own second process."""
+"""The example on two ranks."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from ..support.scripts import Done, run_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lightning_gan.py"
 EPOCHS = 5
 
 
-def run_example(strategy: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, str(SCRIPT), "--strategy", strategy, "--epochs", str(EPOCHS)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, encoding="utf-8", timeout=100)
+def run_example(strategy: str, cwd: Path) -> Done:
+    return run_script(SCRIPT, "--strategy", strategy, "--epochs", EPOCHS, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What it prints by default, but after fewer epochs."""
-    done = run_example("megatron_ddp", tmp_path_factory.mktemp("gan"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    return done.stdout
+    return run_example("megatron_ddp", tmp_path_factory.mktemp("gan")).printed
 
 
 def test_it_learns_to_draw_digits(printed: str) -> None:

@@ -1,31 +1,26 @@
-"""The example as a user runs it: three scripts one after the other, on 2, 1 and 3 processes."""
+"""The example: three scripts one after the other, on 2, 1 and 3 ranks."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ..support.scripts import run_script
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "lightning_resume.py"
 STEPS = 15  # an epoch
 
 
-def run_example(*arguments: str, cwd: Path) -> tuple[str, dict[int, tuple[str, float]]]:
+def run_example(
+    strategy: str, ranks: int, epochs: int, *, cwd: Path, out: str = "runs/resume"
+) -> tuple[str, dict[int, tuple[str, float]]]:
     """What trained it on what, and by step the learning rate and the test loss; it must succeed without a warning."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    title, *lines = done.stdout.splitlines()
+    options = ("--strategy", strategy, "--devices", ranks, "--epochs", epochs, "--out", out)
+    title, *lines = run_script(SCRIPT, *options, cwd=cwd, ranks=ranks).printed.splitlines()
     rows = [re.fullmatch(r"  step +(\d+)  lr ([\d.]+)  test loss ([\d.]+)", line) for line in lines]
     return title, {int(row[1]): (row[2], float(row[3])) for row in rows if row}
 
@@ -42,9 +37,7 @@ def test_three_runs_on_other_processes_are_one_run(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "resume"
     for strategy, devices, epochs in (("ddp", 2, 2), ("megatron_ddp", 1, 3), ("megatron_ddp", 3, 4)):
         before = max(chain, default=0)
-        title, lines = run_example(
-            "--strategy", strategy, "--devices", str(devices), "--epochs", str(epochs), cwd=tmp_path
-        )
+        title, lines = run_example(strategy, devices, epochs, cwd=tmp_path)
         assert title == f"{'DDP' if strategy == 'ddp' else 'MegatronDDP'}Strategy on {devices} rank(s)"
         assert list(lines) == list(range(before, STEPS * epochs + 1, STEPS))
         if chain:
@@ -56,7 +49,7 @@ def test_three_runs_on_other_processes_are_one_run(tmp_path: Path) -> None:
         assert steps == {STEPS * epochs}
         assert {path.name for path in folder.iterdir()} == {"last.ckpt"}
 
-    _, whole = run_example("--strategy", "ddp", "--devices", "1", "--epochs", "4", "--out", "whole", cwd=tmp_path)
+    _, whole = run_example("ddp", 1, 4, out="whole", cwd=tmp_path)
     assert list(whole) == list(chain)
     assert [lr for lr, _ in whole.values()] == [lr for lr, _ in chain.values()]
     # on one, two and three ranks the gradients of the same images are summed in other orders

@@ -46,8 +46,12 @@ def test_no_block_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)]+)\)", README))))
-def test_links_lead_to_files(link: str) -> None:
-    assert (ROOT / link).exists()
+def test_links_lead_to_files_and_headings(link: str) -> None:
+    name, _, anchor = link.partition("#")
+    assert (ROOT / name).exists()
+    if anchor:
+        headings = re.findall(r"^#+ (.+)$", (ROOT / name).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_commands_exist() -> None:

@@ -1,4 +1,4 @@
-"""The example as a user runs it, by ``accelerate launch``, under torch DDP and with the launcher before it."""
+"""The example under torch DDP, and with our launcher before it."""
 
 from __future__ import annotations
 

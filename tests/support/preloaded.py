@@ -1,0 +1,14 @@
+"""What the examples import, for the server whose forks run them."""
+
+from __future__ import annotations
+
+import accelerate
+import lightning
+import lightning.fabric
+import lightning.pytorch
+import matplotlib.pyplot
+import safetensors.torch
+import sklearn.datasets
+import transformers.trainer
+
+__all__ = ["accelerate", "lightning", "matplotlib", "safetensors", "sklearn", "transformers"]
