@@ -60,10 +60,6 @@ def main_params(optimizer: DistributedOptimizer) -> object:
     return optimizer.main_params()
 
 
-TIMEOUT_S = 180.0
-"""For many cases in one group of processes, whose start takes longer than all of them."""
-
-
 def call_on_rank_zero() -> list[str]:
     """The cases in which rank 0 alone gets what all together get, and all goes on well after that.
 
@@ -99,7 +95,7 @@ def test_rank_zero_alone_gets_what_all_get() -> None:
         for call in ("state_dict", "main_params")
         for then in ("backward", "barrier", "late", "no_sync")
     ]
-    assert run_processes(3, call_on_rank_zero, timeout_s=TIMEOUT_S) == [cases] * 3
+    assert run_processes(3, call_on_rank_zero) == [cases] * 3
 
 
 def call_on_rank_one() -> list[float]:
@@ -121,7 +117,7 @@ def call_on_rank_one() -> list[float]:
 
 
 def test_another_rank_that_calls_alone_is_told_where_rank_zero_waits() -> None:
-    seconds = run_processes(2, call_on_rank_one, timeout_s=TIMEOUT_S)[1]
+    seconds = run_processes(2, call_on_rank_one)[1]
     assert max(seconds) < 20, "not the patience of a minute, nor the group's timeout"
 
 
@@ -212,5 +208,5 @@ CASES = [call_before_the_step, load_meanwhile, wait_for_rank_zero, meet_on_rank_
 
 def test_what_cannot_be_gathered_is_refused_and_all_goes_on() -> None:
     """Between backward and step, after another state was loaded, where all have to come; and being late is no error."""
-    for outcome in run_processes(2, cases, timeout_s=TIMEOUT_S):
+    for outcome in run_processes(2, cases):
         assert outcome == {case.__name__: True for case in CASES}

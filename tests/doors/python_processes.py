@@ -11,13 +11,15 @@ from pathlib import Path
 
 import megastrategy
 
+from ..support.patience import HANG_S
+
 
 def run_python(
     *arguments: str,
     cwd: Path | None = None,
     autoload: bool = False,
     environment: Mapping[str, str] | None = None,
-    timeout_s: float = 100.0,
+    timeout_s: float = HANG_S,
 ) -> str:
     """Output and errors of a Python of its own, which must succeed. ``autoload``: torch calls its entry points."""
     [output] = run_pythons(arguments, [environment or {}], cwd=cwd, autoload=autoload, timeout_s=timeout_s)
@@ -30,7 +32,7 @@ def run_pythons(
     *,
     cwd: Path | None = None,
     autoload: bool = False,
-    timeout_s: float = 100.0,
+    timeout_s: float = HANG_S,
 ) -> list[str]:
     """The same command in several processes at once, each with more variables in its environment."""
     base = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "NODE_RANK")}

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ..support.patience import HANG_S
+
 SIZE = 2
 
 
@@ -44,7 +46,7 @@ class Ranks:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
 
-    def run(self, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = 60.0, **options: Any) -> list[Any]:
+    def run(self, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = HANG_S, **options: Any) -> list[Any]:
         """``job(*arguments, **options)`` on every rank; results by rank, or an AssertionError with the tracebacks."""
         outcomes = self.outcomes(job, *arguments, timeout_s=timeout_s, **options)
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
@@ -53,7 +55,7 @@ class Ranks:
         return outcomes
 
     def outcomes(
-        self, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = 60.0, **options: Any
+        self, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = HANG_S, **options: Any
     ) -> list[Any]:
         """Like :meth:`run`, but a rank that failed has a :class:`Failure` for a result."""
         if not self._processes:

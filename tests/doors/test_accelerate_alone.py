@@ -15,8 +15,6 @@ from .python_processes import run_pythons
 from .rank_processes import Failure, free_port
 from .test_accelerate_checkpoints import SAVED_AFTER, Counter, read, rest, train_from
 
-TIMEOUT_S = 180.0
-
 
 def train_and_save_on_main(
     plugin: dict[str, Any] | None, folder: Path, *, dtype: torch.dtype, alone: bool, script: str
@@ -83,19 +81,17 @@ def test_the_main_process_alone_saves_what_all_ranks_save(
     for alone in (False, True):
         options: dict[str, Any] = {"dtype": dtype, "alone": alone, "script": script}
         folder = tmp_path / f"{alone}"
-        runs[alone] = worlds.run(train_and_save_on_main, plugin, folder, size=size, timeout_s=TIMEOUT_S, **options)
+        runs[alone] = worlds.run(train_and_save_on_main, plugin, folder, size=size, **options)
     assert_equal(runs[True], runs[False])
     for name in ("middle", "end"):
         assert_equal(read(tmp_path / "True" / name), read(tmp_path / "False" / name))
     middle = tmp_path / "True" / "middle"
     if size > 2:  # where a run that begins anew may add in another order
         return
-    resumed = worlds.run(train_from, "megatron_ddp", plugin, load=middle, dtype=dtype, size=size, timeout_s=TIMEOUT_S)
+    resumed = worlds.run(train_from, "megatron_ddp", plugin, load=middle, dtype=dtype, size=size)
     for whole, rest_of_it in zip(runs[True], resumed, strict=True):
         rest(whole, rest_of_it)
-    (one,) = worlds.run(
-        train_from, "megatron_ddp", plugin, load=middle, dtype=dtype, trains=False, size=1, timeout_s=TIMEOUT_S
-    )
+    (one,) = worlds.run(train_from, "megatron_ddp", plugin, load=middle, dtype=dtype, trains=False, size=1)
     assert_equal(one.state, read(middle)["optimizer.bin"])
 
 
@@ -146,7 +142,7 @@ def save_where_it_cannot(folder: Path, plugin: dict[str, Any], then: str) -> tup
 def test_where_the_main_process_cannot_save_alone_it_says_what_to_change(
     worlds: Worlds, tmp_path: Path, plugin: dict[str, Any], then: str, why: str, line: str
 ) -> None:
-    (message, seconds), _ = worlds.run(save_where_it_cannot, tmp_path / "saved", plugin, then, timeout_s=TIMEOUT_S)
+    (message, seconds), _ = worlds.run(save_where_it_cannot, tmp_path / "saved", plugin, then)
     assert message.startswith("NotOnAllRanksError: ")
     assert why in message
     assert "Move accelerator.save_state(...) out of `if accelerator.is_main_process:`" in message
@@ -170,7 +166,7 @@ def die_meanwhile(folder: Path) -> None:
 
 def test_a_rank_that_died_meanwhile_is_named(worlds: Worlds, tmp_path: Path) -> None:
     """Its shards are lost; nothing waits for them."""
-    zero, one = worlds.outcomes(die_meanwhile, tmp_path / "saved", timeout_s=TIMEOUT_S)
+    zero, one = worlds.outcomes(die_meanwhile, tmp_path / "saved")
     assert isinstance(zero, Failure)
     assert zero.kind == "CollectiveError"
     assert zero.seconds - one.seconds < 20
@@ -197,6 +193,6 @@ def test_a_script_that_ends_with_a_save_on_the_main_process(tmp_path: Path) -> N
     script.write_text(ENDS_AFTER_SAVING)
     base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "1"}
     environments = [{**base, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(2)]
-    zero, one = run_pythons([str(script), str(tmp_path / "saved")], environments, timeout_s=TIMEOUT_S)
+    zero, one = run_pythons([str(script), str(tmp_path / "saved")], environments)
     assert "[0, 1]" in zero
     assert "Error" not in one

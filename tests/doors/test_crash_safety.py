@@ -117,7 +117,6 @@ def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("job", [with_trainer, with_directories, with_loop])
 def test_fifty_kills(job: Job, seed: int, tmp_path: Path) -> None:

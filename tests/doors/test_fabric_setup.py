@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from megastrategy import DistributedDataParallel
 from megastrategy.fabric import MegatronDDPStrategy
 
+from ..support.patience import HANG_S
 from .fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, make_strategy, sgd, state_of
 from .fits import weights_of
 from .matrix import MODES, assert_equal
@@ -551,7 +552,7 @@ def test_a_script_ends_by_itself(tmp_path: Path, start_method: str, ends: int) -
     environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, str(script), start_method], env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, str(script), start_method], env=environment, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 ranks") == 1

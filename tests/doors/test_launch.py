@@ -18,6 +18,7 @@ from megastrategy.core import field_names
 from megastrategy.core.config import _REFUSED_DDP_ARGUMENTS
 from megastrategy.launch import Command
 
+from ..support.patience import HANG_S
 from ..support.scripts import run_script
 from .matrix import assert_equal
 from .python_processes import run_python
@@ -34,6 +35,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, Dataset
+from ..support.patience import HANG_S
 
 
 class Squares(Dataset):
@@ -125,7 +127,6 @@ def launched(folder: Path, *command: str, ranks: int = 2, **environment: str) ->
         *("--out", str(out), "--lr", "0.01"),
         cwd=folder,
         environment={"ACCELERATE_USE_CPU": "true", **environment},
-        timeout_s=110.0,
     )
     return [torch.load(f"{out}.{rank}") for rank in range(ranks)], output
 
@@ -294,7 +295,7 @@ def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[1])},
         capture_output=True,
         text=True,
-        timeout=100.0,
+        timeout=HANG_S,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(

@@ -203,7 +203,7 @@ def test_an_error_in_a_dataloaders_worker_ends_all_ranks(tmp_path: Path, broken:
     """In a script, which Lightning starts once more for rank 1; the worker's traceback comes with the error."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    output = run_python(str(script), *map(str, broken), environment={"MASTER_PORT": str(free_port())}, timeout_s=60)
+    output = run_python(str(script), *map(str, broken), environment={"MASTER_PORT": str(free_port())})
     assert "rank 1 ended with BrokenSampleError: Caught BrokenSampleError in DataLoader worker process 0" in output
     if len(broken) == 2:
         assert "rank 0 ended with BrokenSampleError" in output

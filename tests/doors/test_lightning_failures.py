@@ -225,7 +225,7 @@ class RaisesInEverySave(AwkwardModule):
 def test_a_rank_that_fails_again_in_the_save_on_exception_keeps_nobody_waiting(
     ranks: Ranks, tmp_path: Path, sharded: bool
 ) -> None:
-    first, second = ranks.outcomes(fit_failing_in_every_save, tmp_path, sharded, timeout_s=60)
+    first, second = ranks.outcomes(fit_failing_in_every_save, tmp_path, sharded)
     assert (second.kind, second.message) == ("OnPurposeError", "in the save")
     assert first.kind != "died"
 

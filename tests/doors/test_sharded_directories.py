@@ -21,6 +21,7 @@ from megastrategy._directories import remove_directory
 from megastrategy.core import CheckpointError, is_directory_checkpoint, read_directory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 
+from ..support.patience import HANG_S
 from .fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
 from .rank_processes import Failure, Ranks
 from .test_lightning_checkpoints import assert_same_value, fit_and_save, resume, small_steps
@@ -36,7 +37,7 @@ def folder_of(path: Path) -> set[str]:
 def consolidate(directory: Path, file: Path) -> Path:
     """Lightning's own tool."""
     command = ["-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(directory), "--output_file", str(file)]
-    subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=100)
+    subprocess.run([sys.executable, *command], check=True, capture_output=True, timeout=HANG_S)
     return file
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..support.patience import HANG_S
 from ..support.scripts import ROOT, Done, run_script
 
 EXAMPLES = ROOT / "examples"
@@ -31,7 +32,7 @@ def launch_example(name: str, *arguments: str, cwd: Path, **variables: str) -> s
     ours |= {"PYTHONIOENCODING": "utf-8", "PYTHONPATH": str(ROOT), **variables}
     launch = ["accelerate.commands.launch", "--config_file", str(EXAMPLES / "accelerate.yaml"), "-m", *OURS]
     command = [sys.executable, "-m", *launch, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, cwd=cwd, env=ours, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=cwd, env=ours, capture_output=True, text=True, timeout=HANG_S)
     return checked(Done(done.returncode, done.stdout, done.stderr))
 
 

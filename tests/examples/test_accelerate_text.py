@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file
 
 from megastrategy._accelerate_checkpoint import DIRECTORY
@@ -20,7 +19,6 @@ def epochs(printed: str) -> list[tuple[str, str]]:
     return re.findall(r"epoch \d+: loss ([\d.]+), ([\d.]+)% of 500 lines", printed)
 
 
-@pytest.mark.timeout(240)  # three scripts of two processes each, and one of one
 def test_it_learns_as_under_torch_ddp_and_resumes(tmp_path: Path) -> None:
     """To the bit, if nothing is clipped: the norm that clips is summed shard by shard, and by parameters there."""
     options = ("--clip", "0", "--epochs", "3")

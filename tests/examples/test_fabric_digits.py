@@ -6,7 +6,6 @@ import csv
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from ..support.scripts import run_script
@@ -38,7 +37,6 @@ def test_it_learns_to_read_digits(tmp_path: Path) -> None:
     assert checkpoint["optimizer"]["state"][0]["exp_avg"].shape == checkpoint["model"]["0.weight"].shape
 
 
-@pytest.mark.timeout(240)  # two scripts of two processes each
 def test_it_trains_as_under_ddp(tmp_path: Path) -> None:
     """To the bit, if nothing is clipped: the norm that clips is summed shard by shard, and by parameters under ddp."""
     ours, theirs = (

@@ -13,6 +13,8 @@ import pytest
 import megastrategy
 from megastrategy.core import field_names
 
+from ..support.patience import HANG_S
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -23,7 +25,7 @@ def run(command: list[str], cwd: Path) -> str:
         name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
     }
     done = subprocess.run(
-        command, cwd=cwd, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100
+        command, cwd=cwd, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ..support.patience import HANG_S
 from ..support.scripts import Done, run_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
@@ -29,7 +30,7 @@ def start_example(*arguments: str | Path, cwd: Path) -> Done:
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
     done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, encoding="utf-8", errors="replace", timeout=100
+        command, cwd=cwd, env=environment, capture_output=True, encoding="utf-8", errors="replace", timeout=HANG_S
     )
     return Done(done.returncode, done.stdout, done.stderr)
 

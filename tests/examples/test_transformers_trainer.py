@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -33,7 +32,6 @@ def told_right(printed: str) -> float:
     return float(percent)
 
 
-@pytest.mark.timeout(240)  # two scripts of two processes each, and one of one
 def test_it_learns_as_under_torch_ddp_and_resumes(tmp_path: Path) -> None:
     options = ("--clip", "0", "--epochs", "3")
     theirs = run_example(SCRIPT, *options, "--out", "theirs", cwd=tmp_path)

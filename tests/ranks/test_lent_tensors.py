@@ -17,6 +17,8 @@ from megastrategy.core.collectives import Collectives, GlooCollectives, Handle
 from megastrategy.core.lent_tensors import LentTensors
 from tests.support.ranks import run_ranks, with_instances
 
+from ..support.patience import HANG_S
+
 # All that is carried out by those threads of gloo's that know tensors, and how many it gives them.
 OPERATIONS: dict[str, tuple[Callable[[Collectives], Handle], int]] = {
     "all_reduce": (lambda collectives: collectives.all_reduce(torch.ones(4), 1.0), 1),
@@ -111,6 +113,6 @@ def test_a_process_ends_well_right_after_a_collective() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
     )
     assert done.returncode == 0, done.stderr

@@ -148,7 +148,7 @@ def everything() -> tuple[dict[str, Trained], dict[str, str]]:
 @pytest.fixture(scope="module")
 def outcomes() -> list[tuple[dict[str, Trained], dict[str, str]]]:
     """By rank. One start of processes for all, since what they import takes seconds."""
-    return run_processes(4, everything, timeout_s=300)
+    return run_processes(4, everything)
 
 
 @pytest.mark.parametrize("kind", KINDS)

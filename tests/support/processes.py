@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 import megastrategy  # noqa: F401 - preloaded in the fork server
 
+from .patience import HANG_S
 
-def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+
+def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = HANG_S) -> list[Any]:
     """``job(*arguments)`` on ``size`` ranks of a default gloo group; the results by rank, or an AssertionError with
     the tracebacks."""
     context = multiprocessing.get_context("forkserver")

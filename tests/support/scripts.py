@@ -23,6 +23,8 @@ from typing import Any
 
 from tests.doors.rank_processes import free_port
 
+from .patience import HANG_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -51,7 +53,7 @@ def run_script(
     ranks: int = 2,
     environment: Mapping[str, str] | None = None,
     before: tuple[str, ...] = (),
-    timeout_s: float = 100.0,
+    timeout_s: float = HANG_S,
 ) -> Done:
     """``python script arguments`` on each rank. ``before``: ``python -m`` this module with these arguments first."""
     base = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "NODE_RANK")}

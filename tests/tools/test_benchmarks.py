@@ -24,6 +24,7 @@ from benchmarks.engines import ENGINES
 from benchmarks.measure import Alone, Block, Timing, order_of_round
 from benchmarks.network import NetworkError, check_possible, shaped_network
 from benchmarks.results import Report, Spread, summarise
+from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 ROUNDS, STEPS = 2, 1
@@ -47,7 +48,7 @@ needs_namespaces = pytest.mark.skipif(bool(why_no_namespaces()), reason=why_no_n
 def run(out: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks", "--cases", "tiny", "--ranks", "2", "--out", str(out)]
     command += ["--rounds", str(ROUNDS), "--steps", str(STEPS), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     return json.loads((out / "results.json").read_text())
@@ -72,7 +73,7 @@ def test_peers_are_measured_where_they_are_installed(name: str, tmp_path: Path) 
     """DeepSpeed 0.19 trains to other losses than torch DDP with one microbatch a step, which the program says."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "--cases", "tiny", "--engines", f"ddp,{name}"]
     command += ["--ranks", "2", "--rounds", "1", "--steps", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0 or (name != "megatron-core" and "trained to other losses" in done.stderr), done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["failed"] == results["skipped"] == []

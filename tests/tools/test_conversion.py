@@ -28,6 +28,7 @@ from megastrategy.tools.parts import read_file
 from tests.doors.fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors
 from tests.doors.rank_processes import Ranks
 from tests.doors.test_lightning_checkpoints import amsgrad_in_groups, assert_same_value, decay, resume, small_steps
+from tests.support.patience import HANG_S
 
 from .conftest import SHARDED, Saved
 
@@ -447,7 +448,7 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     weights = {f"weight{number}": torch.full((tensor_bytes // 4,), float(number)) for number in range(count)}
     torch.save({"model": weights}, tmp_path / "file")
     command = [sys.executable, "-c", LITTLE_MEMORY, str(tmp_path), str(count * tensor_bytes // 2)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     again = torch.load(tmp_path / "again", mmap=True, weights_only=True)["model"]
     assert_same_value(dict(again), weights, "model")

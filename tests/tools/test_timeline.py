@@ -42,6 +42,7 @@ from megastrategy.tools.timeline import (
     spans_of,
     steps_of,
 )
+from tests.support.patience import HANG_S
 
 from ..support.doubles import DelayingCollectives
 from ..support.models import two_layers
@@ -601,7 +602,7 @@ def profile(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ours}
     command = [sys.executable, "-c", "from megastrategy.tools.cli import main; main()", "profile", *arguments]
     return subprocess.run(
-        command, cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=110
+        command, cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG_S
     )
 
 

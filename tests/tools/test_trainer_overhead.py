@@ -9,13 +9,14 @@ from pathlib import Path
 
 from benchmarks.results import Spread
 from benchmarks.trainer_overhead import Block, overhead
+from tests.support.patience import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_it_compares_both_strategies_with_loops_of_their_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.trainer_overhead", "--rounds", "2", "--steps", "3", "--out", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "trainer_overhead.json").read_text())
     for strategy in ("ddp", "megatron_ddp"):
