@@ -194,17 +194,21 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
 
     Raises:
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
-            engine has no counterpart for, with the reason.
+            engine has no counterpart for, with the reason; torch's default of it may be spelled out.
     """
     known = field_names()
     chosen: dict[str, Any] = {}
     for name, value in arguments.items():
+        if name == "broadcast_buffers" and value is None:
+            continue  # torch's default beside forward_sync_buffers, which means True
         if name in known:
             chosen[name] = value
         elif name in ("gradient_as_bucket_view", "batched_grad_copy"):
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: expected True or False")
         elif name in _REFUSED_DDP_ARGUMENTS:
+            if value is _DEFAULTS_OF_REFUSED.get(name):
+                continue  # torch's default, spelled out
             raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
         elif name not in ("bucket_cap_mb", "forward_sync_buffers"):
             near = difflib.get_close_matches(name, known, n=1)
@@ -242,9 +246,18 @@ _REFUSED_DDP_ARGUMENTS = {
     "device_mesh": "pass the data-parallel process group",
     "device_ids": "the module's own device is used: move it there first",
     "output_device": "the module's own device is used: move it there first",
+    "lazy_bucket_allocation": "grad_buffer='pooled' takes a bucket's memory when its gradients come, and gives it back",
     "bucket_cap_mb_list": "buckets have one size: pass bucket_size (elements) or bucket_cap_mb",
     "dim": "inputs are not scattered; a sampler gives every rank its part",
     "check_reduction": "it has had no effect in torch for years: leave it out",
     "init_sync": "parameters and buffers are always broadcast from rank 0 at the start: leave it out",
     "skip_all_reduce_unused_params": "every bucket is always reduced, the same collectives on all ranks: leave it out",
 }
+_DEFAULTS_OF_REFUSED = {
+    "dim": 0,
+    "init_sync": True,
+    "check_reduction": False,
+    "skip_all_reduce_unused_params": False,
+    "lazy_bucket_allocation": False,
+}
+"""Those of torch's defaults that are not None."""

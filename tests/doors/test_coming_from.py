@@ -15,6 +15,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     MegatronLMPlugin,
 )
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from transformers import TrainingArguments
 
 from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
@@ -41,6 +42,12 @@ def headings() -> list[str]:
 def test_every_setting_of_a_plugin_is_there_once(plugin: type) -> None:
     named = [name for left, _ in rows(f"`{plugin.__name__}`") for name in re.findall(r"`(\w+)`", left)]
     assert sorted(named) == sorted(field.name for field in dataclasses.fields(plugin))
+
+
+def test_every_argument_of_the_installed_torch_ddp_is_there() -> None:
+    arguments = rows("`torch.nn.parallel.DistributedDataParallel`")
+    named = {name for left, _ in arguments for name in re.findall(r"`(\w+)`", left)}
+    assert named >= set(inspect.signature(TorchDDP).parameters)
 
 
 def test_what_is_said_to_be_here_is_here() -> None:

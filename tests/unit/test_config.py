@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.config import config_from_arguments, field_names
@@ -115,6 +116,14 @@ def test_torch_ddp_arguments_have_a_meaning_here() -> None:
     assert static == DistributedDataParallelConfig(static_graph=True)
 
 
+def test_every_default_of_torch_ddp_may_be_spelled_out() -> None:
+    """Of the installed torch: an argument that a newer one has is not unknown here."""
+    parameters = inspect.signature(TorchDDP.__init__).parameters.values()
+    defaults = {item.name: item.default for item in parameters if item.name not in ("self", "module", "process_group")}
+    del defaults["bucket_cap_mb"]  # its default is None, and where the signature says 25, that is a size like another
+    assert config_from_arguments(defaults) == DistributedDataParallelConfig(find_unused_parameters=False)
+
+
 @pytest.mark.parametrize(
     ("ours", "ddps", "size"), [(100, None, 100), (None, 1, 2**18), (None, None, None)], ids=["ours", "ddps", "neither"]
 )
@@ -133,6 +142,8 @@ def test_of_two_names_for_the_size_of_a_bucket_none_leaves_it_to_the_other(
         ({"bucket_sise": 1}, r"unknown argument 'bucket_sise': did you mean 'bucket_size'\?$"),
         ({"zzz": 1}, "unknown argument 'zzz': known are bucket_size"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook=.*strategy='ddp'"),
+        ({"lazy_bucket_allocation": True}, "lazy_bucket_allocation=True .*grad_buffer='pooled'"),
+        ({"init_sync": False}, "init_sync=False .*broadcast"),
         ({"mixed_precision": 1}, "mixed_precision=1 .*precision"),
         ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1"),
         ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan"),
