@@ -88,6 +88,7 @@ class Reducer:
         self._ends: list[weakref.ref[Callable[[], None]]] = []  # what was queued with backwards, while they last
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
+        self._kept: list[bool] = []  # whether what has_grad tells of was reduced, and nothing has come since
         self._missing: list[int] = []  # gradients still to come, by bucket
         self._handles: list[Handle] = []  # by bucket, in launch order
         self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
@@ -114,6 +115,7 @@ class Reducer:
         self._params += params[first:]
         self._device = params[0].device if params else torch.device("cpu")
         self._seen += [0] * (len(params) - first)
+        self._kept += [False] * (len(params) - first)
         self.num_reductions += [0] * (len(params) - first)
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
@@ -198,7 +200,7 @@ class Reducer:
                 self._on_late_grad(index)
                 return
             self.buffers.adopt(index)
-        self.buffers.has_grad[index] = True
+        self.buffers.has_grad[index], self._kept[index] = True, False
         if self._planner is not None and self._syncing:
             self._planner.note(index)
         if self._listener is not None:
@@ -295,6 +297,7 @@ class Reducer:
             self._wait_for_launched(publish=True)
             for bucket in late_buckets:
                 self._reduce_again(bucket)
+            self._kept[:] = self.buffers.has_grad
         finally:
             self._is_finishing = False
             self._emit(EventKind.WAIT_END, 0)
@@ -413,7 +416,7 @@ class Reducer:
         """Which parameters this rank has gradients for that were not reduced yet."""
         if self.buffers.reduces_every_backward:  # has_grad tells of the backwards before this one too
             return [seen == self._epoch for seen in self._seen]
-        return list(self.buffers.has_grad)
+        return [has and not kept for has, kept in zip(self.buffers.has_grad, self._kept, strict=True)]
 
     def _check_promises(self) -> None:
         has_grad = self._used_locally()

@@ -35,7 +35,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader, Dataset
-from ..support.patience import HANG_S
 
 
 class Squares(Dataset):

@@ -156,15 +156,18 @@ def test_a_gradient_in_flight_is_an_error_where_the_ranks_do_not_agree() -> None
     run_ranks(2, run)
 
 
+class Skips(nn.Module):
+    """One of its two layers only where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(10, 1), nn.Linear(10, 1)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return (self.used(x) + (self.idle(x) if both else 0.0)).sum()
+
+
 def test_promised_parameters_without_a_gradient_are_named() -> None:
-    class Skips(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.idle = nn.Linear(10, 1), nn.Linear(10, 1)
-
-        def forward(self, x: Tensor, both: bool) -> Tensor:
-            return (self.used(x) + (self.idle(x) if both else 0.0)).sum()
-
     def never(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(Skips(), DistributedDataParallelConfig(find_unused_parameters=False), group)
         with pytest.raises(UnusedParameterError, match=r"2 parameter.*'idle.weight', 'idle.bias'"):
@@ -179,6 +182,29 @@ def test_promised_parameters_without_a_gradient_are_named() -> None:
 
     run_ranks(2, never)
     run_ranks(2, later)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_that_were_kept_are_none_of_the_next_backward(sharded: bool) -> None:
+    """Nobody zeroes: what another rank alone used has a gradient here as well, which this backward did not bring."""
+
+    def static(rank: int, group: ProcessGroup) -> None:
+        config = DistributedDataParallelConfig(static_graph=True, use_distributed_optimizer=sharded)
+        model = DistributedDataParallel(Skips(), config, group)
+        for _ in range(3):
+            with model.no_sync():
+                model(batch(rank), rank == 0).backward()
+            model(batch(rank), rank == 0).backward()
+
+    def promised(rank: int, group: ProcessGroup) -> None:
+        config = DistributedDataParallelConfig(find_unused_parameters=False, use_distributed_optimizer=sharded)
+        model = DistributedDataParallel(Skips(), config, group)
+        model(batch(rank), True).backward()
+        with pytest.raises(UnusedParameterError, match=r"no gradient.*find_unused_parameters=False"):
+            model(batch(rank), False).backward()
+
+    run_ranks(2, static)
+    run_ranks(2, promised)
 
 
 class Opaque:
