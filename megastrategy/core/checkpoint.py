@@ -429,12 +429,26 @@ def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | N
     return known | {key for key, value in tensors if value.numel() > 1}
 
 
-def shard_state(
-    optimizer: torch.optim.Optimizer, values: Mapping[str, Any], spec: ParamSpec, shard: ParamShard
-) -> dict[str, Any]:
-    """The state of a whole parameter, cut to one shard of it."""
-    per_element = per_element_keys({0: values}, probe_state_names(optimizer))
-    return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, known: set[str] | None) -> dict[str, Any]:
+    """The state that was kept for a parameter itself, as that of what is stepped in its place.
+
+    What was made in the dtype of a 16-bit weight is in fp32 from here on, as the first step of an fp32 main param would
+    have made it: a sum of ones stops at 256 in bf16. What was made in another dtype keeps it.
+
+    Args:
+        values: of the whole parameter; taken over where nothing is cut.
+        spec, shard: the parameter, and what is stepped.
+        known: as for :func:`per_element_keys`; asked for only where something is cut.
+    """
+    if shard.weights is not None:
+        per_element = per_element_keys({0: values}, known)
+        values = {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+    if not spec.has_main_param:
+        return values
+    return {
+        key: value.to(shard.main.dtype) if isinstance(value, Tensor) and value.dtype == spec.dtype else value
+        for key, value in values.items()
+    }
 
 
 def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:

@@ -82,7 +82,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         model.check_open()
         findings = _check(optimizer, model)
-        state = optimizer.state_dict() if optimizer.state else None
         self._impl = impl = ShardedStep(optimizer, model, findings)
         self._borrowing = None
         if impl.owner_collectives is not None:
@@ -91,9 +90,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.register_step_pre_hook(impl.refuse_direct_use)
             optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
             optimizer.register_load_state_dict_pre_hook(impl.refuse_direct_use)
-        if impl.has_shards and state is not None:
-            optimizer.state.clear()
-            self.load_state_dict(state)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -96,7 +96,8 @@ class ShardedStep(ShardHolder):
     def follow_model(self) -> None:
         """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
 
-        State that was loaded while a parameter was frozen is cut to its shard.
+        State that was there before, made when the optimizer was constructed or loaded while a parameter was frozen, is
+        from then on that of its shard.
         """
         if not self.has_shards or self.model.is_closed:
             return
@@ -118,10 +119,10 @@ class ShardedStep(ShardHolder):
         else:
             self._add_shards(params, buffers)
         for index, param in params.items():
-            state = self.inner.state.pop(param, None) if self.inner.state.get(param) else None
+            state = self.inner.state.pop(param, None)
             if state and index in self.shards:
                 shard = self.shards[index]
-                self.inner.state[shard.main] = shard_state(self.inner, state, self.layout.params[index], shard)
+                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, self._element_names)
         followed.update(params)
 
     def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
