@@ -198,14 +198,10 @@ def load_full_state_dict(
         )
     own_numbers = {number for group in groups for number in group["params"]}
     others = {key: value for key, value in state_dict["state"].items() if key not in own_numbers}
-    known = probe_state_names(optimizer)
-    per_element = per_element_keys(
-        {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}, known
-    )
-    if known is not None and all(shard.weights is None for shard in shards.values()):
-        per_element &= (
-            known  # whole parameters are stepped: what else is kept for one stays with it, whatever its shape
-        )
+    per_element: set[str] = set()
+    if any(shard.weights is not None for shard in shards.values()):
+        of_params = {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}
+        per_element = per_element_keys(of_params, probe_state_names(optimizer))
     numbers = {
         id(param): number
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -456,12 +452,15 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
         return value
     if isinstance(value, FlatShard):
         return value.local  # read for this very shard
-    if key not in per_element or (shard.weights is None and type(value) is not Tensor):
+    if shard.weights is None:  # what is kept for a whole parameter stays with it, whatever its shape
+        if type(value) is Tensor and tuple(value.shape) == spec.shape and value.stride() != spec.stride:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
         return value.clone()  # torch's load_state_dict would go on using the caller's tensor
+    if key not in per_element:
+        return value.clone()
     if tuple(value.shape) != spec.shape:
         raise CheckpointError(
             f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: "
             "this state is of another model"
         )
-    own = in_memory_order(value, spec)[shard.start : shard.end].clone()
-    return own if shard.weights is not None else own.as_strided(spec.shape, spec.stride)
+    return in_memory_order(value, spec)[shard.start : shard.end].clone()

@@ -38,6 +38,7 @@ from .forwarded import forwarding_members
 from .hand_over import MAIN_PARAMS, STATE, Borrowing
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
+from .step_arguments import StepArguments
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -134,21 +135,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self._impl.inner, name)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
+        Takes what ``step`` of the user's optimizer takes, a closure for one, and hands it on. With shards or main
+        params a closure is called before, once. Shards are stepped with other arguments if trial steps show that
+        nothing but elements depends on them; numbers are tried once.
+
         When it returns every rank holds all new weights. Gradients stay until somebody zeroes them, as torch's do.
+
+        Raises:
+            OptimizerNotShardableError: if shards cannot be stepped with these arguments.
         """
-        impl = self._impl
+        impl, arguments = self._impl, StepArguments(args, kwargs)
         if not impl.has_shards:
-            return impl.step_whole(closure)
+            return impl.step_whole(arguments)
+        closure, others = arguments.closure, arguments.without_closure()
+        if others and (reason := impl.try_arguments(others)) is not None:
+            raise OptimizerNotShardableError(
+                f"step() of a sharded {type(impl.inner).__name__} cannot be called with these arguments: {reason}. "
+                f"Leave them out, or pass {impl.model.all_reduce_option}: every rank then steps whole parameters, as "
+                "under torch DDP"
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         with torch.no_grad():
-            impl.step()
+            impl.step(others)
         return result
+
+    @property
+    def num_state_tensors(self) -> int | None:
+        """How many numbers a sharded optimizer keeps for each element (Adam: 2); of a whole one nobody knows before
+        its first step."""
+        return self._impl.num_state_tensors()
 
     @property
     def is_sharded(self) -> bool:
@@ -337,7 +358,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         impl.follow_model()
         names = impl.names_by_id()
-        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout, probe_state_names(impl.inner))
+        known = probe_state_names(impl.inner) if impl.sharded else None
+        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout, known)
         if "param_groups" not in saved:
             raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
         own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
@@ -389,7 +411,7 @@ def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> 
             )
         return findings
     if any(spec.has_main_param for spec in params):
-        reason = why_not_main_params(optimizer, model.device)
+        reason = why_not_main_params(optimizer)
         if reason is not None:
             raise OptimizerNotShardableError(
                 f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
