@@ -11,6 +11,7 @@ optimizer's ``__dict__`` into wrappers of their own.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
@@ -32,10 +33,11 @@ from .checkpoint import (
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import Findings, probe, probe_state_names, why_not_main_params
-from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
+from .errors import CheckpointError, OptimizerNotShardableError
 from .flat_shard import FlatShard
 from .forwarded import forwarding_members
 from .hand_over import MAIN_PARAMS, STATE, Borrowing
+from .optimizer_copies import StateOfCopy, same
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
 from .step_arguments import StepArguments
@@ -91,6 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.register_step_pre_hook(impl.refuse_direct_use)
             optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
             optimizer.register_load_state_dict_pre_hook(impl.refuse_direct_use)
+            optimizer.__getstate__ = StateOfCopy(optimizer)  # type: ignore[method-assign]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -379,11 +382,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         return apply
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise DirectUseError(
-            "a DistributedOptimizer is this rank's part of an optimizer and cannot be copied or pickled: copy its "
-            "state_dict(), asked for on all ranks, or build an optimizer on the copied model's parameters and wrap that"
-        )
+    def __copy__(self) -> torch.optim.Optimizer:
+        """Of the user's class; see optimizer_copies' [Note: what a copy is]."""
+        return copy.copy(self._impl.inner)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """For deep copies and pickles, as :meth:`__copy__`."""
+        return same, (self._impl.inner,)
 
     def join_hook(self, **options: Any) -> NoReturn:
         """What ``torch.distributed.algorithms.Join`` asks for; refused as the model's is."""

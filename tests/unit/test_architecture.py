@@ -22,6 +22,7 @@ RANKS = [
     {"layout"},
     {
         "memory",
+        "optimizer_copies",
         "elementwise",
         "reduced_grad",
         "param_shard",
