@@ -95,7 +95,8 @@ def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
     if (reason := _why_not_trialled(optimizer)) is not None:
         return reason
     try:
-        inspect.signature(optimizer.step).bind()
+        # the class's: a scheduler's wrapper around the object's has the signature of an unbound function
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         return f"its step() cannot be called without arguments ({error}), and a closure would read the 16-bit weights"
     params = {id(param) for group in optimizer.param_groups for param in group["params"]}

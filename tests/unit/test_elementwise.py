@@ -259,6 +259,13 @@ def test_whole_main_params_are_not_for_what_needs_a_closure() -> None:
     assert why_not_main_params(optimizers.NeedsClosure(params())) is not None
 
 
+def test_whole_main_params_may_be_stepped_under_a_scheduler() -> None:
+    """Which wraps ``step``, in a function that has another signature."""
+    optimizer = torch.optim.SGD(params(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert why_not_main_params(optimizer) is None
+
+
 def test_an_optimizer_that_begins_in_evaluation_is_tried_in_training() -> None:
     """Schedule-Free refuses to step in evaluation; its modes are tried when they are called."""
     assert why_not_elementwise(optimizers.Averaging(params()), CPU, torch.float32) is None
