@@ -76,14 +76,8 @@ class TrainerMonitor(_Base):
                 f"strategy is {type(strategy).__module__}.{type(strategy).__qualname__}: choose that strategy, or "
                 "leave the callback out"
             )
-        device, owner = strategy.root_device, weakref.ref(strategy)
-
-        def sent_bytes(kind: EventKind, bucket: int) -> int:
-            model = getattr(owner(), "model", None)
-            assert isinstance(model, DistributedDataParallel), "it has just told"
-            return _sent_bytes(model.layout, kind, bucket)
-
-        self._record = _Record(_CudaClock(device) if device.type == "cuda" else _HostClock(), sent_bytes)
+        device = strategy.root_device
+        self._record = _Record(_CudaClock(device) if device.type == "cuda" else _HostClock(), _SentBytes(strategy))
         strategy.add_listener(self._record)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,6 +132,21 @@ class TrainerMonitor(_Base):
 def _log_every_n_steps(trainer: pl.Trainer) -> int:
     every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by its logger connector
     return every
+
+
+class _SentBytes:
+    """What a collective over a bucket of the strategy's model sends, now. A copy, of a Trainer for one, knows none."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, kind: EventKind, bucket: int) -> int:
+        model = getattr(self._strategy(), "model", None)
+        assert isinstance(model, DistributedDataParallel), "it has just told"
+        return _sent_bytes(model.layout, kind, bucket)
 
 
 def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:

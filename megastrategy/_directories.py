@@ -93,6 +93,10 @@ class DirectorySaver:
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a Trainer has one of its own, which saves nothing in the background yet."""
+        return type(self), ()
+
     def save(
         self,
         state: dict[str, Any],

@@ -53,7 +53,6 @@ from .core import (
     config_from_arguments,
     describe_setup,
     directory_keys,
-    probe_state_tensors,
     read_directory,
     save_directory,
 )
@@ -184,8 +183,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 f"that holds them all, or, with fp32 weights, pass {ALL_REDUCE_OPTION}"
             )
         model = owners[0]
-        state_tensors = probe_state_tensors(optimizer)
         distributed = DistributedOptimizer(optimizer, model)
+        state_tensors = distributed.num_state_tensors
         self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
         model.on_message = rank_zero_info
         rank_zero_info(

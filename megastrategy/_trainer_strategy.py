@@ -65,7 +65,6 @@ from .core import (
     config_from_arguments,
     describe_setup,
     one_listener,
-    probe_state_tensors,
     to_host,
 )
 
@@ -182,9 +181,9 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         if not isinstance(model, DistributedDataParallel):
             return
         self._signal_agreement = SignalAgreement(trainer, agreement_collectives() if self.world_size > 1 else None)
-        real = [opt.optimizer for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+        counts = [opt.num_state_tensors for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
         model.on_message = rank_zero_info
-        state_tensors = max((probe_state_tensors(opt) for opt in real), default=None, key=lambda count: count or 0)
+        state_tensors = max(counts, default=None, key=lambda count: count or 0)
         rank_zero_info(
             describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
         )

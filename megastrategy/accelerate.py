@@ -52,7 +52,7 @@ from ._prepared_model import (
 from ._transformers_trainer import wrap_trainer
 from ._whole_optimizers import WholeOptimizers
 from ._world import checkpoint_collectives, engine_collectives
-from .core import DistributedOptimizer, GradScaler, describe_setup, probe_state_tensors
+from .core import DistributedOptimizer, GradScaler, describe_setup
 
 __all__ = ["Accelerator", "MegatronDDPPlugin"]
 
@@ -209,8 +209,8 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
                 f"this {type(optimizer).__name__} was prepared with a model that has changed since and was prepared "
                 "again: build a new optimizer on its parameters"
             )
-        state_tensors = probe_state_tensors(optimizer)
         distributed = DistributedOptimizer(optimizer, model)
+        state_tensors = distributed.num_state_tensors
         optimizer._megatron_ddp = distributed, model  # type: ignore[attr-defined] # found when it is prepared again
         model.on_message = _log.info
         _log.info(describe_setup(model.layout, model.collectives.rank, model.config.overlap_grad_reduce, state_tensors))

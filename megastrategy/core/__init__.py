@@ -13,7 +13,6 @@ from .collectives import Collectives, host_collectives, make_collectives
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
-from .elementwise import probe_state_tensors
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
 from .memory import describe_setup, memory_use, memory_use_of_ddp
@@ -56,7 +55,6 @@ __all__ = [
     "memory_use_of_ddp",
     "one_listener",
     "private_group",
-    "probe_state_tensors",
     "read_directory",
     "replace_path",
     "save_directory",

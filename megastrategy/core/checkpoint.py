@@ -198,14 +198,10 @@ def load_full_state_dict(
         )
     own_numbers = {number for group in groups for number in group["params"]}
     others = {key: value for key, value in state_dict["state"].items() if key not in own_numbers}
-    known = probe_state_names(optimizer)
-    per_element = per_element_keys(
-        {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}, known
-    )
-    if known is not None and all(shard.weights is None for shard in shards.values()):
-        per_element &= (
-            known  # whole parameters are stepped: what else is kept for one stays with it, whatever its shape
-        )
+    per_element: set[str] = set()
+    if any(shard.weights is not None for shard in shards.values()):
+        of_params = {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}
+        per_element = per_element_keys(of_params, probe_state_names(optimizer))
     numbers = {
         id(param): number
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -429,12 +425,26 @@ def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | N
     return known | {key for key, value in tensors if value.numel() > 1}
 
 
-def shard_state(
-    optimizer: torch.optim.Optimizer, values: Mapping[str, Any], spec: ParamSpec, shard: ParamShard
-) -> dict[str, Any]:
-    """The state of a whole parameter, cut to one shard of it."""
-    per_element = per_element_keys({0: values}, probe_state_names(optimizer))
-    return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, known: set[str] | None) -> dict[str, Any]:
+    """The state that was kept for a parameter itself, as that of what is stepped in its place.
+
+    What was made in the dtype of a 16-bit weight is in fp32 from here on, as the first step of an fp32 main param would
+    have made it: a sum of ones stops at 256 in bf16. What was made in another dtype keeps it.
+
+    Args:
+        values: of the whole parameter; taken over where nothing is cut.
+        spec, shard: the parameter, and what is stepped.
+        known: as for :func:`per_element_keys`; asked for only where something is cut.
+    """
+    if shard.weights is not None:
+        per_element = per_element_keys({0: values}, known)
+        values = {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+    if not spec.has_main_param:
+        return values
+    return {
+        key: value.to(shard.main.dtype) if isinstance(value, Tensor) and value.dtype == spec.dtype else value
+        for key, value in values.items()
+    }
 
 
 def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
@@ -442,12 +452,15 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
         return value
     if isinstance(value, FlatShard):
         return value.local  # read for this very shard
-    if key not in per_element or (shard.weights is None and type(value) is not Tensor):
+    if shard.weights is None:  # what is kept for a whole parameter stays with it, whatever its shape
+        if type(value) is Tensor and tuple(value.shape) == spec.shape and value.stride() != spec.stride:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
         return value.clone()  # torch's load_state_dict would go on using the caller's tensor
+    if key not in per_element:
+        return value.clone()
     if tuple(value.shape) != spec.shape:
         raise CheckpointError(
             f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: "
             "this state is of another model"
         )
-    own = in_memory_order(value, spec)[shard.start : shard.end].clone()
-    return own if shard.weights is not None else own.as_strided(spec.shape, spec.stride)
+    return in_memory_order(value, spec)[shard.start : shard.end].clone()

@@ -95,6 +95,11 @@ class Collectives(ABC):
         self.progress = roll_call.progress if roll_call is not None else Progress()
         self.instances: dict[int, Collectives] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In copies and pickles of what holds them, a Trainer in mid-fit for one, there is None: connections are of
+        this process, and a copy sends nothing."""
+        return type(None), ()
+
     @property
     def is_rank_zero(self) -> bool:
         """Whether this rank is the one that gets what is gathered for one."""

@@ -11,6 +11,7 @@ optimizer's ``__dict__`` into wrappers of their own.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
@@ -32,12 +33,14 @@ from .checkpoint import (
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
 from .elementwise import Findings, probe, probe_state_names, why_not_main_params
-from .errors import CheckpointError, DirectUseError, OptimizerNotShardableError
+from .errors import CheckpointError, OptimizerNotShardableError
 from .flat_shard import FlatShard
 from .forwarded import forwarding_members
 from .hand_over import MAIN_PARAMS, STATE, Borrowing
+from .optimizer_copies import StateOfCopy, same
 from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
+from .step_arguments import StepArguments
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -82,7 +85,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         model.check_open()
         findings = _check(optimizer, model)
-        state = optimizer.state_dict() if optimizer.state else None
         self._impl = impl = ShardedStep(optimizer, model, findings)
         self._borrowing = None
         if impl.owner_collectives is not None:
@@ -91,9 +93,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.register_step_pre_hook(impl.refuse_direct_use)
             optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
             optimizer.register_load_state_dict_pre_hook(impl.refuse_direct_use)
-        if impl.has_shards and state is not None:
-            optimizer.state.clear()
-            self.load_state_dict(state)
+            optimizer.__getstate__ = StateOfCopy(optimizer)  # type: ignore[method-assign]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -138,21 +138,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise AttributeError(name)
         return getattr(self._impl.inner, name)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
 
+        Takes what ``step`` of the user's optimizer takes, a closure for one, and hands it on. With shards or main
+        params a closure is called before, once. Shards are stepped with other arguments if trial steps show that
+        nothing but elements depends on them; numbers are tried once.
+
         When it returns every rank holds all new weights. Gradients stay until somebody zeroes them, as torch's do.
+
+        Raises:
+            OptimizerNotShardableError: if shards cannot be stepped with these arguments.
         """
-        impl = self._impl
+        impl, arguments = self._impl, StepArguments(args, kwargs)
         if not impl.has_shards:
-            return impl.step_whole(closure)
+            return impl.step_whole(arguments)
+        closure, others = arguments.closure, arguments.without_closure()
+        if others and (reason := impl.try_arguments(others)) is not None:
+            raise OptimizerNotShardableError(
+                f"step() of a sharded {type(impl.inner).__name__} cannot be called with these arguments: {reason}. "
+                f"Leave them out, or pass {impl.model.all_reduce_option}: every rank then steps whole parameters, as "
+                "under torch DDP"
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
         with torch.no_grad():
-            impl.step()
+            impl.step(others)
         return result
+
+    @property
+    def num_state_tensors(self) -> int | None:
+        """How many numbers a sharded optimizer keeps for each element (Adam: 2); of a whole one nobody knows before
+        its first step."""
+        return self._impl.num_state_tensors()
 
     @property
     def is_sharded(self) -> bool:
@@ -341,7 +361,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         impl.follow_model()
         names = impl.names_by_id()
-        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout, probe_state_names(impl.inner))
+        known = probe_state_names(impl.inner) if impl.sharded else None
+        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout, known)
         if "param_groups" not in saved:
             raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
         own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
@@ -361,11 +382,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         return apply
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise DirectUseError(
-            "a DistributedOptimizer is this rank's part of an optimizer and cannot be copied or pickled: copy its "
-            "state_dict(), asked for on all ranks, or build an optimizer on the copied model's parameters and wrap that"
-        )
+    def __copy__(self) -> torch.optim.Optimizer:
+        """Of the user's class; see optimizer_copies' [Note: what a copy is]."""
+        return copy.copy(self._impl.inner)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """For deep copies and pickles, as :meth:`__copy__`."""
+        return same, (self._impl.inner,)
 
     def join_hook(self, **options: Any) -> NoReturn:
         """What ``torch.distributed.algorithms.Join`` asks for; refused as the model's is."""
@@ -393,7 +416,7 @@ def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> 
             )
         return findings
     if any(spec.has_main_param for spec in params):
-        reason = why_not_main_params(optimizer, model.device)
+        reason = why_not_main_params(optimizer)
         if reason is not None:
             raise OptimizerNotShardableError(
                 f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "

@@ -15,6 +15,7 @@ learning rate is followed by one at a larger. What cannot be saved from shards i
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from .step_arguments import StepArguments
 from .trial import FALLBACK_LR, Problem, Trial, cut, double_of, values_of
 
 _SHAPE = (6, 10)
@@ -51,22 +53,28 @@ class Findings:
     in_parts: bool = False
 
 
-def probe(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> Findings:
+def probe(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    arguments: StepArguments = StepArguments(),  # noqa: B008 - it is frozen
+) -> Findings:
     """Steps copies of the optimizer on tensors made for it, whole, cut and in parts, and compares.
 
     Args:
         optimizer: left untouched; its class, hyper-parameters and other attributes are used, its state is not.
         device, dtype: of the tensors that it will step.
+        arguments: what its ``step`` is called with, but for a closure.
     """
-    if (reason := _why_not_trialled(optimizer)) is not None:
+    if (reason := _why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
         return Findings(reason)
     small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
     names, in_parts = set[str](), True
     for number in _distinct(optimizer.param_groups):
         # what keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one
-        if (reason := _GroupProbe(optimizer, number, small).early_reason()) is not None:
+        if (reason := _GroupProbe(optimizer, number, small, arguments).early_reason()) is not None:
             return Findings(reason)
-        found = _GroupProbe(optimizer, number, problem).findings()
+        found = _GroupProbe(optimizer, number, problem, arguments).findings()
         if found.reason is not None:
             return found
         names |= found.element_names
@@ -79,25 +87,33 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, 
     return probe(optimizer, device, dtype).reason
 
 
-def why_not_main_params(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
-    """Why the optimizer cannot step fp32 main params in the place of whole 16-bit weights, in words; None if it can."""
+def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why the optimizer cannot step fp32 main params in the place of whole 16-bit weights, in words; None if it can.
+
+    It is looked at and not tried: whole parameters are stepped as under torch DDP, by nobody before the first step.
+    """
     if (reason := _why_not_trialled(optimizer)) is not None:
         return reason
-    problem = Problem(device, torch.float32)
-    for number in _distinct(optimizer.param_groups):
-        group = optimizer.param_groups[number]
-        try:
-            problem.run(double_of(optimizer, group, _trial_lr(group)), _NUM_STEPS)
-        except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-            return f"a trial step of parameter group {number} raised {_said(error)}"
+    try:
+        # the class's: a scheduler's wrapper around the object's has the signature of an unbound function
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError as error:
+        return f"its step() cannot be called without arguments ({error}), and a closure would read the 16-bit weights"
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, value in optimizer.__dict__.items():
+        held = value if isinstance(value, list | tuple) else [value]
+        if name != "param_groups" and any(id(item) in params for item in held):
+            return f"its attribute {name!r} holds the 16-bit weights themselves, which it would step in their place"
     return None
 
 
 class _GroupProbe:
     """Trials with one parameter group's options."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, number: int, problem: Problem) -> None:
-        self.optimizer, self.problem = optimizer, problem
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, number: int, problem: Problem, arguments: StepArguments
+    ) -> None:
+        self.optimizer, self.problem, self.arguments = optimizer, problem, arguments
         self.group = optimizer.param_groups[number]
         self.where = f"parameter group {number}"
 
@@ -125,7 +141,7 @@ class _GroupProbe:
         return Findings(None, frozenset(names), self._steps_in_parts(whole, lr))
 
     def _double(self, lr: float | None) -> torch.optim.Optimizer:
-        return double_of(self.optimizer, self.group, lr)
+        return double_of(self.optimizer, self.group, lr, self.arguments)
 
     def _compare(self, lr: float | None, num_steps: int) -> tuple[Trial | None, str | None, bool]:
         """The trial on whole tensors, the reason found, and whether no rounding of weights was needed to find none."""
@@ -236,14 +252,14 @@ class _GroupProbe:
 
 
 def _why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
-    """A copy of what holds another optimizer would step the model's own parameters."""
+    """What holds another optimizer, a copy of it too, steps the model's own parameters, whatever is in its groups."""
     for name, value in optimizer.__dict__.items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         for inner in held:
             if isinstance(inner, torch.optim.Optimizer):
                 return (
-                    f"it steps another optimizer, its attribute {name!r}, which a trial on other tensors cannot reach. "
-                    f"Use that {type(inner).__name__} itself"
+                    f"it steps another optimizer, its attribute {name!r}, which does not see what is put into its "
+                    f"groups. Use that {type(inner).__name__} itself"
                 )
     return None
 
@@ -362,22 +378,11 @@ def why_not_saved(name: str, value: Any, shape: Sequence[int]) -> str | None:
     return None
 
 
-def probe_state_tensors(optimizer: torch.optim.Optimizer) -> int | None:
-    """How many numbers the optimizer keeps for each element (Adam: 2), from a trial step; None if that fails."""
-    by_group = _probe_state(optimizer)
-    return None if by_group is None else max((len(names) for names in by_group), default=0)
-
-
 def probe_state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
     """The names under which the optimizer keeps one number for each element, in any group; None if that fails."""
-    by_group = _probe_state(optimizer)
-    return None if by_group is None else set().union(*by_group)
-
-
-def _probe_state(optimizer: torch.optim.Optimizer) -> list[set[str]] | None:
     if _why_not_trialled(optimizer) is not None:
         return None
-    names = []
+    names: set[str] = set()
     for number in _distinct(optimizer.param_groups):
         group = optimizer.param_groups[number]
         device = next((param.device for param in group["params"] if not param.is_meta), torch.device("cpu"))
@@ -389,5 +394,5 @@ def _probe_state(optimizer: torch.optim.Optimizer) -> list[set[str]] | None:
         except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return None
         values = trial.state(0).items()
-        names.append({key for key, value in values if isinstance(value, Tensor) and value.shape == param.shape})
+        names |= {key for key, value in values if isinstance(value, Tensor) and value.shape == param.shape}
     return names

@@ -30,6 +30,8 @@ from .sharded_step import ShardedStep
 def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[str, Any]:
     """For a class made of ``known`` and the user's ``kind``: what stands for all that ``kind`` alone has."""
     members: dict[str, Any] = {}
+    if kind.zero_grad is not Optimizer.zero_grad:
+        members["zero_grad"] = _zero_grad(kind.zero_grad)
     for owner in kind.__mro__:
         if owner in (Optimizer, object):
             break  # torch's interface is known's
@@ -52,6 +54,25 @@ def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return call_inner(self._impl, f"{name}()", Call(method, args, kwargs))
 
     return forward
+
+
+def _zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's own, which decides what becomes of gradients; it is called with the model's Parameters in the groups,
+    as under torch DDP."""
+
+    @functools.wraps(function)  # whoever calls it may ask for its signature, as accelerate does
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        impl: ShardedStep = self._impl
+        num_known = len(impl.inner.state)
+        result = impl.inner.zero_grad(*args, **kwargs)
+        if impl.has_shards and len(impl.inner.state) > num_known:
+            raise OptimizerNotShardableError(
+                f"zero_grad() of {type(impl.inner).__name__} keeps state for parameters, and what is stepped in their "
+                f"place has other state. Keep it elsewhere, or pass {impl.model.all_reduce_option} with fp32 weights"
+            )
+        return result
+
+    return zero_grad
 
 
 def _attribute(name: str) -> property:

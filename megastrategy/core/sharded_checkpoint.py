@@ -57,7 +57,8 @@ def sharded_state_dict(
         stepped: what is stepped in a parameter's place on this rank; None if all of it is elsewhere.
         params_by_id, shards, layout: where the parameters are.
     """
-    known = probe_state_names(optimizer)
+    is_cut = any(shard.weights is not None for shard in shards.values())
+    known = probe_state_names(optimizer) if is_cut else None
     state: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):

@@ -17,27 +17,27 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .buffers import slice_view
 from .checkpoint import MAIN_PARAM, shard_state
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import Findings, counts_calls, is_per_element
+from .elementwise import Findings, counts_calls, is_per_element, probe
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .hand_over import STATE, AtRest, OwnParts, Version
-from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
+from .layout import BufferLayout
 from .param_buffers import ParamBuffers
 from .param_shard import ParamShard, take_outside_changes
 from .relayout import Contents, PerElement, ShardHolder
-from .step_tensors import CHUNK_NUMEL, Run, build_runs, own_state
+from .step_arguments import StepArguments
+from .step_tensors import CHUNK_NUMEL, Run, build_runs, cut_shards, own_state
 from .strangers import Strangers
 
 
@@ -68,6 +68,8 @@ class ShardedStep(ShardHolder):
         self._is_on_cpu = model.device.type == "cpu"
         self._element_names = set(findings.element_names) if findings is not None else None
         self._keeps_state_only = findings is not None and findings.in_parts
+        self._arguments = StepArguments()  # of the step in work
+        self._tried_arguments: set[Hashable] = {StepArguments().kind}
         self.follow_model()
 
     @property
@@ -96,7 +98,8 @@ class ShardedStep(ShardHolder):
     def follow_model(self) -> None:
         """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
 
-        State that was loaded while a parameter was frozen is cut to its shard.
+        State that was there before, made when the optimizer was constructed or loaded while a parameter was frozen, is
+        from then on that of its shard.
         """
         if not self.has_shards or self.model.is_closed:
             return
@@ -118,42 +121,18 @@ class ShardedStep(ShardHolder):
         else:
             self._add_shards(params, buffers)
         for index, param in params.items():
-            state = self.inner.state.pop(param, None) if self.inner.state.get(param) else None
+            state = self.inner.state.pop(param, None)
             if state and index in self.shards:
                 shard = self.shards[index]
-                self.inner.state[shard.main] = shard_state(self.inner, state, self.layout.params[index], shard)
+                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, self._element_names)
         followed.update(params)
 
     def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
-        """Makes this rank's shards of these parameters; main params of neighbours in one piece of memory."""
-        slots, rank = self.layout.slots, self.model.collectives.rank
-        owned = {index: span for index in indices if (span := self.layout.owned_range(index, rank)) is not None}
-        neighbours: list[list[int]] = []
-        for index in sorted(owned, key=lambda index: (slots[index].bucket, owned[index])):
-            before = neighbours[-1][-1] if neighbours else None
-            if (
-                before is not None
-                and slots[before].bucket == slots[index].bucket
-                and owned[index][0] - owned[before][1] < PARAM_ALIGNMENT_NUMEL
-            ):
-                neighbours[-1].append(index)
-            else:
-                neighbours.append([index])
-        grads = self.model.grad_buffers
-        for members in neighbours:
-            buffer, base = slots[members[0]].buffer, 0
-            flat = buffers.flats[buffer]
-            if self.layout.params[members[0]].has_main_param:
-                base = owned[members[0]][0]
-                flat = flat[base : owned[members[-1]][1]].float()
-            for index in members:
-                (start, end), slot = owned[index], slots[index]
-                weights = slice_view(buffers.flats[buffer], start, (end - start,), (1,), end - start)
-                main = slice_view(flat, start - base, (end - start,), (1,), end - start)
-                self.shards[index] = ParamShard(
-                    index, start - slot.start, end - slot.start, main, weights, flat, start - base
-                )
-                self._grad_views[index] = grads.reduced(slot.bucket, start, end)
+        grads, slots = self.model.grad_buffers, self.layout.slots
+        for index, shard in cut_shards(indices, self.layout, self.model.collectives.rank, buffers.flats).items():
+            slot = slots[index]
+            self.shards[index] = shard
+            self._grad_views[index] = grads.reduced(slot.bucket, slot.start + shard.start, slot.start + shard.end)
 
     def names_by_id(self) -> dict[int, str]:
         """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
@@ -359,11 +338,14 @@ class ShardedStep(ShardHolder):
             self.model.reducer.finish_grad_sync()
             self.model.grad_buffers.adopt_written(self.param_indices())
 
-    def step_whole(self, closure: Callable[[], Any] | None) -> Any:
+    def num_state_tensors(self) -> int | None:
+        """How many numbers the optimizer keeps for each element (Adam: 2), where trial steps showed it."""
+        return len(self._element_names) if self._element_names is not None else None
+
+    def step_whole(self, arguments: StepArguments) -> Any:
         """Without shards the user's optimizer steps the Parameters themselves, and may call the closure as it likes."""
-        if closure is None:
+        if (closure := arguments.closure) is None:
             self._begin_step()
-            result = self.inner.step()
         else:
 
             def evaluate() -> Any:
@@ -371,7 +353,8 @@ class ShardedStep(ShardHolder):
                 self._begin_step()
                 return loss
 
-            result = self.inner.step(evaluate)
+            arguments = arguments.with_closure(evaluate)
+        result = arguments.call(self.inner.step)
         self.model.emit(EventKind.STEP_END, 0)
         self.num_steps_done += 1
         return result
@@ -381,9 +364,23 @@ class ShardedStep(ShardHolder):
         self.strangers.warn_once()
         self.model.emit(EventKind.STEP_START, 0)
 
-    def step(self) -> None:
+    def try_arguments(self, arguments: StepArguments) -> str | None:
+        """Where shards are to be stepped with other arguments than before, why they cannot be, by trial steps."""
+        if not self.sharded or (kind := arguments.kind) in self._tried_arguments:
+            return None
+        findings = probe(self.inner, self.model.device, self.layout.main_dtype, arguments)
+        if findings.reason is None:
+            self._tried_arguments.add(kind)
+            self._keeps_state_only = self._keeps_state_only and findings.in_parts
+            assert self._element_names is not None, "sharded"
+            self._element_names |= findings.element_names
+        return findings.reason
+
+    def step(self, arguments: StepArguments) -> None:
+        """``arguments``: of the user's optimizer, without the closure."""
         self.finish_grads()
         with self.at_rest.lock:
+            self._arguments = arguments
             if self.sharded:
                 self._step_shards()
             else:
@@ -393,7 +390,7 @@ class ShardedStep(ShardHolder):
     def _step_main_params(self) -> None:
         self._begin_step()
         with self.main_params_with_grads() as own:
-            self.inner.step()
+            self._arguments.call(self.inner.step)
             for shard in own:
                 if shard.main.grad is not None:
                     self.model.params[shard.param].detach().copy_(shard.main)
@@ -467,7 +464,7 @@ class ShardedStep(ShardHolder):
                 run.set_grad()
                 stepped[run.group] += run.tensors
             with self._groups_of(stepped):
-                self.inner.step()
+                self._arguments.call(self.inner.step)
             for tensor in tensors:
                 for name, value in self.inner.state.get(tensor, {}).items():
                     # torch's next gradient would be another tensor, ours is not

@@ -187,6 +187,44 @@ def own_state(state: State) -> None:
     state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
 
 
+def cut_shards(
+    indices: Collection[int], layout: BufferLayout, rank: int, flats: Sequence[Tensor]
+) -> dict[int, ParamShard]:
+    """This rank's shards of these parameters; main params of neighbours in one piece of memory.
+
+    Args:
+        indices: of the parameters; those of which another rank has all are left out.
+        layout, rank: where they lie, and whose they are.
+        flats: the parameters' buffers.
+    """
+    slots = layout.slots
+    owned = {index: span for index in indices if (span := layout.owned_range(index, rank)) is not None}
+    neighbours: list[list[int]] = []
+    for index in sorted(owned, key=lambda index: (slots[index].bucket, owned[index])):
+        before = neighbours[-1][-1] if neighbours else None
+        if (
+            before is not None
+            and slots[before].bucket == slots[index].bucket
+            and owned[index][0] - owned[before][1] < PARAM_ALIGNMENT_NUMEL
+        ):
+            neighbours[-1].append(index)
+        else:
+            neighbours.append([index])
+    shards: dict[int, ParamShard] = {}
+    for members in neighbours:
+        buffer, base = slots[members[0]].buffer, 0
+        flat = flats[buffer]
+        if layout.params[members[0]].has_main_param:
+            base = owned[members[0]][0]
+            flat = flat[base : owned[members[-1]][1]].float()
+        for index in members:
+            (start, end), slot = owned[index], slots[index]
+            weights = slice_view(flats[buffer], start, (end - start,), (1,), end - start)
+            main = slice_view(flat, start - base, (end - start,), (1,), end - start)
+            shards[index] = ParamShard(index, start - slot.start, end - slot.start, main, weights, flat, start - base)
+    return shards
+
+
 def build_runs(
     groups: Sequence[Sequence[ParamShard]],
     apart: Collection[int],

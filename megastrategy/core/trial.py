@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from .step_arguments import StepArguments
 
 _SHAPES = ((130, 128), (12, 3, 5, 7))
 _CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
@@ -167,7 +170,10 @@ def cut(tensor: Tensor, span: tuple[int, int]) -> Tensor:
 
 
 def double_of(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: float | None = None
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    lr: float | None = None,
+    arguments: StepArguments = StepArguments(),  # noqa: B008 - it is frozen
 ) -> torch.optim.Optimizer:
     """An optimizer like the given one, with one group like the given one, of no tensors, and no state.
 
@@ -175,6 +181,7 @@ def double_of(
 
     Args:
         lr: instead of the group's own, if it has one.
+        arguments: what its ``step`` is to be called with.
     """
     double = object.__new__(type(optimizer))
     shared = ("step", "state", "param_groups")
@@ -187,6 +194,9 @@ def double_of(
         options["lr"] = torch.full_like(before, lr) if isinstance(before, Tensor) else lr
     double.param_groups = [{**options, "params": []}]
     enter_training(double)
+    if arguments:
+        args, kwargs = own([list(arguments.args), dict(arguments.kwargs)])
+        double.step = functools.partial(double.step, *args, **kwargs)  # type: ignore[method-assign, assignment]
     return double
 
 
@@ -228,6 +238,6 @@ def values_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """Names in words and values of what a copy keeps beside the state of tensors."""
     (group,) = optimizer.param_groups
     yield from ((f"entry {name!r} of its group", value) for name, value in group.items() if name != "params")
-    own_names = [name for name in optimizer.__dict__ if name not in ("state", "param_groups")]
+    own_names = [name for name in optimizer.__dict__ if name not in ("step", "state", "param_groups")]
     yield from ((f"its attribute {name!r}", optimizer.__dict__[name]) for name in own_names)
     yield from ((f"state {key!r}", value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from megastrategy.core.errors import ClosedError, DirectUseError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
+from tests.support.training import assert_same_state
 
 Copy = Callable[[Any], Any]
 ways_of_copying = pytest.mark.parametrize(
@@ -148,17 +151,130 @@ def test_an_average_of_the_wrapper_is_that_of_the_module(sharded: bool) -> None:
 
 
 @both_modes
-def test_a_sharded_optimizer_is_not_copied_and_takes_no_copy_of_a_model(sharded: bool) -> None:
+def test_an_optimizer_takes_no_copy_of_a_model(sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model = Ours(two_layers(), group, sharded)
-        optimizer = make_optimizer(model)
-        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(DirectUseError, match=r"cannot be copied or pickled: copy its state_dict\(\)"):
-                copied(optimizer)
         with pytest.raises(ClosedError, match="wrap the module again"):
             make_optimizer(copy.deepcopy(model))
 
     run_ranks(2, run)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def start(rank: int, group: ProcessGroup, **options: Any) -> tuple[Any, Any, Any]:
+    """A model, an optimizer and a scheduler that have trained two steps."""
+    dtype = options.pop("dtype", torch.float32)
+    config = DistributedDataParallelConfig(bucket_size=100, **options)
+    model = DistributedDataParallel(two_layers().to(dtype), config, group)
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = DistributedOptimizer(adam, model)
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, gamma=0.5)
+    for step in range(2):
+        one_step(model, optimizer, scheduler, rank, step)
+    return model, optimizer, scheduler
+
+
+def one_step(model: Any, optimizer: Any, scheduler: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    dtype = next(model.parameters()).dtype
+    model(batch(rank, step).to(dtype)).float().square().mean().backward()
+    optimizer.step()
+    scheduler.step()
+
+
+@pytest.mark.parametrize(("size", "sharded"), [(1, True), (1, False), (2, False)])
+@ways_of_copying
+def test_a_copy_of_a_whole_optimizer_steps_as_the_original_would(copied: Copy, size: int, sharded: bool) -> None:
+    """Copied together with its module and scheduler, it goes on alone with the same batches."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model, optimizer, scheduler = start(rank, group, use_distributed_optimizer=sharded)
+        before = copy.deepcopy(optimizer.state_dict())
+        module, twin, its_scheduler = copied((model.module, optimizer, scheduler))
+        assert type(twin) is torch.optim.Adam
+        assert its_scheduler.optimizer is twin
+        assert_same_state(twin.state_dict(), before)
+        assert all(a is b for a, b in zip(module.parameters(), twin.param_groups[0]["params"], strict=True))
+        for step in range(2, 5):  # every rank takes rank 0's batches, so that a mean over ranks changes nothing
+            one_step(module, twin, its_scheduler, 0, step)
+        assert_same_state(optimizer.state_dict(), before)
+        for step in range(2, 5):
+            one_step(model, optimizer, scheduler, 0, step)
+        assert all(map(torch.equal, weights_of(module), weights_of(model.module)))
+        assert_same_state(twin.state_dict(), optimizer.state_dict())
+        assert its_scheduler.get_last_lr() == scheduler.get_last_lr()
+
+    run_ranks(size, run)
+
+
+def test_a_shallow_copy_of_a_whole_optimizer_shares_as_torchs_does() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        _, optimizer, _ = start(rank, group, use_distributed_optimizer=False)
+        twin = copy.copy(optimizer)
+        assert type(twin) is torch.optim.Adam
+        assert twin.state is optimizer.state
+        assert twin.param_groups is optimizer.param_groups
+
+    run_ranks(2, run)
+
+
+HAVE_SHARDS = [
+    (2, {}),
+    (2, {"dtype": torch.bfloat16, "use_distributed_optimizer": False}),
+    (1, {"dtype": torch.bfloat16}),
+]
+
+
+@pytest.mark.parametrize(("size", "options"), HAVE_SHARDS, ids=["sharded", "main params", "one rank"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_of_shards_or_main_params_is_made_and_refuses_to_step_or_save(
+    copied: Copy, size: int, options: dict[str, Any]
+) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model, optimizer, scheduler = start(rank, group, **options)
+        for twin in (copied(optimizer), copied(scheduler).optimizer, copied(optimizer.optimizer)):
+            if twin is optimizer.optimizer:
+                continue  # a shallow copy of a scheduler has the original
+            assert type(twin) is torch.optim.Adam
+            assert twin.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.0025
+            assert not twin.state
+            shapes = [param.shape for param in twin.param_groups[0]["params"]]
+            assert shapes == [param.shape for param in model.parameters()]
+            for use in (twin.step, twin.state_dict, lambda: twin.load_state_dict({})):  # noqa: B023 - called at once
+                with pytest.raises(DirectUseError, match=r"this Adam is a copy .*the original's state_dict\(\)"):
+                    use()
+            twin.param_groups[0]["params"] = []
+        one_step(model, optimizer, scheduler, rank, 2)
+        assert len(optimizer.state_dict()["param_groups"][0]["params"]) == 4
+
+    run_ranks(size, run)
+
+
+def test_a_pickle_is_read_where_there_is_no_process_group() -> None:
+    """By another process, which has the user's class and this package."""
+
+    def run(rank: int, group: ProcessGroup) -> tuple[bytes, bytes]:
+        _, whole, _ = start(rank, group, use_distributed_optimizer=False)
+        _, sharded, _ = start(rank, group)
+        return pickle.dumps(whole), pickle.dumps(sharded)
+
+    whole, sharded = run_ranks(2, run)[0]
+    code = (
+        "import pickle, sys, torch\n"
+        "whole, sharded = pickle.load(sys.stdin.buffer)\n"
+        "whole, sharded = pickle.loads(whole), pickle.loads(sharded)\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "whole.step()\n"
+        "assert len(whole.state_dict()['state']) == 4\n"
+        "try:\n    sharded.step()\n"
+        "except RuntimeError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps((whole, sharded)), capture_output=True, check=True
+    )
+    assert b"is a copy" in done.stdout
 
 
 # --- closing ---------------------------------------------------------------------------------------------------------

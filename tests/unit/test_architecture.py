@@ -17,10 +17,12 @@ DOORS = {path.stem for path in PACKAGE.glob("[a-z]*.py")} | SHARED_BY_DOORS
 
 # Lower may not import higher. Within a rank of this list files do not import each other.
 RANKS = [
+    {"step_arguments"},
     {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors", "callers", "trial"},
     {"layout"},
     {
         "memory",
+        "optimizer_copies",
         "elementwise",
         "reduced_grad",
         "param_shard",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core.elementwise import probe, probe_state_tensors, why_not_elementwise, why_not_main_params
+from megastrategy.core.elementwise import probe, probe_state_names, why_not_elementwise, why_not_main_params
 from tests.ranks.test_parity import OPTIMIZERS
 from tests.support import optimizers
 from tests.support.optimizers import GloballyNormalised, Lamb, Simple
@@ -172,10 +172,10 @@ def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> No
     own = [torch.nn.Parameter(torch.ones(4, 4))]
     own[0].grad = torch.ones(4, 4)
     optimizer = optimizers.LookAhead(torch.optim.SGD(own, lr=0.1))
-    for reason in (why_not_elementwise(optimizer, CPU, torch.float32), why_not_main_params(optimizer, CPU)):
+    for reason in (why_not_elementwise(optimizer, CPU, torch.float32), why_not_main_params(optimizer)):
         assert "another optimizer, its attribute 'base'" in str(reason)
         assert "Use that SGD itself" in str(reason)
-    assert probe_state_tensors(optimizer) is None
+    assert probe_state_names(optimizer) is None
     assert bool((own[0] == 1).all())
 
 
@@ -252,17 +252,24 @@ def test_a_count_of_calls_is_not_stepped_in_parts() -> None:
 
 @pytest.mark.parametrize("kind", [optimizers.InBlocks, Lamb, optimizers.DistanceInGroup, optimizers.KeepsOwn])
 def test_whole_main_params_may_be_stepped_by_what_is_not_element_wise(kind: Any) -> None:
-    assert why_not_main_params(kind(params()), CPU) is None
+    assert why_not_main_params(kind(params())) is None
 
 
 def test_whole_main_params_are_not_for_what_needs_a_closure() -> None:
-    assert why_not_main_params(optimizers.NeedsClosure(params()), CPU) is not None
+    assert why_not_main_params(optimizers.NeedsClosure(params())) is not None
+
+
+def test_whole_main_params_may_be_stepped_under_a_scheduler() -> None:
+    """Which wraps ``step``, in a function that has another signature."""
+    optimizer = torch.optim.SGD(params(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert why_not_main_params(optimizer) is None
 
 
 def test_an_optimizer_that_begins_in_evaluation_is_tried_in_training() -> None:
     """Schedule-Free refuses to step in evaluation; its modes are tried when they are called."""
     assert why_not_elementwise(optimizers.Averaging(params()), CPU, torch.float32) is None
-    assert why_not_main_params(optimizers.Averaging(params()), CPU) is None
+    assert why_not_main_params(optimizers.Averaging(params())) is None
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])
@@ -326,6 +333,6 @@ def test_the_optimizer_is_left_as_it_was() -> None:
 def test_state_tensors_are_counted() -> None:
     counts = {"SGD": 0, "Adam": 2, "RMSprop": 1}
     for kind, count in counts.items():
-        assert probe_state_tensors(getattr(torch.optim, kind)(params())) == count
-    assert probe_state_tensors(torch.optim.AdamW(params(), amsgrad=True)) == 3
-    assert probe_state_tensors(torch.optim.LBFGS(params())) is None
+        assert len(probe(getattr(torch.optim, kind)(params()), CPU, torch.float32).element_names) == count
+    assert len(probe(torch.optim.AdamW(params(), amsgrad=True), CPU, torch.float32).element_names) == 3
+    assert probe_state_names(torch.optim.LBFGS(params())) is None

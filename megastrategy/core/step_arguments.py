@@ -1,0 +1,70 @@
+"""What ``step`` of an optimizer is called with: a closure, and whatever else the user's class takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class StepArguments:
+    """The arguments of one call, as they were given."""
+
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def closure(self) -> Callable[[], Any] | None:
+        """By its name, or in front."""
+        given: Callable[[], Any] | None = self.kwargs.get("closure", self.args[0] if self.args else None)
+        return given if callable(given) else None
+
+    def with_closure(self, closure: Callable[[], Any]) -> StepArguments:
+        """Another closure in the place of the one that was given."""
+        if "closure" in self.kwargs:
+            return StepArguments(self.args, {**self.kwargs, "closure": closure})
+        return StepArguments((closure, *self.args[1:]), self.kwargs)
+
+    def without_closure(self) -> StepArguments:
+        """Everything else; in front of other arguments None keeps its place."""
+        kwargs = {name: value for name, value in self.kwargs.items() if name != "closure"}
+        is_in_front = "closure" not in self.kwargs and bool(self.args)
+        if not is_in_front or (self.args[0] is not None and self.closure is None):
+            return StepArguments(self.args, kwargs)
+        return StepArguments((None, *self.args[1:]) if len(self.args) > 1 else (), kwargs)
+
+    def __bool__(self) -> bool:
+        return bool(self.args or self.kwargs)
+
+    def call(self, step: Callable[..., Any]) -> Any:
+        """Calls ``step`` with them."""
+        return step(*self.args, **self.kwargs)
+
+    def why_not_for_shards(self) -> str | None:
+        """Why an optimizer of shards cannot be called with them, in words; None if it may be tried."""
+        for name, value in (*enumerate(self.args), *self.kwargs.items()):
+            if any(callable(item) for item in _leaves(value)):
+                return f"its argument {name!r} is a function, which a trial must not call"
+            if any(isinstance(item, Tensor) and item.numel() > 1 for item in _leaves(value)):
+                return f"its argument {name!r} has tensors of more than one element, which nobody cuts to shards"
+        return None
+
+    @property
+    def kind(self) -> Hashable:
+        """Alike for calls that differ in numbers alone."""
+        named = [*enumerate(self.args), *sorted(self.kwargs.items())]
+        return tuple((name, tuple(map(_kind, _leaves(value)))) for name, value in named)
+
+
+def _leaves(value: Any) -> list[Any]:
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else None
+    return [value] if items is None else [leaf for item in items for leaf in _leaves(item)]
+
+
+def _kind(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return type(value), value.numel() > 1
+    return (type(value), "" if type(value) in (float, int) else repr(value))

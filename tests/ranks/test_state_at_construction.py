@@ -1,0 +1,226 @@
+"""State that an optimizer makes when it is constructed, on 16-bit weights, is that of their fp32 main params once they
+are stepped: as in plain torch with fp32 main params of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core import make_collectives, read_directory, save_directory
+from tests.support.gradients import batch
+from tests.support.models import two_layers
+from tests.support.optimizers import Prepared
+from tests.support.processes import run_processes
+from tests.support.ranks import run_ranks
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+NUM_STEPS = 8
+THAWS_AT = 3
+KINDS: dict[str, MakeOptimizer] = {
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.02),
+    "Adagrad(initial_accumulator_value=0.5)": lambda params: torch.optim.Adagrad(
+        params, lr=0.02, initial_accumulator_value=0.5
+    ),
+    "Adagrad(fused=True)": lambda params: torch.optim.Adagrad(params, lr=0.02, fused=True),
+    "Prepared": lambda params: Prepared(params, lr=0.02),
+}
+every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+both_modes = pytest.mark.parametrize("sharded", [True, False], ids=["reduce-scatter", "all-reduce"])
+one_and_two = pytest.mark.parametrize("size", [1, 2])
+
+Result = tuple[dict[str, Tensor], dict[int, dict[str, Any]]]
+"""Weights, and the state of each parameter."""
+
+
+def change(module: nn.Sequential, step: int) -> None:
+    """The first layer's weight is frozen when the optimizer is constructed, and thaws in training."""
+    module[0].weight.requires_grad_(step >= THAWS_AT)
+
+
+def backward(model: Callable[[Tensor], Tensor], rank: int, step: int, dtype: torch.dtype) -> None:
+    model(batch(rank, step).to(dtype)).float().square().mean().backward()
+
+
+def emulate(make: MakeOptimizer, dtype: torch.dtype, size: int) -> Result:
+    """Plain torch: gradients in 16 bits, their mean over the ranks and everything else in fp32."""
+    module = two_layers().to(dtype)
+    mains = [param.detach().float() for param in module.parameters()]
+    optimizer = make(mains)
+    for step in range(NUM_STEPS):
+        change(module, step)
+        means = [torch.zeros_like(main) for main in mains]
+        for rank in range(size):
+            backward(module, rank, step, dtype)
+            for mean, param in zip(means, module.parameters(), strict=True):
+                if param.grad is not None:
+                    mean += param.grad.float()
+                    param.grad = None
+        for mean, main, param in zip(means, mains, module.parameters(), strict=True):
+            main.grad = mean / size if param.requires_grad else None
+        optimizer.step()
+        with torch.no_grad():
+            for main, param in zip(mains, module.parameters(), strict=True):
+                param.copy_(main)
+    return {name: value.clone() for name, value in module.state_dict().items()}, optimizer.state_dict()["state"]
+
+
+class Ours:
+    """The same under the engine. ``first``: the step that comes next."""
+
+    def __init__(self, make: MakeOptimizer, dtype: torch.dtype, sharded: bool, first: int = 0, **where: Any) -> None:
+        self.dtype, self.rank = dtype, where["collectives"].rank if "collectives" in where else 0
+        self.module = two_layers().to(dtype)
+        change(self.module, first)
+        config = DistributedDataParallelConfig(bucket_size=100, use_distributed_optimizer=sharded)
+        self.model = DistributedDataParallel(self.module, config, **where)
+        self.optimizer = DistributedOptimizer(make(self.module.parameters()), self.model)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            change(self.module, step)
+            self.optimizer.zero_grad()
+            backward(self.model, self.rank, step, self.dtype)
+            self.optimizer.step()
+
+    def result(self) -> Result:
+        """The state is rank 0's."""
+        weights = {name: value.clone() for name, value in self.module.state_dict().items()}
+        return weights, self.optimizer.state_dict()["state"]
+
+
+def assert_equal(ours: Result, expected: Result) -> None:
+    assert_same_tensors(ours[0], expected[0])
+    assert ours[1].keys() == expected[1].keys()
+    for index, values in expected[1].items():
+        assert_same_tensors(ours[1][index], values)
+
+
+def assert_same_tensors(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert ours[name].dtype == value.dtype, f"{name} is {ours[name].dtype}"
+        assert torch.equal(ours[name], value), f"{name} differs by {(ours[name] - value).abs().max().item():.3g}"
+
+
+@both_dtypes
+@both_modes
+@one_and_two
+@every_kind
+def test_it_equals_plain_torch_with_fp32_main_params(
+    make: MakeOptimizer, size: int, sharded: bool, dtype: torch.dtype
+) -> None:
+    def run(rank: int, group: ProcessGroup) -> Result:
+        collectives = make_collectives(group, torch.device("cpu"))
+        ours = Ours(make, dtype, sharded, collectives=collectives)
+        ours.train(range(NUM_STEPS))
+        return ours.result()
+
+    expected = emulate(make, dtype, size)
+    results = run_ranks(size, run)
+    assert_equal(results[0], expected)
+    assert_same_tensors(results[-1][0], expected[0])
+
+
+@both_dtypes
+def test_a_sum_goes_on_growing_where_16_bits_stop(dtype: torch.dtype) -> None:
+    """At 256 in bf16, and at 2,048 in fp16, one more is rounded away."""
+    most = 2 / torch.finfo(dtype).eps
+    assert torch.tensor(most, dtype=dtype) + 1 == most
+
+    def run(rank: int, group: ProcessGroup) -> float:
+        param = nn.Parameter(torch.zeros(4096, dtype=dtype), requires_grad=False)
+        module = nn.Module()
+        module.weight, module.forward = param, lambda: module.weight.sum()  # type: ignore[method-assign]
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)
+        adagrad = torch.optim.Adagrad([param], lr=1e-4)
+        adagrad.state[param]["sum"].fill_(most - 1)  # as after so many steps before the engine came
+        optimizer = DistributedOptimizer(adagrad, model)
+        param.requires_grad_(True)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        [values] = optimizer.state.values()
+        return float(values["sum"].max())
+
+    assert run_ranks(2, run) == [most + 4, most + 4]
+
+
+@both_dtypes
+@both_modes
+@one_and_two
+@pytest.mark.parametrize("saved_at", [2, 5], ids=["frozen", "thawed"])
+def test_what_is_resumed_goes_on_as_what_went_on(saved_at: int, size: int, sharded: bool, dtype: torch.dtype) -> None:
+    make = KINDS["Adagrad"]
+
+    def run(rank: int, group: ProcessGroup) -> tuple[Result, Result]:
+        collectives = make_collectives(group, torch.device("cpu"))
+        ours = Ours(make, dtype, sharded, collectives=collectives)
+        ours.train(range(saved_at))
+        saved = ours.module.state_dict(), ours.optimizer.state_dict(), ours.optimizer.main_params()
+        weights, state, mains = collectives.all_gather_objects(saved, torch.device("cpu"))[0]
+        resumed = Ours(make, dtype, sharded, first=saved_at - 1, collectives=collectives)
+        resumed.module.load_state_dict(weights)
+        resumed.optimizer.load_state_dict(state)
+        resumed.optimizer.load_main_params(mains)
+        for each in (ours, resumed):
+            each.train(range(saved_at, NUM_STEPS))
+        return resumed.result(), ours.result()
+
+    for resumed, went_on in run_ranks(size, run):
+        assert_equal(resumed, went_on)
+
+
+def resume_from_directory(folder: str, sharded: bool) -> None:
+    collectives = make_collectives(dist.group.WORLD, torch.device("cpu"))
+    for dtype in (torch.bfloat16, torch.float16):
+        for saved_at in (2, 5):
+            path = Path(folder) / f"{dtype}-{saved_at}"
+            ours = Ours(KINDS["Adagrad"], dtype, sharded, collectives=collectives)
+            ours.train(range(saved_at))
+            state = {"model": ours.module.state_dict(), "optimizer": ours.optimizer.sharded_state_dict()}
+            save_directory(state, {}, path, collectives)
+            resumed = Ours(KINDS["Adagrad"], dtype, sharded, first=saved_at - 1, collectives=collectives)
+            resumed.module.load_state_dict(read_directory(path, "model"))
+            resumed.optimizer.load_sharded(path)
+            for each in (ours, resumed):
+                each.train(range(saved_at, NUM_STEPS))
+            assert_equal(resumed.result(), ours.result())
+
+
+@both_modes
+@one_and_two
+def test_what_is_resumed_from_a_directory_goes_on_as_what_went_on(size: int, sharded: bool, tmp_path: Path) -> None:
+    run_processes(size, resume_from_directory, str(tmp_path), sharded)
+
+
+@both_modes
+def test_state_of_a_dtype_of_its_own_keeps_it_when_the_optimizer_is_wrapped(sharded: bool) -> None:
+    """Only what has the weights' dtype follows them."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, torch.device("cpu"))
+        ours = Ours(KINDS["Prepared"], torch.bfloat16, sharded, collectives=collectives)
+        for param, values in ours.optimizer.state.items():
+            sums = torch.bfloat16 if param is ours.module[0].weight else torch.float32
+            assert {name: value.dtype for name, value in values.items()} == {
+                "sum": sums,
+                "total": torch.float64,
+                "mask": torch.bool,
+                "step": torch.float32,
+            }
+        ours.train(range(NUM_STEPS))
+        assert {values["sum"].dtype for values in ours.optimizer.state.values()} == {torch.float32}
+        assert {values["total"].dtype for values in ours.optimizer.state.values()} == {torch.float64}
+        assert {values["mask"].dtype for values in ours.optimizer.state.values()} == {torch.bool}
+
+    run_ranks(2, run)
