@@ -18,6 +18,11 @@ def exception_name() -> str:
     return _name(state.num_setups, state.num_exceptions)
 
 
+def is_awaited() -> bool:
+    """Whether another rank is known to wait in a collective that this one has not started."""
+    return _state().waits_in_vain.is_awaited()
+
+
 @dataclasses.dataclass
 class _State:
     collectives: Collectives | None = None
