@@ -54,6 +54,7 @@ from ._world import (
     count_exception,
     engine_collectives,
     exception_name,
+    known_findings,
 )
 from .core import (
     CheckpointError,
@@ -162,6 +163,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             listener=one_listener(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
+        self._wrapped.known_findings = known_findings()
         return self._wrapped
 
     def add_listener(self, listener: Callable[[Event], None]) -> None:

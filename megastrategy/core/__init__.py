@@ -16,6 +16,7 @@ from .distributed_optimizer import DistributedOptimizer
 from .elementwise import probe_state_tensors
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
+from .known_findings import KnownFindings
 from .memory import describe_setup, memory_use, memory_use_of_ddp
 from .process_groups import private_group
 from .sharded_checkpoint import (
@@ -42,6 +43,7 @@ __all__ = [
     "Event",
     "EventKind",
     "GradScaler",
+    "KnownFindings",
     "NotOnAllRanksError",
     "check_replaceable",
     "config_from_arguments",

@@ -58,7 +58,7 @@ def probe(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.d
         optimizer: left untouched; its class, hyper-parameters and other attributes are used, its state is not.
         device, dtype: of the tensors that it will step.
     """
-    if (reason := _why_not_trialled(optimizer)) is not None:
+    if (reason := why_not_trialled(optimizer)) is not None:
         return Findings(reason)
     small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
     names, in_parts = set[str](), True
@@ -81,7 +81,7 @@ def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, 
 
 def why_not_main_params(optimizer: torch.optim.Optimizer, device: torch.device) -> str | None:
     """Why the optimizer cannot step fp32 main params in the place of whole 16-bit weights, in words; None if it can."""
-    if (reason := _why_not_trialled(optimizer)) is not None:
+    if (reason := why_not_trialled(optimizer)) is not None:
         return reason
     problem = Problem(device, torch.float32)
     for number in _distinct(optimizer.param_groups):
@@ -235,7 +235,7 @@ class _GroupProbe:
         return is_same and equal(before, dict(values_of(parts.optimizer)))
 
 
-def _why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
+def why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
     """A copy of what holds another optimizer would step the model's own parameters."""
     for name, value in optimizer.__dict__.items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
@@ -375,7 +375,7 @@ def probe_state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
 
 
 def _probe_state(optimizer: torch.optim.Optimizer) -> list[set[str]] | None:
-    if _why_not_trialled(optimizer) is not None:
+    if why_not_trialled(optimizer) is not None:
         return None
     names = []
     for number in _distinct(optimizer.param_groups):
