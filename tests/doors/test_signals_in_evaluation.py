@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from .fits import BUCKET_SIZE, make_strategy, make_trainer
+from .python_processes import run_python
 from .rank_processes import Failure, Ranks
 from .test_slurm_requeue import slurm_job
 
@@ -113,12 +114,13 @@ def data(num_batches: int = NUM_BATCHES) -> DataLoader[Any]:
     return DataLoader(TensorDataset(samples), batch_size=2)
 
 
-def run(stage: str, rank: int | None, directory: Path, **options: Any) -> str:
+def run(stage: str, rank: int | None, directory: Path, devices: int = 2, **options: Any) -> str:
     """Fits with the signal, and lets what it raises out."""
     model = Slow(stage, rank, directory, **options)
     saves = model.at_the_end != "all_reduce"  # it would wait for the others for long
     trainer = make_trainer(
         make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE),
+        devices=devices,
         max_epochs=2,
         num_sanity_val_steps=-1 if stage == "sanity" else 0,
         enable_checkpointing=saves,
@@ -211,3 +213,31 @@ def test_all_ranks_save_in_a_validation_and_the_job_resumes(
     assert {state["step"].item() for state in checkpoint["optimizer_states"][0]["state"].values()} == {5}
     for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "none"):
         assert (saved_at, steps) == ([], 10)
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+ONE_RANK = """
+import pathlib
+import time
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from tests.doors.test_signals_in_evaluation import STAGES, run
+
+for stage in STAGES:
+    (folder := pathlib.Path(stage)).mkdir()
+    try:
+        print("ENDED", run(stage, None, folder, devices=1))
+    except SIGTERMException:
+        print("STAGE", stage, time.time() - float((folder / "sent_0").read_text()))
+"""
+
+
+def test_sigterm_ends_one_rank_soon_in_every_stage(tmp_path: Path) -> None:
+    """One after the other in one process, so that none leaves anything to the next."""
+    (tmp_path / "script.py").write_text(ONE_RANK)
+    output = run_python("script.py", cwd=tmp_path, environment={"PYTHONPATH": str(Path(__file__).parents[2])})
+    lines = [line.split() for line in output.splitlines() if line.startswith(("STAGE", "ENDED"))]
+    assert [line[:2] for line in lines] == [["STAGE", stage] for stage in STAGES]
+    assert max(float(line[2]) for line in lines) < LIMIT_S
