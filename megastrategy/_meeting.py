@@ -23,7 +23,7 @@ PATIENCE = timedelta(seconds=20)
 at once; one that waits for a rank that failed, in a collective of the engine or of the Trainer, comes after
 WaitsInVain.GRACE_S; one that waits in a collective of somebody else's only when that rank's process ends."""
 
-_POLL_S = 0.02
+POLL_S = 0.02
 _MAX_CAUSE_CHARS = 500
 
 
@@ -51,6 +51,21 @@ def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -
     except RuntimeError:  # the store went with the process that held it, whose rank had no time to say anything
         return ""
     return "" if first.partition(": ")[2] == what else first
+
+
+def say_left(name: str) -> None:
+    """Writes down that this rank stops for SIGTERM, on its own, between two batches of evaluation.
+
+    Args:
+        name: of the exception that it raises, see :func:`~megastrategy._world.exception_name`.
+    """
+    store_of(f"exception/{name}").compare_set("stopped", "", f"rank {torch.distributed.get_rank()} stopped for SIGTERM")
+
+
+def who_left(name: str) -> str:
+    """The first rank of which :func:`say_left` was called, and why it stopped; empty if there is none."""
+    store = store_of(f"exception/{name}")
+    return store.get("stopped").decode() if store.check(["stopped"]) else ""
 
 
 def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
@@ -93,7 +108,7 @@ def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
     while missing := [other for other in others if not (left.check([f"{other}"]) or came.check([f"{other}"]))]:
         if time.monotonic() > deadline:
             return f"rank(s) {missing} have not left it within {patience.total_seconds():g} s, and wait for this one"
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
     for other in others:
         both = left if left.check([f"{other}"]) else came
         here, there = both.get(f"{rank}").decode(), both.get(f"{other}").decode()
@@ -164,7 +179,7 @@ class Meeting:
             left = any(store.check([f"left/{rank}"]) and not store.check([f"{key}/{rank}"]) for rank in others)
             if left or time.monotonic() > deadline:
                 store.compare_set(f"{key}/outcome", "", "given up")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":  # whoever writes first decides for all
             missing = [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]
             who = f"rank(s) {missing} did" if missing else f"rank {self._rank} or another did"

@@ -2,12 +2,21 @@
 
 Lightning acts on them wherever they find a rank, and both take collectives: a broadcast for the first, a checkpoint
 for the second. Unless a signal finds all ranks between the same two collectives, those are matched with the wrong
-ones, and ranks hang or fail, under "ddp" too. Here the handlers only remember, and the ranks agree where Lightning has
-them compare notes in any case: before every batch.
+ones, and ranks hang or fail, under "ddp" too. Here the handlers only remember and post it
+(:mod:`megastrategy._posted_signals`).
 
-One rank has nobody to agree with, and Lightning compares no notes there. SIGTERM is known to Lightning at once, which
-stops after the batch, in training and in evaluation; the other signal is obeyed before the next batch of either, when
-no step is half done.
+Before every batch of training, and at the end of a fit, the ranks agree, where Lightning has them compare notes in any
+case. Between two batches of evaluation they look at what is posted, and do not wait for each other:
+
+- For SIGTERM each rank stops where it is, and says so. A rank that waits for one that stopped, at the end of the
+  validation or before the next batch of training, learns of it there and stops too. No step is half done then: a rank
+  evaluates after it has sent all of its steps.
+- For the other signal all ranks save together, as one rank alone does: a validation may last longer than the time that
+  the scheduler leaves. If one waits for the others at its end, they come there, and save before the next batch of
+  training.
+
+One rank has nobody to agree with. SIGTERM is known to Lightning at once, which stops after the batch; the other signal
+is obeyed before the next batch, when no step is half done.
 """
 
 from __future__ import annotations
@@ -19,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ._posted_signals import PostedSignals
 from .core import Collectives
 
 _log = logging.getLogger("megastrategy")
@@ -30,57 +40,128 @@ class SignalAgreement:
     Args:
         trainer: the Trainer, before it registers its signal handlers.
         collectives: between host memories, to agree over; None on one rank.
+        sigterm_exception: what Lightning raises for SIGTERM.
     """
 
-    def __init__(self, trainer: Any, collectives: Collectives | None) -> None:
-        self._trainer, self._collectives = trainer, collectives
-        self._connector, self._loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    def __init__(self, trainer: Any, collectives: Collectives | None, sigterm_exception: type[BaseException]) -> None:
+        self._trainer, self._collectives, self._sigterm_exception = trainer, collectives, sigterm_exception
+        self._connector = trainer._signal_connector
+        self._posted = PostedSignals() if collectives is not None else None
         self._terminated = False
         self._num_requeues = self._num_requeues_done = 0
         self._requeue_signal = 0
-        self._broadcast = self._loop._broadcast_sigterm_tensor
+        self._replaced: list[tuple[Any, str]] = []
         self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
-        self._connector._sigterm_notifier_fn = self._remember_to_end
-        self._connector._slurm_sigusr_handler_fn = self._remember_to_requeue
-        if collectives is not None:
-            self._loop._broadcast_sigterm_tensor = self._agree
+        self._replace(self._connector, "_sigterm_notifier_fn", self._remember_to_end)
+        self._replace(self._connector, "_slurm_sigusr_handler_fn", self._remember_to_requeue)
+        fit_loop = trainer.fit_loop
+        for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            self._replace(loop, "_evaluation_step", self._obeying(loop, loop._evaluation_step))
+        loop = trainer.predict_loop
+        self._replace(loop, "_predict_step", self._obeying(loop, loop._predict_step))
+        if self._posted is None:
+            self._replace(fit_loop.epoch_loop, "advance", self._saving_before(fit_loop.epoch_loop.advance))
         else:
-            self._loop.advance = self._obeying(self._loop.advance)
-            self._loop.val_loop._evaluation_step = self._obeying(self._loop.val_loop._evaluation_step)
+            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree)
+            self._replace(fit_loop, "on_run_end", self._agreeing_before(fit_loop.on_run_end))
+            self._replace(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
 
     def remove(self) -> None:
         """Lightning's own methods again."""
-        for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-            vars(self._connector).pop(name, None)
-        for name in ("_broadcast_sigterm_tensor", "advance"):
-            vars(self._loop).pop(name, None)
-        vars(self._loop.val_loop).pop("_evaluation_step", None)
+        for of, name in self._replaced:
+            vars(of).pop(name, None)
+        self._replaced.clear()
         if self._collectives is not None:
             self._collectives.close()
 
+    def _replace(self, of: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(of, name, method)
+        self._replaced.append((of, name))
+
+    # --- handlers ----------------------------------------------------------------------------------------------------
+
     def _remember_to_end(self, signum: int, frame: Any) -> None:
-        alone = self._collectives is None
+        alone = self._posted is None
         when = "it stops after this batch" if alone else "all ranks stop before the next batch"
         _log.info("rank %d: received SIGTERM; %s", self._trainer.global_rank, when)
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._terminated:
             launcher.kill(signum)
         self._terminated = True
-        if alone:
+        if self._posted is None:
             self._connector.received_sigterm = True
+        else:
+            self._posted.post_sigterm()
 
     def _remember_to_requeue(self, signum: int, frame: Any) -> None:
-        who = "it saves" if self._collectives is None else "all ranks save"
+        who = "it saves" if self._posted is None else "all ranks save"
         _log.info("rank %d: received signal %d; %s before the next batch", self._trainer.global_rank, signum, who)
         self._num_requeues += 1
         self._requeue_signal = signum
+        if self._posted is not None:
+            self._posted.post_requeue(self._num_requeues, signum)
 
-    def _obeying(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A loop's method for one batch, which a signal that came before goes before."""
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _obeying(self, loop: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A loop's method for one batch of evaluation, which a signal that came before goes before."""
+
+        @functools.wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            if self._posted is None:
+                self._requeue(self._num_requeues, self._requeue_signal)
+                if self._terminated:
+                    raise self._sigterm_exception
+            elif loop.batch_progress.current.ready > 0:  # the first may take all ranks, for buffers of the module
+                self._look(self._posted)
+            return method(*arguments, **options)
+
+        return run
+
+    def _look(self, posted: PostedSignals) -> None:
+        if signum := posted.look(self._num_requeues_done):
+            self._requeue(self._num_requeues_done + 1, signum)
+        if posted.terminates:
+            posted.leave()
+            self._connector.received_sigterm = True
+            raise self._sigterm_exception
+
+    def _stopping_with_others(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The whole run: what fails since other ranks stopped for SIGTERM ends in the same way."""
+
+        @functools.wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            try:
+                return method(*arguments, **options)
+            except RuntimeError as error:  # the engine's, or a backend's from a collective that nobody watches
+                if self._posted is None or not self._posted.has_left():
+                    raise
+                rank = self._trainer.global_rank
+                _log.warning("rank %d: stops, since another did for SIGTERM. It was interrupted by: %s", rank, error)
+                self._posted.leave()
+                self._connector.received_sigterm = True
+                raise self._sigterm_exception from error
+
+        return run
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def _saving_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """On one rank."""
 
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:
             self._requeue(self._num_requeues, self._requeue_signal)
+            return method(*arguments, **options)
+
+        return run
+
+    def _agreeing_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Before a fit ends: no batch comes before which ranks would stop, and the user's program would go on."""
+
+        @functools.wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            self._agree()
             return method(*arguments, **options)
 
         return run
@@ -98,4 +179,4 @@ class SignalAgreement:
         self._requeue(num_requeues, requeue_signal)
         if terminated:
             self._connector.received_sigterm = True
-            self._broadcast()  # rank 0's flag, which all have now; raises SIGTERMException
+            raise self._sigterm_exception

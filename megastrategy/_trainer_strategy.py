@@ -54,6 +54,7 @@ from ._world import (
     count_exception,
     engine_collectives,
     exception_name,
+    known_findings,
 )
 from .core import (
     CheckpointError,
@@ -113,6 +114,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     _mock_optimizer: ClassVar[type[_MockOptimizer]]
     _engine_precision: ClassVar[type[EnginePrecision]]
     _async_io: ClassVar[type]
+    _sigterm_exception: ClassVar[type[BaseException]]
 
     def __init__(
         self,
@@ -160,6 +162,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             listener=one_listener(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
+        self._wrapped.known_findings = known_findings()
         return self._wrapped
 
     def add_listener(self, listener: Callable[[Event], None]) -> None:
@@ -175,12 +178,16 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     def _register_ddp_hooks(self) -> None:
         """Communication hooks belong to torch DDP; they were refused at construction."""
 
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        collectives = agreement_collectives() if self.world_size > 1 else None
+        self._signal_agreement = SignalAgreement(trainer, collectives, self._sigterm_exception)
+
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         model = self.model
         if not isinstance(model, DistributedDataParallel):
             return
-        self._signal_agreement = SignalAgreement(trainer, agreement_collectives() if self.world_size > 1 else None)
         counts = [opt.num_state_tensors for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
         model.on_message = rank_zero_info
         state_tensors = max(counts, default=None, key=lambda count: count or 0)

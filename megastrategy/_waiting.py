@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._meeting import store_of
+from ._meeting import store_of, who_left
 from .core import Collectives
 
 
@@ -83,9 +83,25 @@ class WaitsInVain:
         """Why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
         name = self._name()
         try:
-            return self._failure(name) or self._deadlock(name, group, what, number)
+            return who_left(name) or self._failure(name) or self._deadlock(name, group, what, number)
         except RuntimeError:  # the process that held the store ended, and the collective will fail
             return ""
+
+    def is_awaited(self) -> bool:
+        """Whether another rank is known to wait in a collective that this one, which is in none, has not started."""
+        here = _Note("", "", 0, self._started())
+        return any(note.needs(here) for note in self._notes_of_others(self._name()).values())
+
+    def _started(self) -> dict[str, _Started]:
+        return {
+            label: _Started(member.num_started, list(member.last_started)) for label, member in self._groups.items()
+        }
+
+    @staticmethod
+    def _notes_of_others(name: str) -> dict[int, _Note]:
+        store, rank = store_of(f"exception/{name}/waiting"), torch.distributed.get_rank()
+        others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
+        return {other: pickle.loads(store.get(f"{other}")) for other in others if store.check([f"{other}"])}
 
     def _failure(self, name: str) -> str:
         store = store_of(f"exception/{name}")
@@ -98,13 +114,9 @@ class WaitsInVain:
     def _deadlock(self, name: str, group: str, what: str, number: int) -> str:
         """See [Note: when a deadlock is certain]."""
         store, rank = store_of(f"exception/{name}/waiting"), torch.distributed.get_rank()
-        started = {
-            label: _Started(member.num_started, list(member.last_started)) for label, member in self._groups.items()
-        }
-        own = _Note(group, what, number, started)
+        own = _Note(group, what, number, self._started())
         store.set(f"{rank}", pickle.dumps(own))  # type: ignore[arg-type]  # bytes are taken
-        others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
-        notes = {other: pickle.loads(store.get(f"{other}")) for other in others if store.check([f"{other}"])}
+        notes = self._notes_of_others(name)
         stuck = {rank: own}
         while found := {r: n for r, n in notes.items() if r not in stuck and any(map(n.needs, stuck.values()))}:
             stuck |= found

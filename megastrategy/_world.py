@@ -9,13 +9,18 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ._waiting import WaitsInVain
-from .core import Collectives, host_collectives, make_collectives, private_group
+from .core import Collectives, KnownFindings, host_collectives, make_collectives, private_group
 
 
 def exception_name() -> str:
     """A name for the exception that is being dealt with; equal on ranks that are in step."""
     state = _state()
     return _name(state.num_setups, state.num_exceptions)
+
+
+def is_awaited() -> bool:
+    """Whether another rank is known to wait in a collective that this one has not started."""
+    return _state().waits_in_vain.is_awaited()
 
 
 @dataclasses.dataclass
@@ -25,6 +30,7 @@ class _State:
     agreement_collectives: Collectives | None = None
     checkpoint_collectives: Collectives | None = None
     waits_in_vain: WaitsInVain = dataclasses.field(default_factory=lambda: WaitsInVain(exception_name))
+    known_findings: KnownFindings = dataclasses.field(default_factory=KnownFindings)
     num_setups: int = 0
     num_exceptions: int = 0  # since the last set-up, since ranks may differ in an exception after the last collective
 
@@ -104,6 +110,11 @@ def checkpoint_collectives() -> Collectives:
     if state.checkpoint_collectives is None:
         state.checkpoint_collectives = host_collectives()
     return state.checkpoint_collectives
+
+
+def known_findings() -> KnownFindings:
+    """What trials of optimizers showed in this process."""
+    return _state().known_findings
 
 
 def begin_setup() -> tuple[str, str]:

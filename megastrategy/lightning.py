@@ -14,6 +14,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ._checkpoint_io import WholeFileIO
 from ._communication_monitor import TrainerMonitor
@@ -45,6 +46,7 @@ class MegatronDDPStrategy(PointsToNotebookNames, TrainerStrategy, DDPStrategy):
     _incompatible = MisconfigurationException
     _user = "Trainer"
     _async_io = AsyncCheckpointIO
+    _sigterm_exception = SIGTERMException
 
 
 class CommunicationMonitor(TrainerMonitor, Callback):

@@ -14,6 +14,7 @@ from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
 from pytorch_lightning.plugins import AsyncCheckpointIO
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from ._checkpoint_io import WholeFileIO
 from ._communication_monitor import TrainerMonitor
@@ -45,6 +46,7 @@ class MegatronDDPStrategy(PointsToNotebookNames, TrainerStrategy, DDPStrategy): 
     _incompatible = MisconfigurationException
     _user = "Trainer"
     _async_io = AsyncCheckpointIO
+    _sigterm_exception = SIGTERMException
 
 
 class CommunicationMonitor(TrainerMonitor, Callback):  # type: ignore[misc]  # typed against the mirror

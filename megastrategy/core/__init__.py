@@ -15,6 +15,7 @@ from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
+from .known_findings import KnownFindings
 from .memory import describe_setup, memory_use, memory_use_of_ddp
 from .process_groups import private_group
 from .sharded_checkpoint import (
@@ -41,6 +42,7 @@ __all__ = [
     "Event",
     "EventKind",
     "GradScaler",
+    "KnownFindings",
     "NotOnAllRanksError",
     "check_replaceable",
     "config_from_arguments",

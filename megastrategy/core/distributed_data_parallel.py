@@ -25,6 +25,7 @@ from .errors import ClosedError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
 from .instanced_collectives import destroy_instances, shard_collectives
+from .known_findings import KnownFindings
 from .layout import BufferLayout, build_layout
 from .module_plan import check_memory_is_own, check_module, check_ranks_agree, common_device, param_spec
 from .module_watch import ModuleWatch
@@ -65,6 +66,7 @@ class DistributedDataParallel(nn.Module):
         module: the wrapped module.
         on_message: gets what the engine has to say to the user (on rank 0: why a bucket size was chosen); None for the
             logger "megastrategy", at level INFO.
+        known_findings: what trials of optimizers showed; a door puts its own here, which outlives this object.
         has_optimizer: whether a DistributedOptimizer was made for it.
         shard_holders: those that were, in the order of their making; a dead reference for one that is gone.
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
@@ -88,6 +90,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.all_reduce_option = all_reduce_option
+        self.known_findings = KnownFindings()
         self.is_closed = False
         self.config = config = config or DistributedDataParallelConfig()
         check_module(module, DistributedDataParallel)
@@ -444,6 +447,7 @@ _ENGINE = (
     "reducer",
     "shard_holders",
     "on_message",
+    "known_findings",
     "_buffers_differ",
     "_watch",
 )

@@ -32,7 +32,7 @@ from .checkpoint import (
 )
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import Findings, probe, probe_state_names, why_not_main_params
+from .elementwise import Findings, probe_state_names, why_not_main_params
 from .errors import CheckpointError, OptimizerNotShardableError
 from .flat_shard import FlatShard
 from .forwarded import forwarding_members
@@ -408,7 +408,7 @@ def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> 
     """What trial steps showed, if the optimizer is to be sharded; raises if it cannot step what it would be given."""
     params = model.layout.params
     if model.layout.num_shards > 1:
-        findings = probe(optimizer, model.device, model.layout.main_dtype)
+        findings = model.known_findings.probe(optimizer, model.device, model.layout.main_dtype)
         if findings.reason is not None:
             raise OptimizerNotShardableError(
                 f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {model.all_reduce_option}: "

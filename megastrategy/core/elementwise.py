@@ -66,7 +66,7 @@ def probe(
         device, dtype: of the tensors that it will step.
         arguments: what its ``step`` is called with, but for a closure.
     """
-    if (reason := _why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
+    if (reason := why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
         return Findings(reason)
     small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
     names, in_parts = set[str](), True
@@ -92,7 +92,7 @@ def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
 
     It is looked at and not tried: whole parameters are stepped as under torch DDP, by nobody before the first step.
     """
-    if (reason := _why_not_trialled(optimizer)) is not None:
+    if (reason := why_not_trialled(optimizer)) is not None:
         return reason
     try:
         # the class's: a scheduler's wrapper around the object's has the signature of an unbound function
@@ -251,7 +251,7 @@ class _GroupProbe:
         return is_same and equal(before, dict(values_of(parts.optimizer)))
 
 
-def _why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
+def why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
     """What holds another optimizer, a copy of it too, steps the model's own parameters, whatever is in its groups."""
     for name, value in optimizer.__dict__.items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
@@ -380,7 +380,7 @@ def why_not_saved(name: str, value: Any, shape: Sequence[int]) -> str | None:
 
 def probe_state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
     """The names under which the optimizer keeps one number for each element, in any group; None if that fails."""
-    if _why_not_trialled(optimizer) is not None:
+    if why_not_trialled(optimizer) is not None:
         return None
     names: set[str] = set()
     for number in _distinct(optimizer.param_groups):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
 from .rank_processes import Failure, Ranks
@@ -101,6 +102,44 @@ def count_groups() -> tuple[int, int]:
         make_trainer(make_strategy("megatron_ddp"), max_epochs=1, limit_train_batches=1).fit(AwkwardModule(), loader())
         counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
     return counts[0], counts[-1]
+
+
+def test_an_optimizer_that_one_fit_tried_is_not_tried_by_the_next(ranks: Ranks) -> None:
+    for first, second, third in ranks.run(count_operations):
+        assert first > 2 * second
+        assert third == second
+
+
+def count_operations() -> list[int]:
+    """How many of torch's operations the set-up of an optimizer takes in each of three fits."""
+    counts = []
+    for _ in range(3):
+        trainer = make_trainer(make_strategy("megatron_ddp"), max_steps=1)
+        set_up, operations = trainer.strategy.setup_optimizers, Operations()
+
+        def counted(trainer: pl.Trainer, set_up: Any = set_up, operations: Operations = operations) -> None:
+            with operations:
+                set_up(trainer)
+
+        trainer.strategy.setup_optimizers = counted  # type: ignore[method-assign]
+        trainer.fit(AwkwardModule(optimizer=with_unusual_lr), loader())
+        counts.append(operations.count)
+    return counts
+
+
+def with_unusual_lr(params: Any) -> torch.optim.Optimizer:
+    """That no other test's fit in this process has."""
+    return torch.optim.AdamW(params, lr=0.0123)
+
+
+class Operations(TorchDispatchMode):
+    """Counts those of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_fit_that_raises_leaves_a_plain_module_too(ranks: Ranks) -> None:

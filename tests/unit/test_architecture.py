@@ -34,7 +34,7 @@ RANKS = [
         "worker",
         "gloo_rings",
     },
-    {"collectives", "buffers"},
+    {"collectives", "buffers", "known_findings"},
     {"bucket_tuning", "flattened_buffers", "pooled_buffers", "param_buffers", "instanced_collectives"},
     {"bucket_planner"},
     {"reducer", "param_gather", "clip_grads", "checkpoint", "step_tensors", "relayout"},

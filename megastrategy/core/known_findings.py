@@ -1,0 +1,65 @@
+"""What trials of optimizers showed before: the next of the same kind with the same options would show it again.
+
+[Note: what may be remembered]
+Only of torch's own classes, whose step depends on the options of its groups and on nothing else that a process keeps.
+Anybody else's may look at its attributes, at other modules or at a file, and is tried each time. Options that are not
+plain values, an optimizer inside of another, and hooks on all optimizers' steps make it somebody else's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from .elementwise import Findings, probe, why_not_trialled
+
+_MOST = 64
+"""How many are kept: a search over learning rates makes one for each."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class KnownFindings:
+    """Kept by whoever sets up several optimizers one after the other, in a process or for a model."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[Any, Findings] = {}
+
+    def probe(self, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> Findings:
+        """As :func:`.elementwise.probe`, from memory where that may be; see [Note: what may be remembered]."""
+        kind = _kind_of(optimizer)
+        if kind is None:
+            return probe(optimizer, device, dtype)
+        kind = (kind, device, dtype, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+        if kind not in self._by_kind:
+            if len(self._by_kind) >= _MOST:
+                del self._by_kind[next(iter(self._by_kind))]  # the oldest
+            self._by_kind[kind] = probe(optimizer, device, dtype)
+        return self._by_kind[kind]
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
+    """What its steps depend on, to be compared; None if that is not known."""
+    cls = type(optimizer)
+    is_torchs = cls.__module__.startswith("torch.optim.")
+    hooks = [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
+    if not is_torchs or hooks or why_not_trialled(optimizer) is not None:
+        return None
+    groups = []
+    for group in optimizer.param_groups:
+        options = [(name, _plain(value)) for name, value in group.items() if name != "params"]
+        if any(value is None for _, value in options):
+            return None
+        groups.append(tuple(options))
+    # a step that somebody has put in the class's place is another
+    return cls, cls.step, tuple(groups), frozenset(optimizer.__dict__)
+
+
+def _plain(value: Any) -> tuple[Any, ...] | None:
+    """A value with its type, since 1, 1.0 and True are equal; None if it is not plain."""
+    if type(value) is tuple:
+        items = [_plain(item) for item in value]
+        return None if None in items else (tuple, *items)
+    return (type(value), value) if type(value) in _PLAIN else None

@@ -1,0 +1,121 @@
+"""An optimizer of torch's own is tried once for the same options; whatever might make a difference is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megastrategy.core.known_findings import KnownFindings
+
+CPU = torch.device("cpu")
+
+
+class Operations(TorchDispatchMode):
+    """Counts those of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def params() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3))]
+
+
+def asked(known: KnownFindings, optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32) -> Any:
+    """What is found, and whether a trial was made for it."""
+    with Operations() as operations:
+        findings = known.probe(optimizer, CPU, dtype)
+    return findings, operations.count > 0
+
+
+class Own(SGD):
+    """Somebody's class."""
+
+
+def test_the_same_class_and_options_are_tried_once() -> None:
+    known = KnownFindings()
+    first, was_tried = asked(known, AdamW(params(), lr=0.1))
+    assert was_tried
+    assert first.reason is None
+    assert first.element_names == {"exp_avg", "exp_avg_sq"}
+    second, was_tried = asked(known, AdamW([*params(), *params()], lr=0.1))
+    assert not was_tried
+    assert second == first
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: AdamW(params(), lr=0.2), torch.float32),
+        (lambda: AdamW(params(), lr=0.1, amsgrad=True), torch.float32),
+        (lambda: AdamW([{"params": params()}, {"params": params(), "eps": 1e-3}], lr=0.1), torch.float32),
+        (lambda: AdamW(params(), lr=0.1), torch.float64),
+        (lambda: torch.optim.Adam(params(), lr=0.1), torch.float32),
+    ],
+    ids=["lr", "option", "group", "dtype", "class"],
+)
+def test_what_differs_is_tried(make: Callable[[], torch.optim.Optimizer], dtype: torch.dtype) -> None:
+    known = KnownFindings()
+    asked(known, AdamW(params(), lr=0.1))
+    assert asked(known, make(), dtype)[1]
+    assert not asked(known, make(), dtype)[1]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Own(params(), lr=0.1),
+        lambda: AdamW(params(), lr=torch.tensor(0.1)),
+    ],
+    ids=["somebody's class", "a tensor among the options"],
+)
+def test_what_may_depend_on_more_is_tried_each_time(make: Callable[[], torch.optim.Optimizer]) -> None:
+    known = KnownFindings()
+    assert [asked(known, make())[1] for _ in range(2)] == [True, True]
+
+
+def test_a_hook_on_all_steps_is_not_remembered_with_or_without() -> None:
+    known = KnownFindings()
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        assert [asked(known, AdamW(params(), lr=0.1))[1] for _ in range(2)] == [True, True]
+    finally:
+        handle.remove()
+    assert asked(known, AdamW(params(), lr=0.1))[1]
+
+
+def test_another_step_in_the_place_of_a_classs_own_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step_by_norm(self: SGD, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            with torch.no_grad():
+                param.sub_(param.grad / param.grad.norm(), alpha=0.1)
+
+    known = KnownFindings()
+    assert asked(known, SGD(params(), lr=0.1))[0].reason is None
+    monkeypatch.setattr(SGD, "step", step_by_norm)
+    assert asked(known, SGD(params(), lr=0.1))[0].reason is not None
+
+
+def test_an_optimizer_with_another_inside_is_looked_at_each_time() -> None:
+    known, outer = KnownFindings(), SGD(params(), lr=0.1)
+    outer.inner = None  # type: ignore[attr-defined]
+    assert asked(known, outer)[0].reason is None
+    outer.inner = SGD(params(), lr=0.1)  # type: ignore[attr-defined]
+    assert "steps another optimizer" in (asked(known, outer)[0].reason or "")
+
+
+def test_what_is_kept_is_bounded() -> None:
+    known = KnownFindings()
+    for number in range(70):
+        known.probe(SGD(params(), lr=0.1 + number), CPU, torch.float32)
+    assert not asked(known, SGD(params(), lr=69.1))[1]
+    assert asked(known, SGD(params(), lr=0.1))[1], "the oldest went"
