@@ -12,7 +12,7 @@ WORKERS ?= 2
 PYTEST += --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-full test lint fast clean
+.PHONY: help setup demo bench bench-full test test-long fuzz lint fast clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,12 @@ lint: $(STAMP)  ## ruff and mypy
 
 fast: $(STAMP)  ## the engine's own tests but those of checkpoints, without any framework (ARGS go to pytest)
 	$(PYTEST) tests/unit tests/ranks $(ARGS)
+
+fuzz: $(STAMP)  ## random programs against torch DDP and plain torch, a minute (ARGS="--minutes 60 --seed 7")
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzzing $(ARGS)
+
+test-long: lint  ## the whole suite, the long tests and scripts in interpreters of their own among it (ARGS go to pytest)
+	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -88,6 +88,21 @@ def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return numbers
 
 
+class OnRankZero(dict[Any, Any]):
+    """Empty: what another rank holds of something that is gathered on rank 0 alone. Nobody loads it for an empty state,
+    which would leave this rank's shards without theirs."""
+
+
+def check_is_here(saved: Mapping[Any, Any], what: str) -> None:
+    """Raises CheckpointError where a rank loads what it was given in the place of rank 0's."""
+    if isinstance(saved, OnRankZero):
+        raise CheckpointError(
+            f"this rank has nothing to load: {what} is whole on rank 0 and empty on the others, as it is saved. Load "
+            "what rank 0 saved, on every rank, or send it to all of them first: "
+            "torch.distributed.broadcast_object_list([saved], src=0)"
+        )
+
+
 def gather_state_dict(
     optimizer: torch.optim.Optimizer,
     params_by_id: Mapping[int, int],
@@ -122,7 +137,7 @@ def gather_state_dict(
             ):
                 if index in number_of:
                     state.setdefault(number_of[index], {})[key] = full
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    return {"state": dict(sorted(state.items())) if is_root else OnRankZero(), "param_groups": groups}
 
 
 def groups_by_number(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from torch.nn import Parameter
 from .checkpoint import (
     CollectiveGather,
     Gather,
+    OnRankZero,
+    check_is_here,
     gather_main_params,
     gather_state_dict,
     groups_by_number,
@@ -267,8 +269,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer would have saved under torch DDP: full-shaped state by parameter index, on the host.
 
-        Rank 0 gets the state; on other ranks ``state`` is empty and the groups are there. All ranks call this together;
-        on the CPU rank 0 may call it alone, between a step and the next backward, see [Note: handing over].
+        Rank 0 gets the state; on other ranks ``state`` is empty, and refused where it is loaded. All ranks call this
+        together; on the CPU rank 0 may call it alone, between a step and the next backward, see [Note: handing over].
 
         Raises:
             NotOnAllRanksError: if it is sharded and a rank calls it alone otherwise.
@@ -280,7 +282,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.split_state()
         with self._gather(STATE) as (gather, is_here):
             if not is_here:
-                return {"state": {}, "param_groups": groups_by_number(impl.inner)}
+                return {"state": OnRankZero(), "param_groups": groups_by_number(impl.inner)}
             return gather_state_dict(impl.inner, impl.index_by_id, impl.shards, impl.layout, gather, impl.model.device)
 
     @contextlib.contextmanager
@@ -299,8 +301,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield gather, gather is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state as torch DDP would have saved it (every rank the whole of it) and keeps this rank's shards."""
+        """Loads a state as torch DDP would have saved it (every rank the whole of it) and keeps this rank's shards.
+
+        Raises:
+            CheckpointError: if groups or shapes do not fit, or this is what :meth:`state_dict` gave to a rank that is
+                not rank 0; nothing is changed then.
+        """
         impl = self._impl
+        check_is_here(state_dict["state"], "state_dict()")
         if not impl.has_shards:
             impl.inner.load_state_dict(state_dict)
             return
@@ -319,11 +327,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return {}
         with self._gather(MAIN_PARAMS) as (gather, is_here):
             if not is_here:
-                return {}
-            return gather_main_params(impl.param_indices(), impl.shards, impl.layout, gather, impl.model.device)
+                return OnRankZero()
+            main_params = gather_main_params(impl.param_indices(), impl.shards, impl.layout, gather, impl.model.device)
+            return main_params if gather is None or gather.is_root else OnRankZero()
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
+        check_is_here(main_params, "main_params()")
         with self._impl.at_rest.replaced():
             self._impl.follow_model()
             load_main_params(main_params, self._impl.shards, self._impl.layout)

@@ -1,0 +1,29 @@
+"""``python -m tests.fuzzing --minutes 60``: random programs until the time is over, or one fails."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from .runs import run_for
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first cases; counts up")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    count = run_for(
+        60 * arguments.minutes,
+        arguments.seed,
+        tell=lambda seed, count: print(f"\rseed {seed}, {count} cases", end="", flush=True),  # noqa: T201
+    )
+    print(f"\n{count} cases in {time.monotonic() - begun:.0f} s, none of which failed")  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
