@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,19 @@ from ._posted_signals import PostedSignals
 from .core import Collectives
 
 _log = logging.getLogger("megastrategy")
+
+
+class _InPlace:
+    """What stands in the place of a method of Lightning's object. Copies and pickles of that have its own again."""
+
+    def __init__(self, of: Any, name: str, run: Callable[..., Any]) -> None:
+        self._of, self._name, self._run = of, name, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return types.MethodType, (getattr(type(self._of), self._name), self._of)
 
 
 class SignalAgreement:
@@ -66,6 +80,10 @@ class SignalAgreement:
             self._replace(fit_loop, "on_run_end", self._agreeing_before(fit_loop.on_run_end))
             self._replace(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the Trainer runs nothing that a signal could end: there is None."""
+        return type(None), ()
+
     def remove(self) -> None:
         """Lightning's own methods again."""
         for of, name in self._replaced:
@@ -75,7 +93,7 @@ class SignalAgreement:
             self._collectives.close()
 
     def _replace(self, of: Any, name: str, method: Callable[..., Any]) -> None:
-        setattr(of, name, method)
+        setattr(of, name, _InPlace(of, name, method))
         self._replaced.append((of, name))
 
     # --- handlers ----------------------------------------------------------------------------------------------------
