@@ -7,6 +7,7 @@ on the number of ranks, buckets or padding.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -90,7 +91,13 @@ def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 class OnRankZero(dict[Any, Any]):
     """Empty: what another rank holds of something that is gathered on rank 0 alone. Nobody loads it for an empty state,
-    which would leave this rank's shards without theirs."""
+    which would leave this rank's shards without theirs. A file has a plain one, which ``weights_only`` reads."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnRankZero:
+        return OnRankZero()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return collections.OrderedDict, ()
 
 
 def check_is_here(saved: Mapping[Any, Any], what: str) -> None:
