@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .collectives import Collectives
-from .elementwise import is_per_element, probe_state_names, why_not_saved
+from .elementwise import is_per_element, why_not_saved
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import Bucket, BufferLayout, ParamSpec
@@ -115,19 +115,20 @@ def gather_state_dict(
     params_by_id: Mapping[int, int],
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
+    known: set[str] | None,
     gather: Gather | None,
     device: torch.device,
 ) -> dict[str, Any]:
     """The full state on rank 0's host memory, nothing on other ranks. Without ``gather`` all of it is here.
 
-    One state tensor of one bucket is gathered at a time.
+    One state tensor of one bucket is gathered at a time. ``known``: as for :func:`per_element_keys`.
     """
     numbers = number_params(optimizer)
     groups = groups_by_number(optimizer)
     number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
     is_root = gather is None or gather.is_root
     states = {index: optimizer.state.get(shard.main, {}) for index, shard in shards.items()}
-    scalars, sharded_keys = _describe_everywhere(states, shards, probe_state_names(optimizer), gather)
+    scalars, sharded_keys = _describe_everywhere(states, shards, known, gather)
     state: dict[int, dict[str, Any]] = {}
     if is_root:
         state = {number_of[index]: dict(values) for index, values in scalars.items() if index in number_of}
@@ -204,9 +205,12 @@ def load_full_state_dict(
     params_by_id: Mapping[int, int],
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
+    known: set[str] | None,
     groups_of_shards: Callable[[], AbstractContextManager[None]],
 ) -> None:
     """Cuts a full state into this rank's shards and hands it to the optimizer's own ``load_state_dict``.
+
+    ``known``: as for :func:`per_element_keys`.
 
     Raises:
         CheckpointError: if groups or shapes do not fit, before anything is changed.
@@ -223,7 +227,7 @@ def load_full_state_dict(
     per_element: set[str] = set()
     if any(shard.weights is not None for shard in shards.values()):
         of_params = {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}
-        per_element = per_element_keys(of_params, probe_state_names(optimizer))
+        per_element = per_element_keys(of_params, known)
     numbers = {
         id(param): number
         for saved, own in zip(groups, optimizer.param_groups, strict=True)
@@ -439,8 +443,8 @@ def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
 
 
 def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | None) -> set[str]:
-    """The names whose values have one number an element. One-element parameters cannot tell them from counters; a
-    trial step of the optimizer can: ``known`` (:func:`probe_state_names`)."""
+    """The names whose values have one number an element. One-element parameters cannot tell them from counters; trial
+    steps of the optimizer can: ``known``, None if there were none."""
     tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
     if known is None:
         known = {key for key, _ in tensors} - {"step"} if all(value.numel() <= 1 for _, value in tensors) else set()

@@ -34,7 +34,7 @@ from .checkpoint import (
 )
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import Findings, probe_state_names, why_not_main_params
+from .elementwise import Findings, why_not_main_params
 from .errors import CheckpointError, OptimizerNotShardableError
 from .flat_shard import FlatShard
 from .forwarded import forwarding_members
@@ -174,7 +174,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def num_state_tensors(self) -> int | None:
         """How many numbers a sharded optimizer keeps for each element (Adam: 2); of a whole one nobody knows before
         its first step."""
-        return self._impl.num_state_tensors()
+        names = self._impl.element_names
+        return len(names) if names is not None else None
 
     @property
     def is_sharded(self) -> bool:
@@ -256,15 +257,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return unscale_grads_(impl.owned_grads() + impl.strangers.grads(), inv_scale, agreeing, impl.model.device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. Collective if any parameter of the wrapped model was not trained before."""
-        self._impl.inner.add_param_group(param_group)
+        """As torch's. Collective if any parameter of the wrapped model was not trained before.
+
+        Raises:
+            OptimizerNotShardableError: if shards cannot be stepped with this group's options; it is not added then.
+        """
+        impl = self._impl
+        impl.inner.add_param_group(param_group)
         try:
-            self._impl.check_groups()
+            impl.check_groups()
+            findings = _check(impl.inner, impl.model)
         except ValueError:
-            self._impl.inner.param_groups.pop()
+            impl.inner.param_groups.pop()
             raise
-        self._impl.model.include_trainable()
-        self._impl.follow_model()
+        if findings is not None:
+            impl.learn(findings)
+        impl.model.include_trainable()
+        impl.follow_model()
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer would have saved under torch DDP: full-shaped state by parameter index, on the host.
@@ -283,7 +292,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._gather(STATE) as (gather, is_here):
             if not is_here:
                 return {"state": OnRankZero(), "param_groups": groups_by_number(impl.inner)}
-            return gather_state_dict(impl.inner, impl.index_by_id, impl.shards, impl.layout, gather, impl.model.device)
+            return gather_state_dict(
+                impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.element_names, gather, impl.model.device
+            )
 
     @contextlib.contextmanager
     def _gather(self, what: str) -> Iterator[tuple[Gather | None, bool]]:
@@ -315,7 +326,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with impl.at_rest.replaced():
             impl.split_state(replace=True)
             load_full_state_dict(
-                impl.inner, state_dict, impl.index_by_id, impl.shards, impl.layout, impl.groups_of_shards
+                impl.inner,
+                state_dict,
+                impl.index_by_id,
+                impl.shards,
+                impl.layout,
+                impl.element_names,
+                impl.groups_of_shards,
             )
 
     def main_params(self) -> dict[str, Tensor]:
@@ -353,7 +370,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return None  # rank 0's are saved
             return impl.stepped_tensor(param) if impl.has_shards else param
 
-        return sharded_state_dict(impl.inner, impl.names_by_id(), stepped, impl.index_by_id, impl.shards, impl.layout)
+        return sharded_state_dict(
+            impl.inner, impl.names_by_id(), stepped, impl.index_by_id, impl.shards, impl.layout, impl.element_names
+        )
 
     def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
         """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
@@ -371,8 +390,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         impl.follow_model()
         names = impl.names_by_id()
-        known = probe_state_names(impl.inner) if impl.sharded else None
-        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout, known)
+        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout, impl.element_names)
         if "param_groups" not in saved:
             raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
         own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]

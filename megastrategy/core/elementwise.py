@@ -27,9 +27,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .step_arguments import StepArguments
-from .trial import FALLBACK_LR, Problem, Trial, cut, double_of, values_of
+from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, double_of, values_of
 
-_SHAPE = (6, 10)
 _NUM_STEPS, _NUM_MORE_STEPS = 6, 12  # RAdam's first five are not yet its own
 _RELATIVE = 1e-5
 """Of a movement or a state, by how much two kernels may differ in rounding: far less than any coupling changes."""
@@ -82,11 +81,6 @@ def probe(
     return Findings(None, frozenset(names), in_parts)
 
 
-def why_not_elementwise(optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason that :func:`probe` found; None if shards are stepped as whole parameters are."""
-    return probe(optimizer, device, dtype).reason
-
-
 def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the optimizer cannot step fp32 main params in the place of whole 16-bit weights, in words; None if it can.
 
@@ -116,6 +110,7 @@ class _GroupProbe:
         self.optimizer, self.problem, self.arguments = optimizer, problem, arguments
         self.group = optimizer.param_groups[number]
         self.where = f"parameter group {number}"
+        self._state_at_start: StateAtStart | None = None
 
     def early_reason(self) -> str | None:
         """What one step shows."""
@@ -141,12 +136,25 @@ class _GroupProbe:
         return Findings(None, frozenset(names), self._steps_in_parts(whole, lr))
 
     def _double(self, lr: float | None) -> torch.optim.Optimizer:
-        return double_of(self.optimizer, self.group, lr, self.arguments)
+        double = double_of(self.optimizer, self.group, lr, self.arguments)
+        if self._state_at_start is not None:
+            double.state = self._state_at_start.copy()
+        return double
+
+    def _run_whole(self, lr: float | None, num_steps: int) -> Trial:
+        try:
+            return self.problem.run(self._double(lr), num_steps)
+        except KeyError:
+            # its step may count on state that its constructor made, as Adagrad's does in torch 2.12
+            if self._state_at_start is not None:
+                raise
+            self._state_at_start = StateAtStart.like(self.optimizer, self.group)
+            return self.problem.run(self._double(lr), num_steps)
 
     def _compare(self, lr: float | None, num_steps: int) -> tuple[Trial | None, str | None, bool]:
         """The trial on whole tensors, the reason found, and whether no rounding of weights was needed to find none."""
         try:
-            whole = self.problem.run(self._double(lr), num_steps)
+            whole = self._run_whole(lr, num_steps)
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return None, f"a trial step of {self.where} raised {_said(error)}", False
         try:
@@ -376,23 +384,3 @@ def why_not_saved(name: str, value: Any, shape: Sequence[int]) -> str | None:
             f"{math.prod(shape)} elements of its shard"
         )
     return None
-
-
-def probe_state_names(optimizer: torch.optim.Optimizer) -> set[str] | None:
-    """The names under which the optimizer keeps one number for each element, in any group; None if that fails."""
-    if why_not_trialled(optimizer) is not None:
-        return None
-    names: set[str] = set()
-    for number in _distinct(optimizer.param_groups):
-        group = optimizer.param_groups[number]
-        device = next((param.device for param in group["params"] if not param.is_meta), torch.device("cpu"))
-        param = torch.zeros(_SHAPE, device=device)
-        try:
-            trial = Trial(double_of(optimizer, group, _trial_lr(group)), [param])
-            trial.optimizer.param_groups[0]["params"] = [param]
-            trial.step([torch.ones_like(param)])
-        except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-            return None
-        values = trial.state(0).items()
-        names |= {key for key, value in values if isinstance(value, Tensor) and value.shape == param.shape}
-    return names

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .checkpoint import per_element_keys
 from .collectives import Collectives
-from .elementwise import is_per_element, probe_state_names
+from .elementwise import is_per_element
 from .errors import CheckpointError
 from .flat_shard import FlatShard
 from .layout import BufferLayout, ParamSpec
@@ -48,6 +48,7 @@ def sharded_state_dict(
     params_by_id: Mapping[int, int],
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
+    known: set[str] | None,
 ) -> dict[str, Any]:
     """This rank's part of the state: the tensors themselves, or :class:`FlatShard` around them; nothing is copied.
 
@@ -56,9 +57,8 @@ def sharded_state_dict(
         names: of its parameters, by ``id``.
         stepped: what is stepped in a parameter's place on this rank; None if all of it is elsewhere.
         params_by_id, shards, layout: where the parameters are.
+        known: names of what has one number for each element; None if nobody knows them.
     """
-    is_cut = any(shard.weights is not None for shard in shards.values())
-    known = probe_state_names(optimizer) if is_cut else None
     state: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
     for param in (param for group in optimizer.param_groups for param in group["params"]):

@@ -43,7 +43,12 @@ from .strangers import Strangers
 
 class ShardedStep(ShardHolder):
     """The optimizer of one :class:`~megastrategy.DistributedOptimizer`, its model, and this rank's shards between
-    them. ``findings`` are there if it is sharded."""
+    them. ``findings`` are there if it is sharded.
+
+    Attributes:
+        element_names: of the state that has one number for each element, as far as trials and steps have shown; None if
+            nothing is sharded.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, findings: Findings | None
@@ -66,7 +71,7 @@ class ShardedStep(ShardHolder):
         self._is_joined = False  # whether state is that of the runs
         self.at_rest = AtRest()
         self._is_on_cpu = model.device.type == "cpu"
-        self._element_names = set(findings.element_names) if findings is not None else None
+        self.element_names = set(findings.element_names) if findings is not None else None
         self._keeps_state_only = findings is not None and findings.in_parts
         self._arguments = StepArguments()  # of the step in work
         self._tried_arguments: set[Hashable] = {StepArguments().kind}
@@ -124,7 +129,7 @@ class ShardedStep(ShardHolder):
             state = self.inner.state.pop(param, None)
             if state and index in self.shards:
                 shard = self.shards[index]
-                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, self._element_names)
+                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, self.element_names)
         followed.update(params)
 
     def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
@@ -217,9 +222,9 @@ class ShardedStep(ShardHolder):
             self.follow_model()
             if self._is_joined:
                 for run in self._runs:
-                    run.split_state(self.inner.state, self._element_names)
-                    if self._element_names is not None:  # state may come into being later than the probe's first step
-                        self._element_names |= run.element_names(self._element_names)
+                    run.split_state(self.inner.state, self.element_names)
+                    if self.element_names is not None:  # state may come into being later than the probe's first step
+                        self.element_names |= run.element_names(self.element_names)
                 self._is_joined = False
             if replace:
                 for run in self._runs:
@@ -230,7 +235,7 @@ class ShardedStep(ShardHolder):
         return Version(self.num_steps_begun, self.num_steps_done, rest.num_replaced, rest.num_moves, size)
 
     def own_parts(self, what: str) -> OwnParts:
-        state, shards, names = self.inner.state, dict(self.shards), self._element_names
+        state, shards, names = self.inner.state, dict(self.shards), self.element_names
         states: dict[int, Mapping[str, Any]] = {}
         if what == STATE:
             states |= {index: state.get(shard.main, {}) for index, shard in shards.items()}
@@ -247,7 +252,7 @@ class ShardedStep(ShardHolder):
         groups, index_by_id, may_step = self.inner.param_groups, self.index_by_id, self.may_step
         members = [[index_by_id.get(id(param), -1) for param in group["params"]] for group in groups]
         stepping = {index for indices in members for index in indices if index in self.shards and may_step(index)}
-        state, names = self.inner.state, self._element_names
+        state, names = self.inner.state, self.element_names
         if members != self._members or any(
             len({shard.param in stepping for shard in run.shards}) > 1
             or (not self._is_joined and not run.has_one_history(state, names))
@@ -292,7 +297,7 @@ class ShardedStep(ShardHolder):
                 {MAIN_PARAM: PerElement(torch.float32)} if self.layout.params[index].has_main_param else {}
             )
             for name, value in self.inner.state.get(shard.main, {}).items():
-                if is_per_element(name, value, shard.main.shape, self._element_names):
+                if is_per_element(name, value, shard.main.shape, self.element_names):
                     value = PerElement(value.dtype)
                 elif isinstance(value, Tensor) and value.numel() > 1:
                     return None  # no part of it is known to be this shard's
@@ -338,10 +343,6 @@ class ShardedStep(ShardHolder):
             self.model.reducer.finish_grad_sync()
             self.model.grad_buffers.adopt_written(self.param_indices())
 
-    def num_state_tensors(self) -> int | None:
-        """How many numbers the optimizer keeps for each element (Adam: 2), where trial steps showed it."""
-        return len(self._element_names) if self._element_names is not None else None
-
     def step_whole(self, arguments: StepArguments) -> Any:
         """Without shards the user's optimizer steps the Parameters themselves, and may call the closure as it likes."""
         if (closure := arguments.closure) is None:
@@ -371,10 +372,14 @@ class ShardedStep(ShardHolder):
         findings = probe(self.inner, self.model.device, self.layout.main_dtype, arguments)
         if findings.reason is None:
             self._tried_arguments.add(kind)
-            self._keeps_state_only = self._keeps_state_only and findings.in_parts
-            assert self._element_names is not None, "sharded"
-            self._element_names |= findings.element_names
+            self.learn(findings)
         return findings.reason
+
+    def learn(self, findings: Findings) -> None:
+        """What trials showed of arguments or options that are new."""
+        self._keeps_state_only = self._keeps_state_only and findings.in_parts
+        assert self.element_names is not None, "sharded"
+        self.element_names |= findings.element_names
 
     def step(self, arguments: StepArguments) -> None:
         """``arguments``: of the user's optimizer, without the closure."""
@@ -444,8 +449,8 @@ class ShardedStep(ShardHolder):
             model.param_gather.finish()
         for run in runs:
             if run.begins:
-                run.split_state(self.inner.state, self._element_names)
-                run.join_state(self.inner.state, self._element_names, self._chunk_numel(run))
+                run.split_state(self.inner.state, self.element_names)
+                run.join_state(self.inner.state, self.element_names, self._chunk_numel(run))
         # a backward through a graph from before the step must raise, as it does where torch's optimizers step
         stepped = [model.params[index] for index in indices if self.may_step(index)]
         torch.autograd.graph.increment_version(stepped)

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -198,6 +198,38 @@ def double_of(
         args, kwargs = own([list(arguments.args), dict(arguments.kwargs)])
         double.step = functools.partial(double.step, *args, **kwargs)  # type: ignore[method-assign, assignment]
     return double
+
+
+class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
+    """The state of an optimizer of which each tensor has some before its first step."""
+
+    def __init__(self, param: Tensor | None, values: Mapping[str, Any]) -> None:
+        super().__init__(dict)
+        self._param, self._values = param, values
+
+    @classmethod
+    def like(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateAtStart:
+        """As an optimizer keeps it for the first tensor of a group; what has its shape is the same everywhere, since
+        other tensors have other elements."""
+        for param in group["params"]:
+            if param.numel() > 0 and (values := optimizer.state.get(param)):
+                return cls(param, values)
+        return cls(None, {})
+
+    def copy(self) -> StateAtStart:
+        """Of no tensors yet."""
+        return StateAtStart(self._param, self._values)
+
+    def __missing__(self, tensor: Tensor) -> dict[str, Any]:
+        self[tensor] = {name: self._of(tensor, value) for name, value in self._values.items()}
+        return self[tensor]
+
+    def _of(self, tensor: Tensor, value: Any) -> Any:
+        param = self._param
+        if isinstance(value, Tensor) and param is not None and value.shape == param.shape and value.dim() > 0:
+            dtype = tensor.dtype if value.dtype == param.dtype else value.dtype
+            return torch.full_like(tensor, value.flatten()[0].item(), dtype=dtype)
+        return own(value)
 
 
 def enter_training(optimizer: torch.optim.Optimizer) -> None:

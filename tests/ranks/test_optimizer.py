@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import CheckpointError
+from megastrategy.core.errors import CheckpointError, OptimizerNotShardableError
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
+from tests.support.optimizers import Lamb
 from tests.support.ranks import run_ranks
 from tests.support.training import Run, assert_same_state, start_ours, train_with_ddp, train_with_ours
 
@@ -332,6 +333,31 @@ def test_parameters_join_by_add_param_group() -> None:
             model(torch.ones(2, 10)).sum().backward()
             optimizer.step()
             assert torch.equal(before, module[0].weight) == (not joined)
+
+    run_ranks(2, run)
+
+
+def test_a_group_added_later_is_tried_as_those_at_the_start() -> None:
+    class Mixed(Lamb):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for param in (param for param in group["params"] if param.grad is not None):
+                    scale = param.grad.norm() if group.get("layerwise") else 1.0
+                    param.sub_(param.grad / scale, alpha=group["lr"])
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, SHARDED, group)
+        optimizer = DistributedOptimizer(Mixed(module[2].parameters(), lr=0.1), model)
+        with pytest.raises(OptimizerNotShardableError, match="parameter group 1"):
+            optimizer.add_param_group({"params": list(module[0].parameters()), "layerwise": True})
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": list(module[0].parameters()), "layerwise": False})
+        before = module[0].weight.detach().clone()
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(before, module[0].weight)
 
     run_ranks(2, run)
 

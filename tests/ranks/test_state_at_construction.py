@@ -17,7 +17,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core import make_collectives, read_directory, save_directory
 from tests.support.gradients import batch
 from tests.support.models import two_layers
-from tests.support.optimizers import Prepared
+from tests.support.optimizers import CountsOnState, Prepared
 from tests.support.processes import run_processes
 from tests.support.ranks import run_ranks
 
@@ -31,6 +31,7 @@ KINDS: dict[str, MakeOptimizer] = {
     ),
     "Adagrad(fused=True)": lambda params: torch.optim.Adagrad(params, lr=0.02, fused=True),
     "Prepared": lambda params: Prepared(params, lr=0.02),
+    "CountsOnState": lambda params: CountsOnState(params, lr=0.02),
 }
 every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
 both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -367,6 +367,24 @@ class Prepared(Simple):
         param.sub_((state["sum"] / (1 + state["total"])).to(param.dtype), alpha=group["lr"])
 
 
+class CountsOnState(Prepared):
+    """Raises KeyError for a tensor that was not there when it was constructed, as Adagrad does in torch 2.12."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] += 1
+        state["sum"].add_(grad)
+        state["total"].add_(grad.abs())
+        param.sub_((state["sum"] / (1 + state["total"])).to(param.dtype), alpha=group["lr"])
+
+
+class SumsItsState(CountsOnState):
+    """As that, and each element moves by what all have."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["sum"].add_(grad)
+        param.sub_(grad / (1 + state["sum"].square().mean()), alpha=group["lr"])
+
+
 class NeedsClosure(Simple):
     """Evaluates the model itself."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core.elementwise import probe, probe_state_names, why_not_elementwise, why_not_main_params
+from megastrategy.core.elementwise import probe, why_not_main_params
 from tests.ranks.test_parity import OPTIMIZERS
 from tests.support import optimizers
 from tests.support.optimizers import GloballyNormalised, Lamb, Simple
@@ -83,17 +83,17 @@ def test_every_option_of_adam_passes(kind: str, name: str) -> None:
 def test_torch_optimizers_pass_at_any_learning_rate(name: str, lr: float) -> None:
     kind, options = OPTIMIZERS[name]
     optimizer = getattr(torch.optim, kind)(params(), **{**options, "lr": lr})
-    assert why_not_elementwise(optimizer, CPU, torch.float32) is None
+    assert probe(optimizer, CPU, torch.float32).reason is None
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "nesterov": True}, {"momentum": 0.0}])
 def test_every_option_of_sgd_passes(options: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD(params(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **options})
-    assert why_not_elementwise(optimizer, CPU, torch.float32) is None
+    assert probe(optimizer, CPU, torch.float32).reason is None
 
 
 def test_an_unknown_element_wise_optimizer_passes() -> None:
-    assert why_not_elementwise(SignSGD(params()), CPU, torch.float32) is None
+    assert probe(SignSGD(params()), CPU, torch.float32).reason is None
 
 
 COUPLED = [
@@ -120,7 +120,7 @@ COUPLED = [
 @pytest.mark.parametrize("kind", COUPLED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_looks_beyond_the_element_is_found(kind: Any, dtype: torch.dtype) -> None:
-    reason = why_not_elementwise(kind(params()), CPU, dtype)
+    reason = probe(kind(params()), CPU, dtype).reason
     assert reason is not None
     assert "flat pieces" in reason
 
@@ -128,15 +128,15 @@ def test_what_looks_beyond_the_element_is_found(kind: Any, dtype: torch.dtype) -
 @pytest.mark.parametrize("lr", [1e-12, 1e-7, 1e-5, 1e-3, 0.1, 1.0])
 @pytest.mark.parametrize("kind", COUPLED[4:])
 def test_no_learning_rate_hides_it(kind: Any, lr: float) -> None:
-    assert "flat pieces" in str(why_not_elementwise(kind(params(), lr=lr), CPU, torch.float32))
+    assert "flat pieces" in str(probe(kind(params(), lr=lr), CPU, torch.float32).reason)
 
 
 def test_what_is_kept_is_named_with_both_values() -> None:
-    reason = str(why_not_elementwise(optimizers.DistanceInGroup(params()), CPU, torch.float32))
+    reason = str(probe(optimizers.DistanceInGroup(params()), CPU, torch.float32).reason)
     assert "parameter group 0, entry 'd' of its group is" in reason
-    reason = str(why_not_elementwise(optimizers.NormHistory(params()), CPU, torch.float32))
+    reason = str(probe(optimizers.NormHistory(params()), CPU, torch.float32).reason)
     assert "state 'mean_norm' is" in reason
-    reason = str(why_not_elementwise(optimizers.KeepsLargest(params()), CPU, torch.float32))
+    reason = str(probe(optimizers.KeepsLargest(params()), CPU, torch.float32).reason)
     assert "its attribute 'watch' is otherwise for whole tensors than for flat pieces" in reason
 
 
@@ -153,7 +153,7 @@ def test_what_is_kept_is_named_with_both_values() -> None:
 )
 def test_what_could_not_be_saved_is_found(kind: Any, said: str) -> None:
     """The steps of all but the first are element-wise."""
-    assert said in str(why_not_elementwise(kind(params()), CPU, torch.float32))
+    assert said in str(probe(kind(params()), CPU, torch.float32).reason)
 
 
 def test_a_state_in_another_kind_of_tensor_is_found() -> None:
@@ -165,29 +165,28 @@ def test_a_state_in_another_kind_of_tensor_is_found() -> None:
             state["coded"] = torch.zeros_like(param).as_subclass(Coded)
             param.sub_(grad, alpha=group["lr"])
 
-    assert "state 'coded' as Coded" in str(why_not_elementwise(KeepsCoded(params()), CPU, torch.float32))
+    assert "state 'coded' as Coded" in str(probe(KeepsCoded(params()), CPU, torch.float32).reason)
 
 
 def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> None:
     own = [torch.nn.Parameter(torch.ones(4, 4))]
     own[0].grad = torch.ones(4, 4)
     optimizer = optimizers.LookAhead(torch.optim.SGD(own, lr=0.1))
-    for reason in (why_not_elementwise(optimizer, CPU, torch.float32), why_not_main_params(optimizer)):
+    for reason in (probe(optimizer, CPU, torch.float32).reason, why_not_main_params(optimizer)):
         assert "another optimizer, its attribute 'base'" in str(reason)
         assert "Use that SGD itself" in str(reason)
-    assert probe_state_names(optimizer) is None
     assert bool((own[0] == 1).all())
 
 
 def test_what_differentiates_the_gradients_of_parameters_is_found() -> None:
-    reason = why_not_elementwise(optimizers.SecondDerivatives(params()), CPU, torch.float32)
+    reason = probe(optimizers.SecondDerivatives(params()), CPU, torch.float32).reason
     assert "a trial step of parameter group 0 raised RuntimeError: element 0 of tensors does not require grad" in str(
         reason
     )
 
 
 def test_an_optimizer_that_needs_a_closure_says_so() -> None:
-    assert "'closure'" in str(why_not_elementwise(optimizers.NeedsClosure(params()), CPU, torch.float32))
+    assert "'closure'" in str(probe(optimizers.NeedsClosure(params()), CPU, torch.float32).reason)
 
 
 class Recording(Simple):
@@ -211,7 +210,7 @@ class Recording(Simple):
 def test_it_is_tried_at_its_own_learning_rate(lr: Any, tried: set[float]) -> None:
     """Where that moves too little, at a larger one too."""
     seen: list[float] = []
-    assert why_not_elementwise(Recording(params(), lr, seen), CPU, torch.float32) is None
+    assert probe(Recording(params(), lr, seen), CPU, torch.float32).reason is None
     assert set(seen) == tried
 
 
@@ -220,7 +219,7 @@ def test_a_scheduled_learning_rate_is_tried_as_it_was_before_the_warm_up() -> No
     optimizer = Recording(params(), 0.5, seen)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-3 * step + 1e-3)
     assert optimizer.param_groups[0]["lr"] == 0.0005
-    assert why_not_elementwise(optimizer, CPU, torch.float32) is None
+    assert probe(optimizer, CPU, torch.float32).reason is None
     assert set(seen) == {0.5}
 
 
@@ -230,7 +229,7 @@ def test_groups_with_the_same_options_are_tried_once() -> None:
     for groups in ([1.0], [0.25, 1.0, 0.5] * 10):
         seen: list[float] = []
         own = [{"params": [torch.nn.Parameter(torch.ones(3))], "lr": lr} for lr in groups]
-        assert why_not_elementwise(Recording(own, 0.1, seen), CPU, torch.float32) is None
+        assert probe(Recording(own, 0.1, seen), CPU, torch.float32).reason is None
         assert set(seen) == {1.0}
         counts.append(len(seen))
     assert counts[0] == counts[1]
@@ -268,15 +267,15 @@ def test_whole_main_params_may_be_stepped_under_a_scheduler() -> None:
 
 def test_an_optimizer_that_begins_in_evaluation_is_tried_in_training() -> None:
     """Schedule-Free refuses to step in evaluation; its modes are tried when they are called."""
-    assert why_not_elementwise(optimizers.Averaging(params()), CPU, torch.float32) is None
+    assert probe(optimizers.Averaging(params()), CPU, torch.float32).reason is None
     assert why_not_main_params(optimizers.Averaging(params())) is None
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])
 def test_a_learning_rate_that_warms_up_from_zero_hides_nothing(lr: Any) -> None:
-    assert "flat pieces" in str(why_not_elementwise(Lamb(params(), lr=lr), CPU, torch.float32))
+    assert "flat pieces" in str(probe(Lamb(params(), lr=lr), CPU, torch.float32).reason)
     optimizer = torch.optim.AdamW(params(), lr=lr, foreach=False)
-    assert why_not_elementwise(optimizer, CPU, torch.float32) is None
+    assert probe(optimizer, CPU, torch.float32).reason is None
     assert optimizer.param_groups[0]["lr"] is lr
 
 
@@ -285,15 +284,25 @@ def test_steps_that_move_nothing_prove_nothing() -> None:
         def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
             pass
 
-    reason = str(why_not_elementwise(Idle(params()), CPU, torch.float32))
+    reason = str(probe(Idle(params()), CPU, torch.float32).reason)
     assert "moved nothing, so they tell nothing: a step() without a closure has to move the tensors" in reason
 
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon])
 def test_what_cannot_step_flat_pieces_is_found(make: Any) -> None:
     optimizer = make([torch.nn.Parameter(torch.ones(4, 4))])
-    reason = why_not_elementwise(optimizer, CPU, torch.float32)
+    reason = probe(optimizer, CPU, torch.float32).reason
     assert reason is not None
+
+
+def test_an_optimizer_that_counts_on_state_from_its_construction_is_tried_with_such_state() -> None:
+    found = probe(optimizers.CountsOnState(params()), CPU, torch.float32)
+    assert found.reason is None
+    assert found.element_names == {"sum", "total", "mask"}
+    assert "a trial tensor" in str(probe(optimizers.SumsItsState(params()), CPU, torch.float32).reason)
+    without = optimizers.CountsOnState(params())
+    without.state.clear()
+    assert "KeyError: 'step'" in str(probe(without, CPU, torch.float32).reason)
 
 
 def test_one_group_of_many_that_is_not_element_wise_is_named() -> None:
@@ -307,7 +316,7 @@ def test_one_group_of_many_that_is_not_element_wise_is_named() -> None:
 
     first, second = params()
     optimizer = Mixed([{"params": [first], "layerwise": False}, {"params": [second], "layerwise": True}])
-    reason = why_not_elementwise(optimizer, CPU, torch.float32)
+    reason = probe(optimizer, CPU, torch.float32).reason
     assert reason is not None
     assert "group 1" in reason
 
@@ -315,13 +324,13 @@ def test_one_group_of_many_that_is_not_element_wise_is_named() -> None:
 def test_the_optimizer_is_left_as_it_was() -> None:
     own = params()
     watching = optimizers.KeepsLargest(params())
-    why_not_elementwise(watching, CPU, torch.float32)
+    probe(watching, CPU, torch.float32)
     assert watching.watch.largest == 0, "nor do objects that it keeps change"
     optimizer = torch.optim.AdamW(own, lr=0.1)
     calls: list[object] = []
     optimizer.register_step_pre_hook(lambda *args: calls.append(args))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    why_not_elementwise(optimizer, CPU, torch.float32)
+    probe(optimizer, CPU, torch.float32)
     assert calls == [], "the user's hooks do not run"
     assert not optimizer.state
     assert optimizer.param_groups[0]["params"] == own
@@ -335,4 +344,3 @@ def test_state_tensors_are_counted() -> None:
     for kind, count in counts.items():
         assert len(probe(getattr(torch.optim, kind)(params()), CPU, torch.float32).element_names) == count
     assert len(probe(torch.optim.AdamW(params(), amsgrad=True), CPU, torch.float32).element_names) == 3
-    assert probe_state_names(torch.optim.LBFGS(params())) is None
