@@ -11,7 +11,7 @@ there ``DDPStrategy`` would reach for that reducer.
 
 [Note: torch's attributes]
 Who has found an instance of torch's DDP also reads what torch's ``__init__`` sets (sentence-transformers' cached losses
-read four of them). Each has one of three answers, and a test compares the names with those of the installed torch:
+read four of them). Each has one of three answers, and a test looks for names of the installed torch that have none:
 what has a meaning here is the engine's value; what describes a feature that this engine has not is torch's value for
 "not used"; what belongs to torch's reducer is an AttributeError that says so. Setting the first kind does what it does
 under torch, or is refused: a value that nobody reads would be silently without effect.
@@ -113,6 +113,8 @@ _ENGINES: dict[str, Callable[[Any], Any]] = {
     "device_ids": _device_ids,
     "output_device": _device_index,
     "is_multi_device_module": lambda model: False,
+    "require_manual_backward_finalization": lambda model: False,  # backward ends with all gradients reduced
+    "should_finalize_after_backward": lambda model: False,
     "parameters_to_ignore": lambda model: set(),
     "bucket_bytes_cap": _largest_bucket_bytes,
     "bucket_bytes_cap_default": lambda model: model.config.bucket_size is None,
@@ -131,6 +133,8 @@ NOT_USED: dict[str, Callable[[], Any]] = {
     "skip_all_reduce_unused_params": lambda: False,
     "_join_config": _JoinConfig.construct_disabled_join_config,
     "_use_python_reducer": lambda: False,
+    "lazy_bucket_allocation": lambda: False,
+    "_require_manual_backward_finalization": lambda: False,
     "_delay_all_reduce_params": list,
     "_delay_all_reduce_all_params": lambda: False,
     "_delay_grad_buffer": lambda: None,

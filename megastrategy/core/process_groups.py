@@ -32,13 +32,9 @@ def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
         )
     if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
         return group
-    if group is None:
-        world = dist.group.WORLD
-        assert world is not None, "initialised, as checked above"
-        return _group_of_all(dist.get_backend_config(world), world._get_backend(device).options._timeout)
-    number = torch.tensor([secrets.randbelow(2**62)], device=device)
-    group.broadcast([number], dist.BroadcastOptions()).wait()
-    return part_of_group(group, dist.get_process_group_ranks(group), f"megastrategy {int(number.item())}", device)
+    group = group or dist.group.WORLD
+    assert group is not None, "initialised, as checked above"
+    return part_of_group(group, dist.get_process_group_ranks(group), _new_name(group, device), device)
 
 
 def host_group() -> ProcessGroup:
@@ -53,25 +49,35 @@ def host_group() -> ProcessGroup:
     world = dist.group.WORLD
     if world is None:
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
-    device = world._device_types[0]  # its backends, if it has several, were made with one timeout
-    return _group_of_all("gloo", world._get_backend(device).options._timeout)
+    host, types = (
+        torch.device("cpu"),
+        world._device_types,
+    )  # its backends, if it has several, were made with one timeout
+    device = host if host in types else types[0]
+    return part_of_group(world, dist.get_process_group_ranks(world), _new_name(world, device), device, backend="gloo")
 
 
-def _group_of_all(backend: str, timeout: timedelta) -> ProcessGroup:
-    made: ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
-    return made
+def _new_name(group: ProcessGroup, device: torch.device) -> str:
+    """That no other group has or had. Collective."""
+    number = torch.tensor([secrets.randbelow(2**62)], device=device)
+    group.broadcast([number], dist.BroadcastOptions()).wait()
+    return f"megastrategy {int(number.item())}"
 
 
-def part_of_group(group: ProcessGroup, ranks: list[int], name: str, device: torch.device) -> ProcessGroup:
+def part_of_group(
+    group: ProcessGroup, ranks: list[int], name: str, device: torch.device, *, backend: str | None = None
+) -> ProcessGroup:
     """A new group with the backend and the timeout of ``group``. Collective over its ranks alone.
 
-    ``torch.distributed.new_group(use_local_synchronization=True)`` would name it after its ranks and the number of
-    groups that this rank is in: ranks that are in more groups than others wait for each other forever, and a group that
-    is made after another one has ended finds that one's addresses in the store.
+    ``torch.distributed.new_group()`` would name it after the number of groups that this rank has made, those of it
+    alone among them since torch 2.15, and with ``use_local_synchronization=True`` after its ranks and the number of
+    groups that it is in: ranks that differ in those numbers wait for each other forever, and a group that is made after
+    another one has ended finds that one's addresses in the store.
 
     Args:
         ranks: some of the group's, by their numbers in the world, this one among them.
         name: that no other group has or had.
+        backend: in the place of the group's.
     """
     c10d = dist.distributed_c10d
     world = c10d._get_default_group()
@@ -80,7 +86,7 @@ def part_of_group(group: ProcessGroup, ranks: list[int], name: str, device: torc
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
-        dist.Backend(dist.get_backend_config(group)),
+        dist.Backend(backend or dist.get_backend_config(group)),
         c10d._world.pg_map[world][1],
         name,  # type: ignore[arg-type] # a str to Python; torch's own type for it is recent
         timeout=group._get_backend(device).options._timeout,
