@@ -49,11 +49,9 @@ def host_group() -> ProcessGroup:
     world = dist.group.WORLD
     if world is None:
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
-    host, types = (
-        torch.device("cpu"),
-        world._device_types,
-    )  # its backends, if it has several, were made with one timeout
-    device = host if host in types else types[0]
+    device = torch.device("cpu")
+    if device not in world._device_types:
+        device = world._device_types[0]  # its backends, if it has several, were made with one timeout
     return part_of_group(world, dist.get_process_group_ranks(world), _new_name(world, device), device, backend="gloo")
 
 
