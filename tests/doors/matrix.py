@@ -116,7 +116,8 @@ def table() -> str:
         "(`python -m tests.doors.matrix`), which fail if it is not.",
         "",
         "On one rank (`devices=1`) nothing is sharded: there each line, what is refused on two ranks included, is",
-        'compared with `"ddp"` on one rank as well, with both settings, and no bit differs.',
+        'compared with `"ddp"` on one rank as well, with both settings, and no bit differs. Lightning runs',
+        "[its own tests](lightnings_own_tests.md) on one rank, too.",
     ]
     for area in dict.fromkeys(feature.area for feature in features):
         lines += ["", f"## {area}", "", "| | reduce-scatter | all-reduce | |", "|---|---|---|---|"]

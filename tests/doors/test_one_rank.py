@@ -112,3 +112,56 @@ def test_collectives_are_counted(ranks: Ranks, one_rank: Ranks, job: Any) -> Non
     assert one_rank.run(job, "ddp", {})[0]["allreduce_"] > 0
     for counts in ranks.run(job, "megatron_ddp", MODES["reduce-scatter"]):
         assert counts["reduce-scatter"] > 0
+
+
+# --- found by Lightning's own tests (docs/lightnings_own_tests.md) ---------------------------------------------------
+
+
+def test_methods_that_a_user_replaced_are_called_and_are_theirs_after_a_fit(ranks: Ranks, one_rank: Ranks) -> None:
+    """Tests that replace a loop's method to count its calls do so, and put the old one back themselves."""
+    for pool in (one_rank, ranks):
+        for called, kept in pool.run(calls_of_replaced_methods):
+            assert called == ["advance"] * 2 + ["_evaluation_step"] * 3
+            assert kept
+
+
+def calls_of_replaced_methods() -> tuple[list[str], bool]:
+    trainer = make_trainer(
+        make_strategy("megatron_ddp"),
+        max_epochs=1,
+        limit_train_batches=2,
+        limit_val_batches=3,
+        num_sanity_val_steps=0,
+    )
+    called: list[str] = []
+
+    def noting(method: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            called.append(method.__name__)
+            return method(*arguments, **options)
+
+        return run
+
+    epoch_loop: Any = trainer.fit_loop.epoch_loop
+    replaced = {"advance": noting(epoch_loop.advance), "_evaluation_step": noting(epoch_loop.val_loop._evaluation_step)}
+    epoch_loop.advance, epoch_loop.val_loop._evaluation_step = replaced.values()
+    trainer.fit(Normed(), loader(), loader())
+    return called, [epoch_loop.advance, epoch_loop.val_loop._evaluation_step] == list(replaced.values())
+
+
+def test_lightnings_optimizer_is_printed_as_what_it_is(one_rank: Ranks) -> None:
+    ((printed, wrapped),) = one_rank.run(printed_optimizers)
+    assert wrapped.startswith("DistributedOptimizer(AdamW (")
+    assert printed == f"Lightning{wrapped}", "as it prints torch's"
+
+
+def printed_optimizers() -> tuple[str, str]:
+    module = Normed()
+    make_trainer(make_strategy("megatron_ddp"), max_steps=1, callbacks=[Prints()]).fit(module, loader(), loader())
+    return module.printed
+
+
+class Prints(pl.Callback):
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        optimizer = pl_module.optimizers()
+        pl_module.printed = str(optimizer), str(optimizer.optimizer)

@@ -60,6 +60,6 @@ def read_outcomes(file: Path) -> dict[str, dict[str, str]]:
     """By test. A test that passed and then failed in its teardown failed."""
     found: dict[str, dict[str, str]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
-        if found.get(line["test"], line)["outcome"] != "failed":
+        if line["test"] not in found or found[line["test"]]["outcome"] != "failed":
             found[line["test"]] = line
     return found
