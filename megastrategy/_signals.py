@@ -64,7 +64,7 @@ class SignalAgreement:
         self._terminated = False
         self._num_requeues = self._num_requeues_done = 0
         self._requeue_signal = 0
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
         self._replace(self._connector, "_sigterm_notifier_fn", self._remember_to_end)
         self._replace(self._connector, "_slurm_sigusr_handler_fn", self._remember_to_requeue)
@@ -85,16 +85,19 @@ class SignalAgreement:
         return type(None), ()
 
     def remove(self) -> None:
-        """Lightning's own methods again."""
-        for of, name in self._replaced:
-            vars(of).pop(name, None)
+        """Lightning's own methods again, or those that a user had put in their place."""
+        for of, name, before in self._replaced:
+            if before is not None:
+                setattr(of, name, before)
+            else:
+                vars(of).pop(name, None)
         self._replaced.clear()
         if self._collectives is not None:
             self._collectives.close()
 
     def _replace(self, of: Any, name: str, method: Callable[..., Any]) -> None:
+        self._replaced.append((of, name, vars(of).get(name)))
         setattr(of, name, _InPlace(of, name, method))
-        self._replaced.append((of, name))
 
     # --- handlers ----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import pickle
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -223,7 +224,9 @@ class Collectives(ABC):
 
 
 def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
-    """The implementation for the backend that ``group`` uses on ``device``."""
+    """The implementation for the backend that ``group`` uses on ``device``; none is used where a rank is alone."""
+    if group.size() == 1:
+        return LoneCollectives(group)
     backend = group._get_backend(device)
     known = dist.distributed_c10d._world.pg_map.get(group)
     roll_call = RollCall(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
@@ -237,6 +240,48 @@ def host_collectives() -> Collectives:
         ValueError: if torch.distributed is not initialised.
     """
     return make_collectives(host_group(), torch.device("cpu"))
+
+
+class LoneCollectives(Collectives):
+    """One rank: nothing is sent, no thread is started, and nothing is counted, since there is nobody to keep step with.
+
+    A sum over ranks is the tensor itself, and so is what is gathered or broadcast. Only a scale is left to apply.
+    """
+
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        if scale != 1.0:  # else a pass over the tensor that changes no bit
+            tensor.mul_(scale)
+        return _Done()
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return _Done()
+
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self.all_reduce(tensor, scale)
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        add_parts_(sums, [tensor], scale, scale_sum)
+        return _Done()
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        return _Done()
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return _Done()
+
+    def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
+        """They are rank 0's: not even copied."""
+
+
+class _Done(Handle):
+    """Of what ended when it began."""
+
+    def __init__(self) -> None:
+        now_ns = time.perf_counter_ns()
+        self.ran_ns = now_ns, now_ns
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
 
 
 class BackendCollectives(Collectives):

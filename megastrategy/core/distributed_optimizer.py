@@ -429,7 +429,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._impl.inner.register_step_post_hook(hook)
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer({self._impl.inner!r})"
+        return f"{type(self).__name__}({self._impl.inner!r})"  # Lightning derives a class of its own
 
 
 def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> Findings | None:

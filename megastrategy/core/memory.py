@@ -64,7 +64,9 @@ def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tens
     """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's."""
     numels = [bucket.numel for bucket in layout.buckets]
     use = memory_use(layout, dp_rank, state_tensors or 0)
-    if layout.num_shards == 1:
+    if layout.dp_size == 1:
+        reduction = "nothing is sent, nothing is sharded"
+    elif layout.num_shards == 1:
         reduction = "all-reduce, whole optimizer on every rank"
     elif layout.num_instances == 1:
         reduction = "reduce-scatter, sharded optimizer"
@@ -74,14 +76,15 @@ def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tens
             "them, optimizer sharded inside"
         )
     timing = "while backward runs" if overlap else "after backward"
-    wire = (
+    dtypes = (
         ", ".join(dict.fromkeys(str(buffer.grad_dtype).removeprefix("torch.") for buffer in layout.buffers))
         or "nothing"
     )
+    fate = f"sent as {dtypes} {timing}" if layout.dp_size > 1 else f"of {dtypes}"
     sizes = f"{min(numels):,} to {max(numels):,} elements each" if numels else "no trainable parameter"
     lines = [
         f"megatron_ddp on {layout.dp_size} rank(s): {reduction}",
-        f"  {len(numels)} bucket(s), {sizes}, {sum(numels):,} in all, sent as {wire} {timing}",
+        f"  {len(numels)} bucket(s), {sizes}, {sum(numels):,} in all, {fate}",
         f"  {'bytes a rank':<16}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'total':>14}",
     ]
     rows = [

@@ -1,4 +1,4 @@
-"""One pair of rank processes for all tests of the doors."""
+"""One pair of rank processes for all tests of the doors, and one that is alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from .rank_processes import Ranks
 def ranks() -> Iterator[Ranks]:
     """Two processes that run a function under ``Trainer(devices=2)``."""
     pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def one_rank() -> Iterator[Ranks]:
+    """One process that runs a function under ``Trainer(devices=1)``."""
+    pool = Ranks(1)
     yield pool
     pool.close()
 

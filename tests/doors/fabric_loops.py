@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from megastrategy.fabric import MegatronDDPStrategy
 
 from .fits import BUCKET_SIZE, NUM_TOKENS, loader, weights_of
+from .rank_processes import number_of_ranks
 
 EPOCHS = 2
 Batch = Sequence[Tensor]
@@ -70,15 +71,16 @@ def make_strategy(name: str, **options: Any) -> DDPStrategy:
 
 
 def make_fabric(name: str, strategy_options: dict[str, Any] | None = None, **options: Any) -> Fabric:
-    """Launched, on two CPU ranks."""
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=make_strategy(name, **strategy_options or {}), **options)
+    """Launched, on the CPU, on all ranks that there are."""
+    strategy = make_strategy(name, **strategy_options or {})
+    fabric = Fabric(accelerator="cpu", devices=number_of_ranks(), strategy=strategy, **options)
     fabric.launch()
     return fabric
 
 
 def make_data(fabric: Fabric) -> DataLoader[Any]:
     """This rank's half of the samples: seven batches, the last one short."""
-    data: DataLoader[Any] = fabric.setup_dataloaders(loader())
+    data: DataLoader[Any] = fabric.setup_dataloaders(loader(number_of_ranks()))
     return data
 
 

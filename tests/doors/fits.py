@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import MegatronDDPStrategy
 
+from .rank_processes import SIZE, number_of_ranks
+
 NUM_TOKENS = 11
 BATCH_SIZE = 4
 NUM_SAMPLES = 54  # 27 a rank: 7 batches, the last one short; windows of 3, 3 and 1 when three are accumulated
@@ -97,13 +99,17 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
-def loader() -> DataLoader[Any]:
-    """The same samples on every rank and in every call; Lightning gives each rank its half of them."""
+def loader(num_ranks: int = SIZE) -> DataLoader[Any]:
+    """The same samples on every rank and in every call; Lightning gives each rank its half of them.
+
+    One rank alone gets what would be rank 0's half, and so as many batches.
+    """
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(NUM_SAMPLES, 5, generator=generator)
     tokens = torch.randint(NUM_TOKENS, (NUM_SAMPLES,), generator=generator)
     targets = torch.randint(NUM_TOKENS, (NUM_SAMPLES,), generator=generator)
-    return DataLoader(TensorDataset(features, tokens, targets), batch_size=BATCH_SIZE)
+    every = SIZE // num_ranks
+    return DataLoader(TensorDataset(features[::every], tokens[::every], targets[::every]), batch_size=BATCH_SIZE)
 
 
 class MemoryLogger(Logger):
@@ -136,10 +142,10 @@ def make_strategy(name: str, **options: Any) -> DDPStrategy:
 
 
 def make_trainer(strategy: DDPStrategy, **options: Any) -> pl.Trainer:
-    """A quiet Trainer on two CPU ranks."""
+    """A quiet Trainer on the CPU, on all ranks that there are."""
     defaults = {
         "accelerator": "cpu",
-        "devices": 2,
+        "devices": number_of_ranks(),
         "max_epochs": 2,
         "logger": False,
         "enable_checkpointing": False,
@@ -183,7 +189,7 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(make_strategy(name, **strategy_options or {}), **{"logger": logger, **trainer_options})
-        trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+        trainer.fit(module, loader(number_of_ranks()), loader(number_of_ranks()), ckpt_path=ckpt_path)
     return Fit(
         weights=weights_of(module),
         losses=list(getattr(module, "losses", [])),

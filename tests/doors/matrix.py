@@ -30,8 +30,9 @@ class Feature:
     Args:
         area: the heading it stands under.
         name: what a user would call it.
-        job: ``job(strategy_name, strategy_options, **options)`` runs on both ranks and returns what to compare:
-            weights, losses, metrics, what callbacks saw. Picklable; :func:`assert_equal` says what can be compared.
+        job: ``job(strategy_name, strategy_options, **options)`` runs on both ranks, and on one alone, and returns what
+            to compare: weights, losses, metrics, what callbacks saw. Picklable; :func:`assert_equal` says what can be
+            compared.
         options: more arguments for the job.
         rtol: the relative tolerance with reduce-scatter, where the order of a sum differs; 0 is equality of the bits.
         refused: with reduce-scatter it is refused instead, and this stands in the error's message.
@@ -113,6 +114,10 @@ def table() -> str:
         "`python -m pytest tests/doors/test_matrix.py`. *To the bit* means that no bit differs; a number is the",
         "relative difference allowed where the order of a sum differs. This file is written from the tests",
         "(`python -m tests.doors.matrix`), which fail if it is not.",
+        "",
+        "On one rank (`devices=1`) nothing is sharded: there each line, what is refused on two ranks included, is",
+        'compared with `"ddp"` on one rank as well, with both settings, and no bit differs. Lightning runs',
+        "[its own tests](lightnings_own_tests.md) on one rank, too.",
     ]
     for area in dict.fromkeys(feature.area for feature in features):
         lines += ["", f"## {area}", "", "| | reduce-scatter | all-reduce | |", "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Two rank processes that run jobs: started once, since Lightning's import takes seconds; replaced after a failure."""
+"""Rank processes that run jobs: started once, since Lightning's import takes seconds; replaced after a failure."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ import torch
 from ..support.patience import HANG_S
 
 SIZE = 2
+NUM_RANKS = "NUM_RANKS"
+"""In the environment of a rank process: how many there are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Ranks:
         port = free_port()
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, self._size, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -105,6 +107,11 @@ class Ranks:
         return Failure(rank, "died", reason, reason, time.monotonic() - start)
 
 
+def number_of_ranks() -> int:
+    """How many run this job; two where no rank process runs it."""
+    return int(os.environ.get(NUM_RANKS, SIZE))
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with contextlib.closing(socket.socket()) as listener:
@@ -112,13 +119,14 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _serve(rank: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         LOCAL_RANK=str(rank),
         NODE_RANK="0",
+        **{NUM_RANKS: str(size)},
     )
     while True:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,13 +23,6 @@ from .rank_processes import Ranks
 
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 both_dtypes = pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[Ranks]:
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 def saved(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""The matrix: every feature under ``"ddp"`` and under ours, with reduce-scatter and with all-reduce."""
+"""The matrix: every feature under ``"ddp"`` and under ours, with reduce-scatter and with all-reduce, on two ranks and
+on one."""
 
 from __future__ import annotations
 
@@ -19,13 +20,18 @@ FEATURES, BEYOND = collect()
 @pytest.fixture(scope="module")
 def under_ddp(ranks: Ranks) -> Callable[[int], list[Any]]:
     """The results of a feature under ``"ddp"``, run once for both modes."""
+    return functools.lru_cache(maxsize=1)(functools.partial(run_under_ddp, ranks))
 
-    @functools.lru_cache(maxsize=1)
-    def run(number: int) -> list[Any]:
-        feature = FEATURES[number]
-        return ranks.run(feature.job, "ddp", {}, **feature.options)
 
-    return run
+@pytest.fixture(scope="module")
+def alone_under_ddp(one_rank: Ranks) -> Callable[[int], list[Any]]:
+    """The same on one rank."""
+    return functools.lru_cache(maxsize=1)(functools.partial(run_under_ddp, one_rank))
+
+
+def run_under_ddp(ranks: Ranks, number: int) -> list[Any]:
+    feature = FEATURES[number]
+    return ranks.run(feature.job, "ddp", {}, **feature.options)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -45,6 +51,17 @@ def test_feature_equals_ddp(ranks: Ranks, under_ddp: Callable[[int], list[Any]],
         theirs = ranks.run(feature.job, "ddp", {}, **{**feature.options, **feature.like})
     for mine, other in zip(ours, theirs, strict=True):
         assert_equal(mine, other, feature.rtol if mode == "reduce-scatter" else 0.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(feature) for feature in FEATURES])
+def test_feature_equals_ddp_on_one_rank(
+    one_rank: Ranks, alone_under_ddp: Callable[[int], list[Any]], number: int, mode: str
+) -> None:
+    """To the bit, what is refused on several ranks too: nothing is sharded, and nothing summed in another order."""
+    feature = FEATURES[number]
+    theirs = alone_under_ddp(number)
+    assert_equal(one_rank.run(feature.job, "megatron_ddp", MODES[mode], **feature.options), theirs)
 
 
 @pytest.mark.parametrize("item", BEYOND, ids=[item.name for item in BEYOND])

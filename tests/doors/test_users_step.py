@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,6 @@ from .matrix import MODES
 from .rank_processes import Ranks
 
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[Ranks]:
-    pool = Ranks(1)
-    yield pool
-    pool.close()
 
 
 def noting(calls: list[str]) -> type[torch.optim.SGD]:

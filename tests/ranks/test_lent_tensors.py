@@ -86,12 +86,13 @@ SCRIPT = """
 import os, sys
 import torch
 import torch.distributed as dist
-from megastrategy.core import make_collectives, private_group
+from megastrategy.core import private_group
+from megastrategy.core.collectives import GlooCollectives
 
 cpu = torch.device("cpu")
 sys.setswitchinterval(100)  # who waits for the GIL gets it when another thread has nothing to do
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-every = [make_collectives(private_group(None, cpu), cpu) for _ in range(3)]
+every = [GlooCollectives(private_group(None, cpu)) for _ in range(3)]  # which a rank alone is not given
 num_idle = 0
 for thread in os.listdir("/proc/self/task"):
     with open(f"/proc/self/task/{thread}/comm") as name:

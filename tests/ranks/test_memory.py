@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.memory import memory_use, memory_use_of_ddp
+from megastrategy.core.memory import describe_setup, memory_use, memory_use_of_ddp
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks, with_instances
 
@@ -93,6 +93,16 @@ def test_tensors_held_equal_the_formula_to_the_byte(
     )
 
 
+def test_one_rank_is_not_told_that_anything_is_sent() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(wide(torch.float32), DistributedDataParallelConfig(bucket_size=5000), group)
+        first, second, *_ = describe_setup(model.layout, rank, True, 2).splitlines()
+        assert first == "megatron_ddp on 1 rank(s): nothing is sent, nothing is sharded"
+        assert second.endswith(" in all, of float32")
+
+    run_ranks(1, run)
+
+
 def test_nothing_else_is_alive() -> None:
     """All tensors of the process, not only those we know of: params + grads + state, and 4 bytes a step counter."""
 
@@ -110,8 +120,7 @@ def test_nothing_else_is_alive() -> None:
         gc.collect()
         alive = [tensor for tensor in all_tensors() if id(tensor) not in before]
         counters = len([v for values in optimizer.state.values() for v in values.values() if v.dim() == 0])
-        constants = 2  # the two readiness words of the ring
-        assert bytes_of(alive) == use.total_bytes + 4 * counters + constants
+        assert bytes_of(alive) == use.total_bytes + 4 * counters
 
     run_ranks(1, run)
 

@@ -43,6 +43,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 from ..fits import BATCHES_PER_EPOCH, NUM_TOKENS, AwkwardModule, Fit, adamw, fit
 from ..matrix import Beyond, Feature
+from ..rank_processes import number_of_ranks
 
 Make = Callable[[], Callback]
 
@@ -470,7 +471,7 @@ def measured(name: str, strategy_options: dict[str, Any]) -> Watched:
     seen = watched(name, strategy_options, module=lambda: module)
     assert {"accuracy_epoch", "val_micro", "val_macro", "loss_max_epoch", "mean_by_hand"} <= set(seen.fit.metrics)
     seen.notes = {"confusion": module.matrices}
-    assert sum(module.matrices[-1].flatten().tolist()) == 54, "both ranks' samples"
+    assert sum(module.matrices[-1].flatten().tolist()) == 27 * number_of_ranks(), "all ranks' samples"
     return seen
 
 

@@ -15,6 +15,7 @@ from megastrategy.core.reduced_grad import ReducedGrad
 
 from ..fits import AwkwardModule, Fit, fit
 from ..matrix import Feature
+from ..rank_processes import number_of_ranks
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 
@@ -66,18 +67,19 @@ def seen(name: str, strategy_options: dict[str, Any], hook: str, **options: Any)
     recorder = RecordGrads(hook)
     fit(name, strategy_options=strategy_options, callbacks=[recorder], **options)
     assert any(grad is not None for grads in recorder.grads for grad in grads.values())
-    assert (recorder.num_hidden > 0) == strategy_options.get("use_distributed_optimizer", False)
+    sharded = strategy_options.get("use_distributed_optimizer", False) and number_of_ranks() > 1
+    assert (recorder.num_hidden > 0) == sharded
     return recorder.grads
 
 
 class LogsNorms(AwkwardModule):
-    """What Lightning's documentation does in this hook; under reduce-scatter with the strategy's function."""
+    """What Lightning's documentation does in this hook; where gradients are shards with the strategy's function."""
 
     norm_type: float | str = 2.0
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         strategy: Any = self.trainer.strategy
-        if hasattr(strategy, "grad_norm") and strategy.config.use_distributed_optimizer:
+        if any(isinstance(param.grad, ReducedGrad) for param in self.parameters()):
             self.log_dict(strategy.grad_norm(self.norm_type))
         else:
             self.log_dict(grad_norm(self, self.norm_type))
