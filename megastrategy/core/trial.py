@@ -212,7 +212,7 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
         """As an optimizer keeps it for the first tensor of a group; what has its shape is the same everywhere, since
         other tensors have other elements."""
         for param in group["params"]:
-            if param.numel() > 0 and (values := optimizer.state.get(param)):
+            if param.numel() > 1 and (values := optimizer.state.get(param)):  # of one, nobody knows which has its shape
                 return cls(param, values)
         return cls(None, {})
 

@@ -192,7 +192,8 @@ def test_nothing_comes_out_of_the_entry_point(
 ) -> None:
     """What it raises would be an error of ``import torch``."""
     monkeypatch.setattr(sys, "meta_path", ())  # nothing can be inserted
-    megastrategy_autoload.register_strategy_names()
+    with caplog.at_level(logging.DEBUG, "megastrategy_autoload"):
+        megastrategy_autoload.register_strategy_names()
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [AttributeError]
 
 
