@@ -124,7 +124,7 @@ def gather_state_dict(
     One state tensor of one bucket is gathered at a time. ``known``: as for :func:`per_element_keys`.
     """
     numbers = number_params(optimizer)
-    groups = groups_by_number(optimizer)
+    groups = groups_by_number(optimizer, numbers)
     number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
     is_root = gather is None or gather.is_root
     states = {index: optimizer.state.get(shard.main, {}) for index, shard in shards.items()}
@@ -136,10 +136,12 @@ def gather_state_dict(
         state.update({numbers[id(p)]: _to_host(optimizer.state[p]) for p in frozen if optimizer.state.get(p)})
     scratch: dict[torch.dtype, Tensor] = {}
     for bucket in layout.buckets:
-        keys = dict.fromkeys((key, dtype) for index in bucket.params for key, dtype in sharded_keys.get(index, ()))
-        for key, dtype in keys:
-            members = [i for i in bucket.params if (key, dtype) in sharded_keys.get(i, ())]
-            own = {i: optimizer.state[shards[i].main][key] for i in members if i in shards}
+        members_by_key: dict[tuple[str, torch.dtype], list[int]] = {}
+        for index in bucket.params:
+            for key_and_dtype in sharded_keys.get(index, ()):
+                members_by_key.setdefault(key_and_dtype, []).append(index)
+        for (key, dtype), members in members_by_key.items():
+            own = {i: states[i][key] for i in members if i in shards}
             for index, full in _gather_bucket(
                 bucket, members, key, own, dtype, shards, layout, gather, device, scratch
             ):
@@ -148,9 +150,8 @@ def gather_state_dict(
     return {"state": dict(sorted(state.items())) if is_root else OnRankZero(), "param_groups": groups}
 
 
-def groups_by_number(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups as torch saves them."""
-    numbers = number_params(optimizer)
+def groups_by_number(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
+    """The optimizer's groups as torch saves them, with its ``numbers`` for the parameters."""
     return [
         {
             **{key: value for key, value in group.items() if key != "params"},
@@ -364,11 +365,12 @@ def _own_state(
     sharded: dict[int, Keys] = {}
     for index, shard in shards.items():
         keys: list[tuple[str, torch.dtype]] = []
+        shape = shard.main.shape
         for key, value in states.get(index, {}).items():
-            if shard.main.dim() > 0 and is_per_element(key, value, shard.main.shape, known):
+            if shape and is_per_element(key, value, shape, known):
                 keys.append((key, value.dtype))
             else:
-                if in_parts and (reason := why_not_saved(key, value, shard.main.shape)) is not None:
+                if in_parts and (reason := why_not_saved(key, value, shape)) is not None:
                     raise CheckpointError(f"the optimizer keeps {reason}")
                 scalars.setdefault(index, {})[key] = value
         if keys:

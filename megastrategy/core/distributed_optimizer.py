@@ -31,6 +31,7 @@ from .checkpoint import (
     load_full_state_dict,
     load_main_params,
     load_own_state,
+    number_params,
 )
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
@@ -291,7 +292,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.split_state()
         with self._gather(STATE) as (gather, is_here):
             if not is_here:
-                return {"state": OnRankZero(), "param_groups": groups_by_number(impl.inner)}
+                return {"state": OnRankZero(), "param_groups": groups_by_number(impl.inner, number_params(impl.inner))}
             return gather_state_dict(
                 impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.element_names, gather, impl.model.device
             )

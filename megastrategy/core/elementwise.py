@@ -360,16 +360,16 @@ def counts_calls(optimizer: torch.optim.Optimizer) -> bool:
     return bool(hooks) or not is_own_step
 
 
-def is_per_element(name: str, value: Any, shape: Sequence[int], names: Collection[str] | None) -> bool:
+def is_per_element(name: str, value: Any, shape: tuple[int, ...], names: Collection[str] | None) -> bool:
     """Whether a state value has a number for each element of a tensor of this shape.
 
     ``names`` of those that do (:func:`probe`) decides for a tensor of one element, where it is known.
     """
-    is_shaped = isinstance(value, Tensor) and value.shape == tuple(shape)
+    is_shaped = isinstance(value, Tensor) and value.shape == shape
     return is_shaped and (value.numel() > 1 or names is None or name in names)
 
 
-def why_not_saved(name: str, value: Any, shape: Sequence[int]) -> str | None:
+def why_not_saved(name: str, value: Any, shape: tuple[int, ...]) -> str | None:
     """Why a checkpoint cannot hold this state of a flat shard, in words; None if it can."""
     if not isinstance(value, Tensor):
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()

@@ -1,4 +1,4 @@
-"""The benchmark of what a Trainer adds, as it is run, and its arithmetic."""
+"""The benchmarks of what a Trainer adds and of what is paid once, as they are run, and the arithmetic of the first."""
 
 from __future__ import annotations
 
@@ -23,6 +23,16 @@ def test_it_compares_both_strategies_with_loops_of_their_own(tmp_path: Path) -> 
         assert strategy in done.stdout
         for field in ("step_ms", "cpu_ms"):
             assert len(written[strategy][field]["samples"]) == 2
+
+
+def test_what_is_paid_once_is_measured_for_both_strategies_and_three_ways_to_a_state(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.once", "--params", "3", "--rounds", "2", "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "once.json").read_text())["rank 0"]
+    for words in ('"ddp"', '"megatron_ddp"', "copy.deepcopy", "consolidated", "ours"):
+        (name,) = (name for name in figures if words in name)
+        assert len(figures[name]["wall_ms"]["samples"]) == 2
 
 
 def test_a_round_is_as_long_as_on_its_slowest_rank_and_costs_what_its_ranks_cost_on_average() -> None:
