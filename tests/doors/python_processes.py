@@ -33,8 +33,10 @@ def run_pythons(
     cwd: Path | None = None,
     autoload: bool = False,
     timeout_s: float = HANG_S,
+    returncode: int = 0,
 ) -> list[str]:
-    """The same command in several processes at once, each with more variables in its environment."""
+    """The same command in several processes at once, each with more variables in its environment. All of them have to
+    end with ``returncode``: -n for signal n."""
     base = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "NODE_RANK")}
     base |= {
         "OMP_NUM_THREADS": "1",
@@ -63,5 +65,5 @@ def run_pythons(
             for process in processes:
                 process.kill()
     for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output
+        assert process.returncode == returncode, output
     return outputs

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from .fits import BUCKET_SIZE, make_strategy, make_trainer
-from .python_processes import run_python
-from .rank_processes import Failure, Ranks
+from .python_processes import run_python, run_pythons
+from .rank_processes import Failure, Ranks, free_port
 from .test_slurm_requeue import slurm_job
 
 LIMIT_S = 5.0
@@ -42,7 +42,7 @@ class Slow(pl.LightningModule):
 
     Args:
         stage: one of ``STAGES``; none of them: no signal.
-        rank: who gets the signal.
+        rank: who gets the signal; nobody if there is no such rank.
         directory: where every rank that gets it writes down when.
         fast: a rank that needs no time for a batch of evaluation; it is done long before the others.
         at_the_end: what ranks do together when a validation ends.
@@ -213,6 +213,43 @@ def test_all_ranks_save_in_a_validation_and_the_job_resumes(
     assert {state["step"].item() for state in checkpoint["optimizer_states"][0]["state"].values()} == {5}
     for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "none"):
         assert (saved_at, steps) == ([], 10)
+
+
+# --- between two fits ------------------------------------------------------------------------------------------------
+
+TWO_FITS = """
+import functools
+import os
+import pathlib
+import signal
+import sys
+import time
+
+from tests.doors.test_signals_in_evaluation import run
+
+fit = functools.partial(run, "validation", -1, devices=int(sys.argv[1]), fast=int(os.environ["RANK"]))
+fit(pathlib.Path("first"))
+print("SENT", time.time(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+fit(pathlib.Path("second"))
+"""
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sigterm_between_two_fits_ends_the_process_at_once(tmp_path: Path, devices: int) -> None:
+    """As without any Trainer: a fit gives back the handlers that it found."""
+    (tmp_path / "script.py").write_text(TWO_FITS)
+    shared = {"PYTHONPATH": str(Path(__file__).parents[2]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    tasks = [
+        shared | {"WORLD_SIZE": str(devices), "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "fits"}
+        for rank in range(devices)
+    ]
+    outputs = run_pythons(["script.py", str(devices)], tasks, cwd=tmp_path, returncode=-signal.SIGTERM)
+    ended_at = time.time()
+    sent_at = [float(line.split()[1]) for output in outputs for line in output.splitlines() if line.startswith("SENT")]
+    assert len(sent_at) == devices
+    assert ended_at - min(sent_at) < LIMIT_S
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
