@@ -1,0 +1,107 @@
+"""python -m tests.breakages [--only WORDS] [--write FILE]: puts each fault in, one at a time, and runs its tests.
+
+In a copy of the tree. The exit status is the number of faults that no test saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from .catalogue import BREAKAGES, Breakage
+
+ROOT = Path(__file__).parents[2]
+COPIED = (
+    "megastrategy",
+    "tests",
+    "examples",
+    "benchmarks",
+    "docs",
+    "megastrategy_autoload.py",
+    "pyproject.toml",
+    "README.md",
+)
+LIMIT_S = 300
+"""Of the tests of one fault. Ranks that wait for each other are a sign of it too."""
+
+
+def first_red(breakage: Breakage, tree: Path) -> str | None:
+    """The first test that fails with the fault in place; None if all pass."""
+    path = tree / "megastrategy" / breakage.file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(breakage.apply(text), encoding="utf-8")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=120",
+        *breakage.tests.split(),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output = process.communicate(timeout=LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            return f"none ended within {LIMIT_S} s"
+        finally:
+            path.write_text(text, encoding="utf-8")
+    if process.returncode == 0:
+        return None
+    named = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE) or re.findall(r"(tests/\S+::\w+)", output)
+    return named[0] if named else f"pytest ended with {process.returncode}:\n{output[-2000:]}"
+
+
+def table(reds: dict[str, str | None]) -> str:
+    """As Markdown."""
+    rows = [f"| {what} | `{b.file}` | `{red}` |" for b in BREAKAGES for what, red in [(b.what, reds[b.what])]]
+    return "\n".join(["| fault | in | the first test that fails |", "|---|---|---|", *rows])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="the faults whose words or file have this in them")
+    arguments = parser.parse_args()
+    chosen = [b for b in BREAKAGES if arguments.only in b.what or arguments.only in b.file]
+    reds: dict[str, str | None] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in COPIED:
+            source, target = ROOT / name, Path(folder) / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, target)
+        for number, breakage in enumerate(chosen, 1):
+            start = time.monotonic()
+            reds[breakage.what] = first_red(breakage, Path(folder))
+            took = time.monotonic() - start
+            sys.stdout.write(
+                f"{number}/{len(chosen)} {breakage.what} ({took:.0f} s): {reds[breakage.what] or 'NOT SEEN'}\n"
+            )
+            sys.stdout.flush()
+    unseen = [what for what, red in reds.items() if red is None]
+    sys.stdout.write(f"{len(reds) - len(unseen)} of {len(reds)} seen\n")
+    return len(unseen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

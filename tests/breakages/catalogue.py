@@ -1,0 +1,321 @@
+"""Which lines are broken, how, and the tests that have to see it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakage:
+    """One fault.
+
+    Attributes:
+        what: in words, as it would stand in a bug report.
+        file: in the package.
+        before, after: text of the file, which has ``before`` once.
+        tests: what pytest is given, and what fails.
+    """
+
+    what: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+    def apply(self, text: str) -> str:
+        """The file's text with the fault in it."""
+        if text.count(self.before) != 1:
+            raise ValueError(f"{self.file} has {text.count(self.before)} times: {self.before!r}")
+        return text.replace(self.before, self.after)
+
+
+BREAKAGES = (
+    # --- gradients ---------------------------------------------------------------------------------------------------
+    Breakage(
+        "gradients are used before their reduction has ended",
+        "core/reducer.py",
+        "            handle.wait()\n"
+        "            self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)\n            if publish:",
+        "            self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)\n            if publish:",
+        "tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "the sum over ranks is not divided by their number",
+        "core/reducer.py",
+        "mean, average = 1.0 / self._collectives.size, ",
+        "mean, average = 1.0, ",
+        "tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "what other ranks used is not taken over",
+        "core/reducer.py",
+        "        has_grad[:] = [bool(flag) for flag in agreed[: len(local)]]\n",
+        "",
+        "tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "a gradient that comes after its bucket was launched is forgotten",
+        "core/reducer.py",
+        "        self._late.add(index)\n",
+        "",
+        "tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "a bucket is launched when its first gradient arrives",
+        "core/reducer.py",
+        "while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:",
+        "while len(self._handles) < len(self._missing):",
+        "tests/ranks/test_order.py tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "a bucket that was complete before its turn waits for the end of backward",
+        "core/reducer.py",
+        "                self._launch_ready()\n",
+        "                if bucket == len(self._handles):\n                    self._launch(bucket)\n",
+        "tests/ranks/test_order.py tests/ranks/test_order_seen.py",
+    ),
+    Breakage(
+        "gradients of different microbatches are added up",
+        "core/reducer.py",
+        "if last != 255 - complement:",
+        "if False:",
+        "tests/ranks/test_checks.py",
+    ),
+    Breakage(
+        "no_sync sends all the same",
+        "core/distributed_data_parallel.py",
+        "        self.require_backward_grad_sync = False\n        try:",
+        "        try:",
+        "tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "a second backward before the step adds to a mean that was divided already",
+        "core/buffers.py",
+        "                flat[shard_start:shard_end].mul_(self.layout.num_shards)\n",
+        "",
+        "tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "what other ranks own is sent once more by a second backward",
+        "core/buffers.py",
+        "                flat[place.start : shard_start].zero_()\n",
+        "",
+        "tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "gradients of the step before are added to the next ones",
+        "core/buffers.py",
+        "        if len(stale) == len(params):\n            self._zero_bucket(bucket)\n",
+        "        if len(stale) == len(params):\n            pass\n",
+        "tests/ranks/test_gradients.py",
+    ),
+    Breakage(
+        "a staging buffer is filled while it is on the wire",
+        "core/reducer.py",
+        "if len(self._in_flight) == self.buffers.max_in_flight:",
+        "if False:",
+        "tests/ranks/test_pooled.py",
+    ),
+    Breakage(
+        "pooled gradients start at the wrong element of a piece",
+        "core/pooled_buffers.py",
+        "copies.append(_Copy(first + shift, last + shift, index, first - slot.start))",
+        "copies.append(_Copy(first + shift, last + shift, index, 0))",
+        "tests/ranks/test_pooled.py",
+    ),
+    Breakage(
+        "sums of 16-bit gradients are made in 16 bits",
+        "core/tensor_parts.py",
+        "        total = torch.zeros_like(sums[piece])\n",
+        "        total = torch.zeros_like(sums[piece], dtype=parts[0].dtype)\n",
+        "tests/ranks/test_fp32_sums.py",
+    ),
+    # --- layout ------------------------------------------------------------------------------------------------------
+    Breakage(
+        "a rank takes another rank's shard for its own",
+        "core/layout.py",
+        "start = bucket.start + dp_rank % self.num_shards * shard_numel",
+        "start = bucket.start + (dp_rank + 1) % self.num_shards * shard_numel",
+        "tests/ranks/test_parity.py",
+    ),
+    Breakage(
+        "the last element of a shard belongs to nobody",
+        "core/layout.py",
+        "start, end = max(slot.start, shard_start), min(slot.end, shard_end)\n        return",
+        "start, end = max(slot.start, shard_start), min(slot.end, shard_end) - (slot.end > shard_end)\n        return",
+        "tests/ranks/test_parity.py",
+    ),
+    Breakage(
+        "a bucket is padded to one element too few",
+        "core/layout.py",
+        "                position = _round_up(position, alignment)\n",
+        "                position = _round_up(position, alignment) - 1\n",
+        "tests/unit/test_layout.py",
+    ),
+    Breakage(
+        "ranks with different models begin to train",
+        "core/module_plan.py",
+        "    if len(set(digests)) == 1:\n",
+        "    if digests:\n",
+        "tests/ranks/test_errors.py",
+    ),
+    # --- the wire ----------------------------------------------------------------------------------------------------
+    Breakage(
+        "a ring on three ranks adds the part of the wrong rank",
+        "core/gloo_rings.py",
+        ", target = parts[(self._rank - step) % self._size], parts[(self._rank - step - 1) % self._size]",
+        ", target = parts[(self._rank - step) % self._size], parts[(self._rank + step) % self._size]",
+        "tests/ranks/test_collectives.py",
+    ),
+    Breakage(
+        "a ring on three ranks scales a sum in every step",
+        "core/gloo_rings.py",
+        "outgoing = map(scaled, sent) if step == 1 else sent",
+        "outgoing = map(scaled, sent)",
+        "tests/ranks/test_collectives.py",
+    ),
+    Breakage(
+        "instances of the optimizer keep their sums to themselves",
+        "core/instanced_collectives.py",
+        "        self.across.allreduce([tensor]).wait()\n",
+        "        return\n",
+        "tests/ranks/test_instances.py",
+    ),
+    Breakage(
+        "new weights are read before they have arrived",
+        "core/param_gather.py",
+        "                self._handles[bucket].wait()\n",
+        "",
+        "tests/ranks/test_param_gather.py",
+    ),
+    Breakage(
+        "a rank that waits in vain is never told",
+        "core/collectives.py",
+        '            raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")\n',
+        "            return\n",
+        "tests/ranks/test_collectives.py tests/ranks/test_errors.py",
+    ),
+    # --- the step ----------------------------------------------------------------------------------------------------
+    Breakage(
+        "a main param that no longer belongs to its weight is stepped",
+        "core/param_shard.py",
+        "    torch.where(changed, weights.float(), main, out=main)\n",
+        "    torch.where(changed, main, main, out=main)\n",
+        "tests/ranks/test_precision.py",
+    ),
+    Breakage(
+        "16-bit weights do not get what their main params have become",
+        "core/sharded_step.py",
+        "                    run.weights.copy_(run.main)\n",
+        "                    pass\n",
+        "tests/ranks/test_precision.py",
+    ),
+    Breakage(
+        "the norm of the gradients is that of this rank's shards",
+        "core/clip_grads.py",
+        "    collectives.all_gather(parts.view(-1)).wait()\n",
+        "",
+        "tests/ranks/test_optimizer.py",
+    ),
+    Breakage(
+        "a rank alone skips the step in which it found infinities",
+        "core/clip_grads.py",
+        "        collectives.all_reduce_max(found_inf).wait()\n",
+        "        pass\n",
+        "tests/ranks/test_precision.py",
+    ),
+    Breakage(
+        "what has been stepped by itself is stepped with the state of its neighbour",
+        "core/step_tensors.py",
+        "                whole[name][start:end] = state[name]\n",
+        "                whole[name][start:end] = states[0][name][:1]\n",
+        "tests/ranks/test_step_tensors.py",
+    ),
+    Breakage(
+        "an optimizer that couples elements is sharded",
+        "core/elementwise.py",
+        "        moved, is_exact = self._moves_otherwise(whole, pieces)\n",
+        "        moved, is_exact = None, True\n",
+        "tests/unit/test_elementwise.py",
+    ),
+    Breakage(
+        "state moves to the wrong place of another layout",
+        "core/relayout.py",
+        "    shift = present.slots[param].start - first - layout.slots[param].start\n",
+        "    shift = -first\n",
+        "tests/ranks/test_relayout.py",
+    ),
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+    Breakage(
+        "every rank loads the first part of a parameter's state",
+        "core/checkpoint.py",
+        "    return in_memory_order(value, spec)[shard.start : shard.end].clone()",
+        "    return in_memory_order(value, spec)[: shard.numel].clone()",
+        "tests/checkpoints/test_interchange.py",
+    ),
+    Breakage(
+        "saved main params are not loaded",
+        "core/checkpoint.py",
+        "        main.copy_(saved)\n",
+        "        pass\n",
+        "tests/checkpoints/test_interchange.py tests/ranks/test_precision.py",
+    ),
+    Breakage(
+        "rank 0 takes a state that another rank has stepped meanwhile",
+        "core/hand_over.py",
+        "            if lender.version() == wanted:\n",
+        "            if lender.version():\n",
+        "tests/checkpoints/test_roll_call.py",
+    ),
+    # --- doors -------------------------------------------------------------------------------------------------------
+    Breakage(
+        "a prepared model has not the attributes of torch DDP",
+        "_torch_ddp_by_name.py",
+        '    "find_unused_parameters": lambda model: model.config.find_unused_parameters,\n',
+        "",
+        "tests/doors/test_accelerate_torch_attributes.py",
+    ),
+    Breakage(
+        "a stage of torch's pipelining trains with gradients that were reduced once a microbatch",
+        "core/callers.py",
+        "    if _STAGE not in sys.modules:\n",
+        "    if _STAGE in sys.modules:\n",
+        "tests/ranks/test_pipelining.py",
+    ),
+    Breakage(
+        "on one rank SIGTERM is remembered and not obeyed",
+        "_signals.py",
+        "        if self._posted is None:\n            self._connector.received_sigterm = True\n",
+        "        if self._posted is None:\n            pass\n",
+        "tests/doors/test_slurm_requeue.py",
+    ),
+    Breakage(
+        "on one rank the requeue signal is remembered and not obeyed",
+        "_signals.py",
+        "            self._requeue(self._num_requeues, self._requeue_signal)\n"
+        "            return method(*arguments, **options)\n",
+        "            return method(*arguments, **options)\n",
+        "tests/doors/test_slurm_requeue.py",
+    ),
+    Breakage(
+        "Slurm's signal makes each rank save by itself",
+        "_signals.py",
+        "        self._requeue(num_requeues, requeue_signal)\n        if terminated:",
+        "        self._requeue(self._num_requeues, requeue_signal)\n        if terminated:",
+        "tests/doors/test_slurm_requeue.py",
+    ),
+    Breakage(
+        "Lightning's clipping reads the stand-ins of scattered gradients",
+        "_trainer_strategy.py",
+        "        lend(plugin, self._engine_precision)  #",
+        "        #",
+        "tests/doors/test_lightning_clipping.py",
+    ),
+    Breakage(
+        "weights in several files are taken for the first of them",
+        "tools/folders.py",
+        "(?:_(\\d+))?\\.(?:safetensors|bin)(?:\\.index\\.json)?",
+        "(?:_(\\d+))?\\.(?:safetensors|bin)",
+        "tests/tools/test_folders.py",
+    ),
+)
