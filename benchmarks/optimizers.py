@@ -403,8 +403,8 @@ resumed and trained on. Weights before and after, on both ranks, and what was sa
 | refused at wrap | building the `DistributedOptimizer` raises an error with this reason, and with the way out: \
 `use_distributed_optimizer=False`, with which every rank steps whole parameters, as under torch DDP |
 
-[Trial steps](../megastrategy/core/elementwise.py) decide which it is, never a name: what is not in the table is treated
-alike.
+[Trial steps](../megastrategy/core/trials/elementwise.py) decide which it is, never a name: what is not in the table is
+treated alike.
 
 Of {len(rows)}: {counted}. Written on {datetime.date.today()}, on a CPU, with torch {_release(torch.__version__)}, by
 

@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ._launch_config import LaunchConfigError, plugin_from_launch
+from .accelerate.launch_config import LaunchConfigError, plugin_from_launch
 
 if TYPE_CHECKING:
-    from ._accelerate_plugin import MegatronDDPPlugin
+    from .accelerate.plugin import MegatronDDPPlugin
 
 _log = logging.getLogger("megastrategy.launch")
 
@@ -118,8 +118,8 @@ def replace_accelerators(plugin: MegatronDDPPlugin) -> None:
     """
     import accelerate
 
-    from .accelerate import Accelerator
-    from .accelerate import MegatronDDPPlugin as Plugin
+    from .accelerate.accelerator import Accelerator
+    from .accelerate.accelerator import MegatronDDPPlugin as Plugin
 
     init = Accelerator.__init__
 

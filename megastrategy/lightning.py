@@ -16,12 +16,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ._checkpoint_io import WholeFileIO
-from ._communication_monitor import TrainerMonitor
-from ._notebooks import PointsToNotebookNames
-from ._precision import EnginePrecision
-from ._strategy_class import strategy_class
-from ._trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
+from ._checkpoints.files import WholeFileIO
+from ._lightning.communication_monitor import TrainerMonitor
+from ._lightning.notebooks import PointsToNotebookNames
+from ._lightning.precision import EnginePrecision
+from ._lightning.signature import strategy_class
+from ._lightning.trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
 
 __all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy"]
 

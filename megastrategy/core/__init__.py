@@ -1,24 +1,14 @@
 """The engine: torch and the standard library only.
 
-Reading order: config, layout, buffers, reducer, collectives, gloo_rings, clip_grads, param_gather,
-distributed_data_parallel, strangers, sharded_step, distributed_optimizer, checkpoint, flat_shard, sharded_checkpoint;
-then other ways to do one of these: pooled_buffers, instanced_collectives, and what finds better buckets:
-bucket_planner, bucket_order, bucket_tuning, relayout. To follow one gradient: ``layout`` gives it an address,
-``buffers`` makes the address memory, the ``reducer``'s hook counts it ready, ``collectives`` sends its bucket,
-``clip_grads`` and ``sharded_step`` use the shard, and ``param_gather`` brings every rank the new weight.
+To follow one gradient: ``layout`` gives it an address, ``buffers`` makes the address memory, the ``reducer``'s hook
+counts it ready, ``collectives`` sends its bucket, ``clip_grads`` and ``sharded_step`` use the shard, and
+``param_gather`` brings every rank the new weight. These lie open, with what holds them together:
+``distributed_data_parallel`` and ``distributed_optimizer``. Folders have a question each: ``collectives`` how bytes
+travel (and only it calls torch.distributed), ``checkpoint`` how state is saved and loaded, ``trials`` which optimizers
+may be sharded, ``rebucketing`` which buckets would be better.
 """
 
-from .clip_grads import GradScaler, scale_to_norm_, total_grad_norm
-from .collectives import Collectives, host_collectives, make_collectives
-from .config import DistributedDataParallelConfig, config_from_arguments, field_names
-from .distributed_data_parallel import DistributedDataParallel
-from .distributed_optimizer import DistributedOptimizer
-from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
-from .events import Event, EventKind, one_listener
-from .known_findings import KnownFindings
-from .memory import describe_setup, memory_use, memory_use_of_ddp
-from .process_groups import private_group
-from .sharded_checkpoint import (
+from .checkpoint.sharded_state import (
     EXTRA_FILE,
     check_replaceable,
     directory_keys,
@@ -29,7 +19,17 @@ from .sharded_checkpoint import (
     sync_directory,
     to_host,
 )
+from .clip_grads import GradScaler, scale_to_norm_, total_grad_norm
+from .collectives.collectives import Collectives, host_collectives, make_collectives
+from .collectives.process_groups import private_group
+from .config import DistributedDataParallelConfig, config_from_arguments, field_names
+from .distributed_data_parallel import DistributedDataParallel
+from .distributed_optimizer import DistributedOptimizer
+from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
+from .events import Event, EventKind, one_listener
+from .memory import describe_setup, memory_use, memory_use_of_ddp
 from .strangers import describe_unreduced
+from .trials.known_findings import KnownFindings
 
 __all__ = [
     "EXTRA_FILE",

@@ -26,8 +26,8 @@ class DistributedDataParallelConfig:
     share of the traffic is always exposed; more buckets than that pay latency for little, and below 1 MB a
     collective costs more in latency than in bytes. From 320M elements on the bucket is Megatron-LM's. ``"auto"`` times
     a few collectives at the start and the first backwards, takes the size that leaves the least communication exposed
-    by these measurements, and says why (:mod:`~megastrategy.core.bucket_tuning`); that costs up to a second or two at
-    the start, and runs are then not equal to the bit from one to the next on more than two ranks, where the order of
+    by these measurements, and says why (:mod:`~.rebucketing.tuning`); that costs up to a second or two at the
+    start, and runs are then not equal to the bit from one to the next on more than two ranks, where the order of
     sums follows the buckets."""
 
     grad_reduce_in_fp32: bool = True

@@ -14,28 +14,28 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from .bucket_planner import BucketPlanner
-from .bucket_tuning import BucketSizeTuner
 from .buffers import ContiguousGradBuffers, GradBuffers
 from .callers import check_not_a_stage, check_not_inside_torch_ddp
 from .clip_grads import norms_over_owners
-from .collectives import Collectives, make_collectives
+from .collectives.collectives import Collectives, make_collectives
+from .collectives.instanced import destroy_instances, shard_collectives
+from .collectives.process_groups import destroy_group, private_group
 from .config import DistributedDataParallelConfig
 from .errors import ClosedError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
-from .instanced_collectives import destroy_instances, shard_collectives
-from .known_findings import KnownFindings
 from .layout import BufferLayout, build_layout
 from .module_plan import check_memory_is_own, check_module, check_ranks_agree, common_device, param_spec
 from .module_watch import ModuleWatch
 from .param_buffers import ParamBuffers
 from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
-from .process_groups import destroy_group, private_group
+from .rebucketing.planner import BucketPlanner
+from .rebucketing.relayout import ShardHolder, relayout
+from .rebucketing.tuning import BucketSizeTuner
 from .reduced_grad import inside_backward
 from .reducer import Reducer
-from .relayout import ShardHolder, relayout
+from .trials.known_findings import KnownFindings
 
 
 class DistributedDataParallel(nn.Module):
@@ -55,7 +55,7 @@ class DistributedDataParallel(nn.Module):
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
     :meth:`close` gives it back. At the end of the first synchronised backward it may move once more (see
-    bucket_planner's [Note: buckets in the order seen]): what was taken of it before (``p.data``, ``p.detach()``, an
+    rebucketing.planner's [Note: buckets in the order seen]): what was taken of it before (``p.data``, ``p.detach()``, an
     address) is then not the parameter's any more. With ``overlap_grad_reduce=False`` and a fixed ``bucket_size`` it
     never moves.
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint import (
+from .checkpoint.flat_shard import FlatShard
+from .checkpoint.full_state import (
     CollectiveGather,
     Gather,
     OnRankZero,
@@ -33,17 +34,16 @@ from .checkpoint import (
     load_own_state,
     number_params,
 )
+from .checkpoint.hand_over import MAIN_PARAMS, STATE, Borrowing
+from .checkpoint.sharded_state import check_same_groups, read_optimizer, sharded_state_dict
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import Findings, why_not_main_params
 from .errors import CheckpointError, OptimizerNotShardableError
-from .flat_shard import FlatShard
 from .forwarded import forwarding_members
-from .hand_over import MAIN_PARAMS, STATE, Borrowing
 from .optimizer_copies import StateOfCopy, same
-from .sharded_checkpoint import check_same_groups, read_optimizer, sharded_state_dict
 from .sharded_step import ShardedStep
-from .step_arguments import StepArguments
+from .trials.elementwise import Findings, why_not_main_params
+from .trials.step_arguments import StepArguments
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

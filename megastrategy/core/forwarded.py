@@ -21,10 +21,10 @@ import torch
 from torch.optim import Optimizer
 
 from .errors import OptimizerNotShardableError
-from .method_trial import Effect, looks_at_tensors, try_call
-from .optimizer_double import Call, NotForShardsError
 from .param_shard import take_outside_changes
 from .sharded_step import ShardedStep
+from .trials.method_trial import Effect, looks_at_tensors, try_call
+from .trials.optimizer_double import Call, NotForShardsError
 
 
 def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[str, Any]:

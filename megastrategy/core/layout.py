@@ -5,7 +5,7 @@ compare a digest before the first collective. Rules, after Megatron-LM's ``_Para
 (https://github.com/NVIDIA/Megatron-LM, megatron/core/distributed/param_and_grad_buffer.py):
 
 * parameters are laid out in reverse order of registration, which is about the order in which backward finishes them,
-  or in the order that was seen (:mod:`~megastrategy.core.bucket_order`);
+  or in the order that was seen (:mod:`~megastrategy.core.rebucketing.arrival_order`);
 * one buffer for each pair of parameter dtype and gradient dtype;
 * a parameter starts on a multiple of 64 elements, a bucket ends on a multiple of ``lcm(dp_size, 128)``, so that every
   shard has the same size and starts on an aligned address;

@@ -33,14 +33,14 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .bucket_planner import BucketPlanner
 from .buffers import GradBuffers
-from .collectives import Collectives, Handle, Handles
+from .collectives.collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout
 from .nonfinite import NonFinite, describe_nonfinite, find_in_grad
+from .rebucketing.planner import BucketPlanner
 from .reduced_grad import NO_TASK, inside_backward
 
 

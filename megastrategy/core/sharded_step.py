@@ -24,21 +24,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint import MAIN_PARAM, shard_state
+from .checkpoint.full_state import MAIN_PARAM, shard_state
+from .checkpoint.hand_over import STATE, AtRest, OwnParts, Version
 from .clip_grads import total_grad_norm
-from .collectives import Collectives
+from .collectives.collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
-from .elementwise import Findings, counts_calls, is_per_element, probe
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
-from .hand_over import STATE, AtRest, OwnParts, Version
 from .layout import BufferLayout
 from .param_buffers import ParamBuffers
 from .param_shard import ParamShard, take_outside_changes
-from .relayout import Contents, PerElement, ShardHolder
-from .step_arguments import StepArguments
+from .rebucketing.relayout import Contents, PerElement, ShardHolder
 from .step_tensors import CHUNK_NUMEL, Run, build_runs, cut_shards, own_state
 from .strangers import Strangers
+from .trials.elementwise import Findings, counts_calls, is_per_element, probe
+from .trials.step_arguments import StepArguments
 
 
 class ShardedStep(ShardHolder):

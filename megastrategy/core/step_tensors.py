@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from .buffers import slice_view
-from .elementwise import equal, is_per_element
 from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
 from .param_shard import ParamShard
+from .trials.elementwise import equal, is_per_element
 
 CHUNK_NUMEL = 2**17
 """Elements of a chunk. Adam's four tensors then take 2 MB in fp32, about a core's second-level cache."""

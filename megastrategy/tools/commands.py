@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from .. import __version__
-from .._launch_config import LaunchConfigError
+from ..accelerate.launch_config import LaunchConfigError
 from ..core import CheckpointError
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file

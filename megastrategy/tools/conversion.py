@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._checkpoint_io import save_file
+from .._checkpoints.files import save_file
 from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint, replace_path, sync_directory
 from .param_names import Names
 from .parts import (

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._launch_config import SECTION, LaunchConfigError, plugin_from_launch, read_config_file
+from ..accelerate.launch_config import SECTION, LaunchConfigError, plugin_from_launch, read_config_file
 
 LAUNCHER = "megastrategy.launch"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from .._checkpoint_io import load_file
+from .._checkpoints.files import load_file
 from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
 from .trusting import directory_reader, load_planner, refusal
 

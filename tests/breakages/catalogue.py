@@ -125,7 +125,7 @@ BREAKAGES = (
     ),
     Breakage(
         "sums of 16-bit gradients are made in 16 bits",
-        "core/tensor_parts.py",
+        "core/collectives/tensor_parts.py",
         "        total = torch.zeros_like(sums[piece])\n",
         "        total = torch.zeros_like(sums[piece], dtype=parts[0].dtype)\n",
         "tests/ranks/test_fp32_sums.py",
@@ -162,21 +162,21 @@ BREAKAGES = (
     # --- the wire ----------------------------------------------------------------------------------------------------
     Breakage(
         "a ring on three ranks adds the part of the wrong rank",
-        "core/gloo_rings.py",
+        "core/collectives/gloo_rings.py",
         ", target = parts[(self._rank - step) % self._size], parts[(self._rank - step - 1) % self._size]",
         ", target = parts[(self._rank - step) % self._size], parts[(self._rank + step) % self._size]",
         "tests/ranks/test_collectives.py",
     ),
     Breakage(
         "a ring on three ranks scales a sum in every step",
-        "core/gloo_rings.py",
+        "core/collectives/gloo_rings.py",
         "outgoing = map(scaled, sent) if step == 1 else sent",
         "outgoing = map(scaled, sent)",
         "tests/ranks/test_collectives.py",
     ),
     Breakage(
         "instances of the optimizer keep their sums to themselves",
-        "core/instanced_collectives.py",
+        "core/collectives/instanced.py",
         "        self.across.allreduce([tensor]).wait()\n",
         "        return\n",
         "tests/ranks/test_instances.py",
@@ -190,7 +190,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a rank that waits in vain is never told",
-        "core/collectives.py",
+        "core/collectives/collectives.py",
         '            raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")\n',
         "            return\n",
         "tests/ranks/test_collectives.py tests/ranks/test_errors.py",
@@ -233,14 +233,14 @@ BREAKAGES = (
     ),
     Breakage(
         "an optimizer that couples elements is sharded",
-        "core/elementwise.py",
+        "core/trials/elementwise.py",
         "        moved, is_exact = self._moves_otherwise(whole, pieces)\n",
         "        moved, is_exact = None, True\n",
         "tests/unit/test_elementwise.py",
     ),
     Breakage(
         "state moves to the wrong place of another layout",
-        "core/relayout.py",
+        "core/rebucketing/relayout.py",
         "    shift = present.slots[param].start - first - layout.slots[param].start\n",
         "    shift = -first\n",
         "tests/ranks/test_relayout.py",
@@ -248,21 +248,21 @@ BREAKAGES = (
     # --- checkpoints -------------------------------------------------------------------------------------------------
     Breakage(
         "every rank loads the first part of a parameter's state",
-        "core/checkpoint.py",
+        "core/checkpoint/full_state.py",
         "    return in_memory_order(value, spec)[shard.start : shard.end].clone()",
         "    return in_memory_order(value, spec)[: shard.numel].clone()",
         "tests/checkpoints/test_interchange.py",
     ),
     Breakage(
         "saved main params are not loaded",
-        "core/checkpoint.py",
+        "core/checkpoint/full_state.py",
         "        main.copy_(saved)\n",
         "        pass\n",
         "tests/checkpoints/test_interchange.py tests/ranks/test_precision.py",
     ),
     Breakage(
         "rank 0 takes a state that another rank has stepped meanwhile",
-        "core/hand_over.py",
+        "core/checkpoint/hand_over.py",
         "            if lender.version() == wanted:\n",
         "            if lender.version():\n",
         "tests/checkpoints/test_roll_call.py",
@@ -270,7 +270,7 @@ BREAKAGES = (
     # --- doors -------------------------------------------------------------------------------------------------------
     Breakage(
         "a prepared model has not the attributes of torch DDP",
-        "_torch_ddp_by_name.py",
+        "accelerate/torch_ddp_by_name.py",
         '    "find_unused_parameters": lambda model: model.config.find_unused_parameters,\n',
         "",
         "tests/doors/test_accelerate_torch_attributes.py",
@@ -284,14 +284,14 @@ BREAKAGES = (
     ),
     Breakage(
         "on one rank SIGTERM is remembered and not obeyed",
-        "_signals.py",
+        "_lightning/signals.py",
         "        if self._posted is None:\n            self._connector.received_sigterm = True\n",
         "        if self._posted is None:\n            pass\n",
         "tests/doors/test_slurm_requeue.py",
     ),
     Breakage(
         "on one rank the requeue signal is remembered and not obeyed",
-        "_signals.py",
+        "_lightning/signals.py",
         "            self._requeue(self._num_requeues, self._requeue_signal)\n"
         "            return method(*arguments, **options)\n",
         "            return method(*arguments, **options)\n",
@@ -299,14 +299,14 @@ BREAKAGES = (
     ),
     Breakage(
         "Slurm's signal makes each rank save by itself",
-        "_signals.py",
+        "_lightning/signals.py",
         "        self._requeue(num_requeues, requeue_signal)\n        if terminated:",
         "        self._requeue(self._num_requeues, requeue_signal)\n        if terminated:",
         "tests/doors/test_slurm_requeue.py",
     ),
     Breakage(
         "Lightning's clipping reads the stand-ins of scattered gradients",
-        "_trainer_strategy.py",
+        "_lightning/trainer_strategy.py",
         "        lend(plugin, self._engine_precision)  #",
         "        #",
         "tests/doors/test_lightning_clipping.py",

@@ -26,7 +26,7 @@ from megastrategy.core import (
     save_directory,
     to_host,
 )
-from megastrategy.core.flat_shard import FlatShard, boxes
+from megastrategy.core.checkpoint.flat_shard import FlatShard, boxes
 from tests.checkpoints.test_checkpoint_memory import AllocationWatch
 from tests.support.models import AwkwardModel, awkward_model, images, two_layers
 from tests.support.processes import run_processes

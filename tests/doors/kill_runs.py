@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy._checkpoint_io import load_file, save_file
+from megastrategy._checkpoints.files import load_file, save_file
 
 from .fits import make_strategy, make_trainer
 from .rank_processes import SIZE, free_port

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megastrategy._accelerate_checkpoint import DIRECTORY, MAIN_PARAMS_FILE
+from megastrategy.accelerate.checkpoint import DIRECTORY, MAIN_PARAMS_FILE
 from megastrategy.core import read_directory
 
 from .accelerate_loops import Run, Worlds, adamw, groups, make_accelerator, sgd, state_of, weights_of

@@ -745,8 +745,8 @@ def refusals_with(plugin: Any) -> dict[str, str]:
 
 
 def refusals_in_both_forms(file: Any) -> list[dict[str, str]]:
-    from megastrategy._launch_config import plugin_from_launch
     from megastrategy.accelerate import MegatronDDPPlugin
+    from megastrategy.accelerate.launch_config import plugin_from_launch
 
     return [refusals_with(plugin) for plugin in (MegatronDDPPlugin(), plugin_from_launch(file, {}))]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy._torch_ddp_by_name import _ENGINES, NOT_USED, OF_TORCHS_REDUCER
+from megastrategy.accelerate.torch_ddp_by_name import _ENGINES, NOT_USED, OF_TORCHS_REDUCER
 
 from .accelerate_loops import Worlds, make_accelerator, sgd, weights_of
 from .matrix import assert_equal

@@ -27,8 +27,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from megastrategy import _checkpoint_io
-from megastrategy._checkpoint_io import WholeFileIO, check_module_state, load_file, own_memory, save_file
+from megastrategy._checkpoints import files as checkpoint_files
+from megastrategy._checkpoints.files import WholeFileIO, check_module_state, load_file, own_memory, save_file
 from megastrategy.core import CheckpointError
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 
@@ -72,7 +72,7 @@ def save_and_die(path: Path, moment: str) -> None:
     elif moment == "replace":
         Path.replace = kill_self  # type: ignore[assignment, method-assign]
     elif moment == "replaced":
-        _checkpoint_io.sync_directory = kill_self  # type: ignore[assignment]
+        checkpoint_files.sync_directory = kill_self  # type: ignore[assignment]
     save_file(state, path)
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import megastrategy
 from megastrategy import CommunicationMonitor, MegatronDDPStrategy
-from megastrategy._communication_monitor import _KEPT_INTERVALS, _Record
+from megastrategy._lightning.communication_monitor import _KEPT_INTERVALS, _Record
 from megastrategy.core import Event, EventKind, private_group
 from megastrategy.core.errors import NonFiniteGradError
 
@@ -495,7 +495,7 @@ def monitored_with_delays(
         return DelayingGathers(private_group(None, device), DELAY_S)
 
     start = time.perf_counter()
-    with mock.patch("megastrategy._trainer_strategy.engine_collectives", collectives):
+    with mock.patch("megastrategy._lightning.trainer_strategy.engine_collectives", collectives):
         lines = monitored(module, strategy_options, max_epochs=1, limit_train_batches=3, **options)
     return lines, time.perf_counter() - start
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megastrategy import launch
-from megastrategy._accelerate_plugin import MegatronDDPPlugin
-from megastrategy._launch_config import LaunchConfigError, plugin_from_launch
+from megastrategy.accelerate.launch_config import LaunchConfigError, plugin_from_launch
+from megastrategy.accelerate.plugin import MegatronDDPPlugin
 from megastrategy.core import field_names
 from megastrategy.core.config import _REFUSED_DDP_ARGUMENTS
 from megastrategy.launch import Command

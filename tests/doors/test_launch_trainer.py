@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megastrategy._accelerate_checkpoint import MAIN_PARAMS_FILE
+from megastrategy.accelerate.checkpoint import MAIN_PARAMS_FILE
 
 from ..support.scripts import run_script
 from .matrix import assert_equal

@@ -13,7 +13,7 @@ from torch.distributed.algorithms import Join
 from torch.nn import functional as F
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy._strategy_class import ALL_REDUCE_OPTION
+from megastrategy._lightning.signature import ALL_REDUCE_OPTION
 from megastrategy.core.errors import DirectUseError
 
 from .fabric_loops import make_fabric

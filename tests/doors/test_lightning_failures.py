@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from megastrategy import MegatronDDPStrategy
-from megastrategy._waiting import WaitsInVain
+from megastrategy._faults.deadlocks import WaitsInVain
 from megastrategy.core.errors import CollectiveError
 
 from .features.manual import Manual, manual

@@ -16,8 +16,9 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
-from megastrategy import MegatronDDPStrategy, _directories
-from megastrategy._directories import remove_directory
+from megastrategy import MegatronDDPStrategy
+from megastrategy._checkpoints import directories
+from megastrategy._checkpoints.directories import remove_directory
 from megastrategy.core import CheckpointError, is_directory_checkpoint, read_directory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 
@@ -352,13 +353,13 @@ def save_after_fit(path: Path) -> bool:
 
 def fit_slowly_in_background(folder: Path) -> list[int]:
     """How many complete checkpoints there are at the start of each batch, when saving takes longer than a batch."""
-    slow = _directories.save_directory
+    slow = directories.save_directory
 
     def save(*arguments: Any) -> None:
         time.sleep(0.2)
         slow(*arguments)
 
-    _directories.save_directory = save
+    directories.save_directory = save
     try:
         saver = ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=1, filename="{step}")
         counts = Counts(folder)
@@ -370,7 +371,7 @@ def fit_slowly_in_background(folder: Path) -> list[int]:
             **SHARDED,
         )
     finally:
-        _directories.save_directory = slow
+        directories.save_directory = slow
     return counts.found
 
 

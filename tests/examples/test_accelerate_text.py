@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from megastrategy._accelerate_checkpoint import DIRECTORY
+from megastrategy.accelerate.checkpoint import DIRECTORY
 
 from .launched import launch_example, run_example
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megastrategy._accelerate_plugin import MegatronDDPPlugin
-from megastrategy._launch_config import plugin_from_launch
+from megastrategy.accelerate.launch_config import plugin_from_launch
+from megastrategy.accelerate.plugin import MegatronDDPPlugin
 
 from ..doors.matrix import assert_equal
 from .launched import EXAMPLES, OURS, run_example

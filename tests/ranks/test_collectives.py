@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
+from megastrategy.core.collectives.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
+from megastrategy.core.collectives.gloo_rings import SEGMENT_BYTES
 from megastrategy.core.errors import CollectiveError
-from megastrategy.core.gloo_rings import SEGMENT_BYTES
 from tests.support.doubles import FailingCollectives
 from tests.support.ranks import run_ranks, try_ranks
 

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core import bucket_choice, bucket_tuning, layout
-from megastrategy.core.collectives import Collectives
+from megastrategy.core import layout
+from megastrategy.core.collectives.collectives import Collectives
 from megastrategy.core.config import field_names
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout import BufferLayout
+from megastrategy.core.rebucketing import size_choice, tuning
 from megastrategy.core.reduced_grad import ReducedGrad
 from tests.support.doubles import (
     EVERYTHING,
@@ -53,9 +54,9 @@ def small_buckets_to_choose_from(monkeypatch: pytest.MonkeyPatch) -> None:
     def default_bucket_size(total_numel: int, dp_size: int) -> int:
         return total_numel // 8
 
-    for module in (layout, bucket_tuning):
+    for module in (layout, tuning):
         monkeypatch.setattr(module, "default_bucket_size", default_bucket_size)
-    monkeypatch.setattr(bucket_choice, "MIN_BUCKET_NUMEL", 64)
+    monkeypatch.setattr(size_choice, "MIN_BUCKET_NUMEL", 64)
 
 
 def test_every_field_of_the_configuration_is_a_switch() -> None:

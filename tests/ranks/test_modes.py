@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.collectives.roll_call import RollCall
 from megastrategy.core.errors import NotOnAllRanksError, OptimizerNotShardableError
-from megastrategy.core.roll_call import RollCall
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
 from tests.support.optimizers_with_methods import Methods, ScheduleFree, Swapping

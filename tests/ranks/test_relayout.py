@@ -22,7 +22,7 @@ from megastrategy.core.events import EventKind
 from megastrategy.core.layout import BufferLayout, build_layout
 from megastrategy.core.memory import memory_use
 from megastrategy.core.param_buffers import ParamBuffers
-from megastrategy.core.relayout import relayout
+from megastrategy.core.rebucketing.relayout import relayout
 from tests.ranks.test_memory import bytes_of
 from tests.ranks.test_order_seen import Layers, adamw, amsgrad, batch, groups, momentum, moves, wrap
 from tests.support.doubles import FailingCollectives
@@ -242,7 +242,7 @@ def test_the_old_buffers_make_room_for_the_new_ones(dtype: torch.dtype, monkeypa
                 count("parameters", old[threading.get_ident()][1])
             super().__init__(*args)
 
-    monkeypatch.setattr("megastrategy.core.relayout.ParamBuffers", Params)
+    monkeypatch.setattr("megastrategy.core.rebucketing.relayout.ParamBuffers", Params)
     monkeypatch.setattr("megastrategy.core.distributed_data_parallel.ContiguousGradBuffers", Grads)
 
     def run(rank: int, group: ProcessGroup) -> None:

@@ -11,8 +11,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from click.testing import CliRunner, Result
 
 from megastrategy import launch
-from megastrategy._accelerate_plugin import MegatronDDPPlugin
-from megastrategy._launch_config import plugin_from_launch
+from megastrategy.accelerate.launch_config import plugin_from_launch
+from megastrategy.accelerate.plugin import MegatronDDPPlugin
 from megastrategy.tools import launching
 from megastrategy.tools.commands import root
 

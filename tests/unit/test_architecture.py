@@ -12,41 +12,87 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megastrategy"
 CORE = PACKAGE / "core"
 FILES = sorted(PACKAGE.rglob("*.py"))
-SHARED_BY_DOORS = {path.stem for path in PACKAGE.glob("_[a-z]*.py")}
-DOORS = {path.stem for path in PACKAGE.glob("[a-z]*.py")} | SHARED_BY_DOORS
+FILES_OF_CORE = sorted(CORE.rglob("*.py"))
+FILES_OF_DOORS = [path for path in FILES if path not in FILES_OF_CORE]  # and of tools
 
-# Lower may not import higher. Within a rank of this list files do not import each other.
+# The rooms: what each may import, besides itself. A name stands for a folder, or for a file at the top.
+MAY_IMPORT = {
+    "core": set(),
+    "_versions": set(),
+    "_whole_optimizers": {"core"},
+    "_faults": {"core"},
+    "_checkpoints": {"core", "_faults"},
+    "_lightning": {"core", "_faults", "_checkpoints", "_whole_optimizers"},
+    "lightning": {"_lightning", "_checkpoints", "_versions"},
+    "pytorch_lightning": {"_lightning", "_checkpoints", "_versions"},
+    "fabric": {"_lightning", "_checkpoints", "_versions"},
+    "lightning_fabric": {"_lightning", "_checkpoints", "_versions"},
+    "accelerate": {"core", "_faults", "_checkpoints", "_whole_optimizers", "_versions"},
+    "launch": {"accelerate"},
+    "tools": {"core", "_checkpoints", "accelerate", "__version__"},
+    "__init__": {"core", "lightning", "_versions"},
+}
+
+# Core from below: lower may not import higher. Within a rank of this list files do not import each other.
 RANKS = [
-    {"step_arguments"},
-    {"config", "events", "errors", "flat_shard", "tensor_parts", "process_groups", "lent_tensors", "callers", "trial"},
+    {"trials.step_arguments"},
+    {
+        "config",
+        "events",
+        "errors",
+        "callers",
+        "checkpoint.flat_shard",
+        "collectives.tensor_parts",
+        "collectives.process_groups",
+        "collectives.lent_tensors",
+        "trials.trial",
+    },
     {"layout"},
     {
         "memory",
         "optimizer_copies",
-        "elementwise",
         "reduced_grad",
         "param_shard",
         "nonfinite",
-        "roll_call",
         "module_watch",
-        "bucket_order",
-        "bucket_choice",
-        "worker",
-        "gloo_rings",
+        "trials.elementwise",
+        "collectives.roll_call",
+        "collectives.worker",
+        "collectives.gloo_rings",
+        "rebucketing.arrival_order",
+        "rebucketing.size_choice",
     },
-    {"collectives", "buffers", "known_findings"},
-    {"bucket_tuning", "flattened_buffers", "pooled_buffers", "param_buffers", "instanced_collectives"},
-    {"bucket_planner"},
-    {"reducer", "param_gather", "clip_grads", "checkpoint", "step_tensors", "relayout"},
-    {"sharded_checkpoint", "module_plan", "hand_over"},
+    {"collectives.collectives", "buffers", "trials.known_findings"},
+    {"rebucketing.tuning", "flattened_buffers", "pooled_buffers", "param_buffers", "collectives.instanced"},
+    {"rebucketing.planner"},
+    {"reducer", "param_gather", "clip_grads", "checkpoint.full_state", "step_tensors", "rebucketing.relayout"},
+    {"checkpoint.sharded_state", "module_plan", "checkpoint.hand_over"},
     {"distributed_data_parallel"},
     {"strangers"},
-    {"optimizer_double", "sharded_step"},
-    {"method_trial"},
+    {"trials.optimizer_double", "sharded_step"},
+    {"trials.method_trial"},
     {"forwarded"},
     {"distributed_optimizer"},
     {"__init__"},
 ]
+
+
+def module(path: Path) -> str:
+    """As it is called in ``RANKS``."""
+    return ".".join(path.relative_to(CORE).with_suffix("").parts)
+
+
+def resolved(path: Path, name: str) -> str:
+    """A relative import of the file, as a dotted name below the package."""
+    dots = len(name) - len(name.lstrip("."))
+    folder = path.parent.relative_to(PACKAGE).parts
+    assert dots <= len(folder) + 1, f"{path}: {name} is outside of the package"
+    return ".".join([*folder[: len(folder) - dots + 1], name[dots:]])
+
+
+def room(path: Path) -> str:
+    """The name in ``MAY_IMPORT`` for the file."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> set[str]:
@@ -66,27 +112,30 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", sorted(CORE.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
 def test_core_imports_torch_the_standard_library_and_what_is_below(path: Path) -> None:
-    rank = next(number for number, names in enumerate(RANKS) if path.stem in names)
+    folder_is_empty = path.name == "__init__.py" and path.parent != CORE
+    rank = 0 if folder_is_empty else next(number for number, names in enumerate(RANKS) if module(path) in names)
     below = set().union(*RANKS[:rank])
     for name in imports(path):
         if name.startswith("."):
-            assert name.count(".") == 1, f"{name}: core does not look out of itself"
-            assert name[1:] in below, f"{path.stem} imports {name[1:]}, which is not below it"
+            target = resolved(path, name)
+            assert target.startswith("core."), f"{name}: core does not look out of itself"
+            assert target.removeprefix("core.") in below, f"{module(path)} imports {target}, which is not below it"
         else:
             top = name.split(".")[0]
             assert top in {"torch", "__future__"} or top in sys.stdlib_module_names, name
 
 
 def test_every_file_of_core_has_its_rank() -> None:
-    assert {path.stem for path in CORE.glob("*.py")} == set().union(*RANKS)
+    folders = {module(path) for path in CORE.glob("*/__init__.py")}
+    assert {module(path) for path in FILES_OF_CORE} - folders == set().union(*RANKS)
 
 
 def test_only_collectives_talk_to_torch_distributed() -> None:
     """Types aside (ProcessGroup in signatures), nobody else calls it."""
-    for path in CORE.glob("*.py"):
-        if path.stem in ("collectives", "gloo_rings", "instanced_collectives", "process_groups"):
+    for path in FILES_OF_CORE:
+        if path.parent.name == "collectives":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
@@ -96,7 +145,7 @@ def test_only_collectives_talk_to_torch_distributed() -> None:
 
 
 def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
-    for path in CORE.glob("*.py"):
+    for path in FILES_OF_CORE:
         for node in ast.walk(ast.parse(path.read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
@@ -116,37 +165,34 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     assert path.stem == "buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
 
 
-def test_doors_import_core_by_its_public_names_and_not_each_other() -> None:
-    """But for the launcher, which opens Accelerate's to a script that does not know it."""
-    for door in DOORS:
-        opened = {".accelerate"} if door == "launch" else set()
-        for name in imports(PACKAGE / f"{door}.py"):
-            if name.startswith("."):
-                assert name in {".core", *opened} or name[1:] in SHARED_BY_DOORS, f"{door} imports {name}"
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if CORE not in path.parents], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_a_room_imports_its_own_and_what_it_may(path: Path) -> None:
+    """Core by its public names: no door knows its files. No door imports another, but for the launcher, which opens
+    Accelerate's to a script that does not know it; nobody imports tools."""
+    for name in imports(path):
+        if name.startswith("."):
+            target = resolved(path, name).split(".")
+            assert target[0] == room(path) or target[0] in MAY_IMPORT[room(path)], f"it imports {name}"
+            assert target[0] != "core" or len(target) == 1, f"{name} is no public name of core"
 
 
-def test_tools_import_core_by_its_public_names_and_nobody_imports_tools() -> None:
-    """And no door, but for the file in which checkpoints are written, and the launcher's options; so that no tool
-    needs a framework."""
-    tools = {path.stem for path in (PACKAGE / "tools").glob("[a-z]*.py")}
-    assert tools
-    for path in (PACKAGE / "tools").glob("*.py"):
-        for name in imports(path):
-            assert name.split(".")[0] not in {"lightning", "pytorch_lightning", "lightning_fabric"}, path.stem
-            if name.startswith("."):
-                allowed = {"..core", ".._checkpoint_io", ".._launch_config", "..__version__"}
-                assert name in allowed or name.removeprefix(".") in tools, f"{path.stem} imports {name}"
+def test_every_room_says_what_it_may_import() -> None:
+    assert {room(path) for path in FILES} == MAY_IMPORT.keys()
+
+
+FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers"}
+
+
+def test_only_addresses_import_a_framework() -> None:
+    """What they share serves mirrored packages alike (lightning_utilities belongs to none of them). The room for
+    Accelerate has one file that does, and its other files are read without; so has tools, for accelerate's launcher."""
+    addresses = {"lightning", "pytorch_lightning", "fabric", "lightning_fabric", "launch"}
+    others = {PACKAGE / "accelerate" / "accelerator.py", PACKAGE / "tools" / "launching.py"}
     for path in FILES:
-        if path.parent != PACKAGE / "tools":
-            assert not [name for name in imports(path) if "tools" in name.split(".")], path.stem
-
-
-def test_what_doors_share_imports_no_framework() -> None:
-    """It serves the mirrored packages alike; lightning_utilities belongs to none of them."""
-    for path in PACKAGE.glob("_*.py"):
-        for name in imports(path):
-            frameworks = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers"}
-            assert name.split(".")[0] not in frameworks, path.stem
+        if room(path) not in addresses and path not in others:
+            assert not FRAMEWORKS & {name.split(".")[0] for name in imports(path)}, path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -158,7 +204,7 @@ def test_files_and_functions_are_short(path: Path) -> None:
             assert node.end_lineno - node.lineno < 80, f"{node.name} is too long"
 
 
-@pytest.mark.parametrize("path", sorted(CORE.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
 def test_core_has_no_mutable_module_state_and_no_environment(path: Path) -> None:
     tree = ast.parse(path.read_text())
     for node in tree.body:
@@ -198,7 +244,7 @@ def test_importing_it_imports_no_framework() -> None:
 
 def test_public_docstrings() -> None:
     """Every public class and function of core says what it is."""
-    for path in CORE.glob("*.py"):
+    for path in FILES_OF_CORE:
         tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree), path.stem
         for node in tree.body:

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastrategy.core.bucket_choice import (
+from megastrategy.core.config import DistributedDataParallelConfig
+from megastrategy.core.layout import BufferLayout, ParamSpec, build_layout, contiguous_stride
+from megastrategy.core.rebucketing.size_choice import (
     MIN_BUCKET_NUMEL,
     BackwardTimes,
     Link,
@@ -16,8 +18,6 @@ from megastrategy.core.bucket_choice import (
     fit_link,
     gather_s,
 )
-from megastrategy.core.config import DistributedDataParallelConfig
-from megastrategy.core.layout import BufferLayout, ParamSpec, build_layout, contiguous_stride
 
 FP32 = (torch.float32, torch.float32)
 NUMEL = 2**15

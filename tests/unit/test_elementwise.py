@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core.elementwise import probe, why_not_main_params
+from megastrategy.core.trials.elementwise import probe, why_not_main_params
 from tests.ranks.test_parity import OPTIMIZERS
 from tests.support import optimizers
 from tests.support.optimizers import GloballyNormalised, Lamb, Simple

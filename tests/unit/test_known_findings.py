@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megastrategy.core.known_findings import KnownFindings
+from megastrategy.core.trials.known_findings import KnownFindings
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy._communication_monitor import _sent_bytes
+from megastrategy._lightning.communication_monitor import _sent_bytes
 from megastrategy.core.events import EventKind
 from megastrategy.core.layout import ParamSpec, build_layout
 

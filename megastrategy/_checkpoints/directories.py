@@ -1,0 +1,209 @@
+"""Sharded checkpoints for the doors: directories laid out as Lightning's FSDP strategies lay theirs out.
+
+``model`` (or the user's key, in Fabric) and ``optimizer_0``, ... are written by all ranks with
+torch.distributed.checkpoint, everything else by rank 0 into ``meta.pt``. So Lightning's consolidation tool makes one
+file of it, and FSDP reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .._faults.process_collectives import checkpoint_collectives
+from ..core import (
+    EXTRA_FILE,
+    CheckpointError,
+    DistributedOptimizer,
+    directory_keys,
+    is_directory_checkpoint,
+    read_directory,
+    save_directory,
+    to_host,
+)
+from .files import load_file, local_path, own_memory
+
+StateDictType = Literal["full", "sharded"]
+"""One file, as "ddp" writes it, or a directory that every rank writes its part of."""
+
+
+NOT_TENSORS = "megatron_ddp_model_not_tensors"
+"""In ``meta.pt``: what a module's state has besides tensors (``_extra_state``), which the format of directories would
+flatten: empty dictionaries are lost in it, and keys become strings."""
+
+
+def check_state_dict_type(value: str) -> None:
+    """Raises ValueError for what is no kind of checkpoint."""
+    if value not in get_args(StateDictType):
+        raise ValueError(
+            f"state_dict_type={value!r}: expected 'full' (one file, as \"ddp\" writes it) or 'sharded' (a directory "
+            "that every rank writes its part of)"
+        )
+
+
+def remove_directory(path: Path) -> None:
+    """A checkpoint is there as a whole or not at all, also if its removal is cut off: it loses its name first. What is
+    left then goes with the next one."""
+    path.replace(path.with_name(f".{path.name}.removed"))
+    for removed in path.parent.glob(".*.removed"):
+        shutil.rmtree(removed)
+
+
+def local_directory(path: str | Path) -> Path:
+    """Where a directory is saved or loaded.
+
+    Raises:
+        ValueError: if that is not on a file system of this machine.
+    """
+    local = local_path(path)
+    if local is None:
+        raise ValueError(
+            f"{path}: sharded checkpoints are written to local and mounted file systems only; choose "
+            "state_dict_type='full' for remote ones"
+        )
+    return local
+
+
+def of_rank_zero(key: str, state: Mapping[str, Any], module: Module) -> set[tuple[str, str]]:
+    """What in a module's state is rank 0's, as under torch DDP: all but the parameters, equal on all ranks."""
+    params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return {(key, name) for name in state if name not in params}
+
+
+class OptimizerInDirectory(NamedTuple):
+    """Stands for an optimizer's state that stays on the disk until the optimizer is there to read its part."""
+
+    path: Path
+    key: str
+
+
+class DirectorySaver:
+    """Saves directories, one at a time; in the background if asked to."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a Trainer has one of its own, which saves nothing in the background yet."""
+        return type(self), ()
+
+    def save(
+        self,
+        state: dict[str, Any],
+        extra: dict[str, Any],
+        path: Path,
+        rank_zeros: set[tuple[str, str]],
+        *,
+        in_background: bool = False,
+    ) -> None:
+        """Collective. In the background the state is copied to host memory first, and training may change it.
+
+        Raises:
+            CheckpointError: if this save failed, or the one before it in the background.
+        """
+        self.wait()  # so that at most one copy is in memory
+        collectives = checkpoint_collectives()
+        if collectives.rank == 0:
+            with contextlib.suppress(OSError):  # which the save will meet, and tell all ranks of
+                path.parent.mkdir(parents=True, exist_ok=True)  # at once: callbacks put links beside it
+        if not in_background:
+            save_directory(state, extra, path, collectives, rank_zeros)
+            return
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megastrategy-checkpoint")
+        copies = to_host(state), to_host(extra)
+        self._pending = self._executor.submit(save_directory, *copies, path, collectives, rank_zeros)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Does something when the save in the background is complete: to remove what it replaces, for one."""
+        pending = self._pending
+        if pending is None or self._executor is None:
+            action()
+            return
+
+        def run() -> None:
+            pending.result()
+            action()
+
+        self._pending = self._executor.submit(run)
+
+    def wait(self) -> None:
+        """Returns when the save in the background is complete.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Waits, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
+
+
+def load_extra(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """What rank 0 saved beside the tensors.
+
+    Raises:
+        CheckpointError: if the directory is no complete checkpoint of Lightning's layout.
+    """
+    if not is_directory_checkpoint(path) or not (path / EXTRA_FILE).is_file():
+        raise CheckpointError(
+            f"{path} is no complete sharded checkpoint: a directory with .metadata and {EXTRA_FILE} is one"
+        )
+    extra: dict[str, Any] = own_memory(load_file(path / EXTRA_FILE, "cpu", weights_only))
+    return extra
+
+
+def load_trainer_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """A Trainer's checkpoint: whole weights in host memory, optimizers still on the disk.
+
+    Raises:
+        CheckpointError: as :func:`load_extra`.
+    """
+    checkpoint = load_extra(path, weights_only)
+    checkpoint["state_dict"] = read_directory(path, "model") | checkpoint.pop(NOT_TENSORS, {})
+    optimizers = [key for key in directory_keys(path) if key.startswith("optimizer_")]
+    if optimizers or "lr_schedulers" in checkpoint:  # a module without optimizers has none; weights alone no schedulers
+        checkpoint["optimizer_states"] = [
+            OptimizerInDirectory(path, f"optimizer_{number}") for number in range(len(optimizers))
+        ]
+    return checkpoint
+
+
+def load_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], states: Sequence[OptimizerInDirectory], weights: dict[str, Tensor]
+) -> None:
+    """Reads what :func:`load_trainer_directory` has left on the disk.
+
+    Args:
+        optimizers: sharded, or whole on every rank.
+        states: theirs, in order.
+        weights: become main params where the directory has none.
+    """
+    read = [
+        optimizer.read_sharded(path, key)
+        if isinstance(optimizer, DistributedOptimizer)
+        else functools.partial(optimizer.load_state_dict, read_directory(path, key))
+        for optimizer, (path, key) in zip(optimizers, states, strict=False)
+    ]
+    for optimizer, apply in zip(optimizers, read, strict=False):
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.load_main_params(weights)
+        apply()

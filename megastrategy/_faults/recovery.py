@@ -1,0 +1,188 @@
+"""What ranks may still do together after an exception on one of them.
+
+A collective may have been cut off anywhere by then, so ranks speak over the key-value store that torch.distributed
+was started with, and wait for each other for a bounded time. If all come, with states that belong together, a
+checkpoint can be saved although its optimizer state is spread over them; if all have left what the exception ended,
+the next fit can begin; if not, everybody knows, and nobody hangs.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+
+from ..core import CollectiveError
+
+PATIENCE = timedelta(seconds=20)
+"""How long a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks meet) come
+at once; one that waits for a rank that failed, in a collective of the engine or of the Trainer, comes after
+WaitsInVain.GRACE_S; one that waits in a collective of somebody else's only when that rank's process ends."""
+
+POLL_S = 0.02
+_MAX_CAUSE_CHARS = 500
+
+
+def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -> str:
+    """Writes down why this rank stops; returns the first failure if that was another one, else an empty string.
+
+    The ranks after the first most often fail in some collective, which says nothing of the cause.
+
+    Args:
+        name: of the exception, see :func:`~megastrategy._faults.process_collectives.exception_name`.
+        exception: this rank's.
+        leaves: this rank has left what the exception ended.
+    """
+    if not _has_other_ranks():
+        return ""
+    while isinstance(exception, CollectiveError) and exception.__context__ and not exception.__suppress_context__:
+        exception = exception.__context__  # a rank that fails may clean up, and meet the others in another collective
+    what = f"{type(exception).__name__}: {exception}" if str(exception) else type(exception).__name__
+    what = what[:_MAX_CAUSE_CHARS]
+    store = store_of(f"exception/{name}")
+    try:
+        first = store.compare_set("first", "", f"rank {torch.distributed.get_rank()}: {what}").decode()
+        if leaves:
+            store.set(f"left/{torch.distributed.get_rank()}", _point())
+    except RuntimeError:  # the store went with the process that held it, whose rank had no time to say anything
+        return ""
+    return "" if first.partition(": ")[2] == what else first
+
+
+def say_left(name: str) -> None:
+    """Writes down that this rank stops for SIGTERM, on its own, between two batches of evaluation.
+
+    Args:
+        name: of the exception that it raises, see :func:`~megastrategy._faults.process_collectives.exception_name`.
+    """
+    store_of(f"exception/{name}").compare_set("stopped", "", f"rank {torch.distributed.get_rank()} stopped for SIGTERM")
+
+
+def who_left(name: str) -> str:
+    """The first rank of which :func:`say_left` was called, and why it stopped; empty if there is none."""
+    store = store_of(f"exception/{name}")
+    return store.get("stopped").decode() if store.check(["stopped"]) else ""
+
+
+def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
+    """Says that this rank begins a fit, validation or the like.
+
+    After an exception other ranks may still be in what it ended here, waiting for this rank in a collective; this
+    rank's next one would meet that, and both would hang. So it first waits until every rank has left it too, or has
+    come here.
+
+    Args:
+        setup: its name.
+        last_exception: the name of the exception that ended the last one on this rank, or an empty string.
+        patience: how long to wait for the others then.
+
+    Raises:
+        RuntimeError: if the ranks cannot begin together.
+    """
+    if not _has_other_ranks():
+        return
+    try:
+        problem = _join_setup(setup, last_exception, patience)
+    except RuntimeError as error:
+        problem = f"the store of torch.distributed is gone: {error}"
+    if problem and last_exception:
+        raise RuntimeError(
+            f"rank {torch.distributed.get_rank()} of {torch.distributed.get_world_size()}: the ranks cannot go on "
+            f"together after the exception that ended the last fit (or validation, test, prediction): {problem}. End "
+            "this process, so that the others learn of it, and start all ranks anew"
+        )
+
+
+def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
+    rank, came = torch.distributed.get_rank(), store_of(f"setup/{setup}")
+    came.set(f"{rank}", _point())
+    if not last_exception:
+        return ""
+    left = store_of(f"exception/{last_exception}/left")
+    others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
+    deadline = time.monotonic() + patience.total_seconds()
+    while missing := [other for other in others if not (left.check([f"{other}"]) or came.check([f"{other}"]))]:
+        if time.monotonic() > deadline:
+            return f"rank(s) {missing} have not left it within {patience.total_seconds():g} s, and wait for this one"
+        time.sleep(POLL_S)
+    for other in others:
+        both = left if left.check([f"{other}"]) else came
+        here, there = both.get(f"{rank}").decode(), both.get(f"{other}").decode()
+        if here != there:
+            return f"rank {rank} left it after {here} collectives of the default group, and rank {other} after {there}"
+    return ""
+
+
+def _has_other_ranks() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def store_of(what: str) -> PrefixStore:
+    """A part of the key-value store that torch.distributed was started with."""
+    return PrefixStore(f"megastrategy/{what}", torch.distributed.distributed_c10d._get_default_store())
+
+
+def _point() -> str:
+    """Where this rank stands in the default group: backends match collectives by their number."""
+    world = torch.distributed.group.WORLD
+    assert world is not None
+    return f"{world._get_sequence_number_for_group()}"  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+class Meeting:
+    """One exception's meeting of all ranks.
+
+    Args:
+        name: of the exception, see :func:`~megastrategy._faults.process_collectives.exception_name`.
+        state: what must be equal on all ranks for them to do anything together; a short text.
+        patience: how long to wait for the others.
+
+    Attributes:
+        problem: why nothing can be done together, or an empty string.
+    """
+
+    def __init__(self, name: str, state: str, patience: timedelta) -> None:
+        self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._store = store_of(f"exception/{name}")
+        self._num_exchanges = 0
+        self.problem = ""
+        states = self.exchange(state, patience)
+        if not self.problem and len(set(states)) > 1:
+            by_rank = "; ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(states))
+            self.problem = f"the ranks were interrupted at different points ({by_rank})"
+
+    def exchange(self, value: Any, patience: timedelta) -> list[Any]:
+        """Every rank's picklable ``value``, by rank, when all have called this; ``[value]`` if there is a problem.
+
+        A rank that waited in vain, or whose store is gone with the process that held it, has a problem from then on,
+        and tells the others, who have it too.
+        """
+        if self.problem:
+            return [value]
+        self._num_exchanges += 1
+        try:
+            return self._exchange(f"{self._num_exchanges}", value, patience)
+        except RuntimeError as error:
+            self.problem = f"the store of torch.distributed is gone: {error}"
+            return [value]
+
+    def _exchange(self, key: str, value: Any, patience: timedelta) -> list[Any]:
+        store, deadline = self._store, time.monotonic() + patience.total_seconds()
+        store.set(f"{key}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
+        store.add(f"{key}/arrived", 1)
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        while store.add(f"{key}/arrived", 0) < self._size and not store.check([f"{key}/outcome"]):
+            left = any(store.check([f"left/{rank}"]) and not store.check([f"{key}/{rank}"]) for rank in others)
+            if left or time.monotonic() > deadline:
+                store.compare_set(f"{key}/outcome", "", "given up")
+            time.sleep(POLL_S)
+        if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":  # whoever writes first decides for all
+            missing = [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]
+            who = f"rank(s) {missing} did" if missing else f"rank {self._rank} or another did"
+            self.problem = f"{who} not come within {patience.total_seconds():g} s"
+            return [value]
+        return [pickle.loads(store.get(f"{key}/{rank}")) for rank in range(self._size)]

@@ -1,0 +1,121 @@
+"""Collectives of the framework's, which no rank enters before all are there.
+
+Lightning's own barriers, broadcasts and reductions (in its set-up, in validation, for a metric) run on the default
+group, where a rank that waits for one that failed notices only the end of that one's process, and where a collective
+that was begun by some ranks makes the group useless. So ranks first meet in a collective of a group made for it, in
+which waiting is watched (:mod:`megastrategy._faults.deadlocks`): who waits in vain gives up, and nothing was begun.
+They also learn there whether all call the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from .._faults.process_collectives import give_up_engine_collectives, meeting_collectives
+from ..core import CollectiveError
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+
+    from .._faults.recovery import Meeting
+    from ..core import Collectives
+else:
+    _Base = object
+
+T = TypeVar("T")
+
+_CALLS = ("setup", "barrier", "broadcast", "reduce", "all_gather")
+
+
+class CollectivesTogether(_Base):
+    """In front of ``DDPStrategy``: its collectives, between :meth:`begin_together` and :meth:`end_together`; after an
+    exception in a :class:`~megastrategy._faults.recovery.Meeting`."""
+
+    _all_here: Collectives | None = None
+
+    def begin_together(self) -> None:
+        """All ranks are about to set something up. Collective."""
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            self._all_here = meeting_collectives(self.root_device)
+
+    def end_together(self) -> None:
+        """From now on they are Lightning's alone."""
+        if self._all_here is not None:
+            self._all_here.close()
+            self._all_here = None
+
+    def give_up_together(self) -> None:
+        """After an exception: some ranks may be in any collective."""
+        self._all_here = None
+        give_up_engine_collectives()
+
+    def await_others(self, call: str) -> None:
+        """Returns when all ranks are about to ``call`` the same.
+
+        Raises:
+            CollectiveError: if some rank is not, or does not come.
+        """
+        if self._all_here is None:
+            return
+        called = torch.tensor([name == call for name in _CALLS], dtype=torch.uint8)
+        self._all_here.all_reduce_max(called).wait()
+        if called.sum() > 1:
+            others = [f"{name}()" for name, one in zip(_CALLS, called.tolist(), strict=True) if one and name != call]
+            raise CollectiveError(
+                f"rank {self._all_here.rank} of {self._all_here.size}: this rank calls {call}() of the strategy, and "
+                f"another {' or '.join(others)}. Most often a checkpoint, or a log with sync_dist=True, was for some "
+                "ranks only: all ranks save and log, and Lightning writes on rank 0"
+            )
+
+    def _is_interrupted(self) -> bool:
+        """Whether the Trainer deals with an exception, or has."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    def _meet_if_interrupted(self) -> Meeting | None:
+        raise NotImplementedError
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        meeting = self._meet_if_interrupted()
+        if meeting is None:
+            self.await_others("barrier")
+            super().barrier(*args, **kwargs)
+        else:
+            meeting.exchange(None, self._timeout or default_pg_timeout)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        meeting = self._meet_if_interrupted()
+        if meeting is None:
+            self.await_others("broadcast")
+            return super().broadcast(obj, src)
+        values: list[T] = meeting.exchange(obj, self._timeout or default_pg_timeout)
+        return obj if meeting.problem else values[src]
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        meeting = self._meet_if_interrupted()
+        if meeting is None:
+            return super().reduce_boolean_decision(decision, all)  # by reduce()
+        decisions: list[bool] = meeting.exchange(decision, self._timeout or default_pg_timeout)
+        return min(decisions) if all else max(decisions)
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """After an exception this rank's own value: ModelCheckpoint asks for all metrics then, of which the ranks may
+        have different ones left to reduce."""
+        if self._is_interrupted():
+            return tensor
+        self._await_others_of("reduce", tensor, group)
+        return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        self._await_others_of("all_gather", tensor, group)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def _await_others_of(self, call: str, tensor: Any, group: Any) -> None:
+        """Where the tensor is elsewhere than on the host, a collective does not keep it, and this must not either."""
+        of_all_ranks = group is None or group is torch.distributed.group.WORLD
+        if of_all_ranks and isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+            self.await_others(call)

@@ -1,0 +1,255 @@
+"""The callback that logs what communication costs a fit.
+
+Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, whose doors put it in front of their ``Callback``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ..core import DistributedDataParallel, Event, EventKind
+from .trainer_strategy import TrainerStrategy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch import Callback as _Base
+
+    from ..core.layout import BufferLayout
+else:
+    _Base = object
+
+_WAITS = ("gradients", "parameters")
+"""What WAIT_START's and WAIT_END's index means."""
+_BATCH = "batch"
+_KEPT_INTERVALS = 1000
+"""So that a rare log does not pile them up."""
+
+
+class TrainerMonitor(_Base):
+    """Logs how long training waits for communication, how much is sent, and how many steps were skipped.
+
+    Every ``Trainer(log_every_n_steps=...)`` optimizer steps, and for those that are left when training ends, to all of
+    the Trainer's loggers (each rank tells its own numbers; Lightning's loggers write rank 0's), averaged over the
+    optimizer steps since it last logged:
+
+    - ``communication/exposed_gradients_ms``, ``communication/exposed_parameters_ms``: milliseconds a step in which the
+      rank waited for gradients at the end of backward, and for new weights after the optimizer. Includes waiting for a
+      slower rank.
+    - ``communication/exposed_ms``: the sum of the two; ``communication/exposed_share``: its part, between 0 and 1, of
+      the time spent in training batches, which is without data loading, validation and checkpoints between them.
+    - ``communication/sent_bytes``: bytes a step that this rank sends of gradients and parameters. Microbatches that are
+      accumulated without synchronisation send nothing. What else is sent is small: a byte a parameter tensor, norms,
+      and the module's buffers.
+    - ``communication/buckets``: how many there are; more when parameters were unfrozen.
+    - ``communication/skipped_steps``: how many of the fit's steps so far left the weights alone, because a GradScaler
+      met an infinite gradient or (with a GradScaler) ``training_step`` returned None.
+
+    On CUDA the times are the device's, from CUDA events on the current stream, since there the host does not wait; that
+    is not measured yet.
+
+    Raises:
+        MisconfigurationException: at the start of a fit, if the Trainer has no logger or another strategy.
+    """
+
+    _misconfiguration: ClassVar[type[Exception]]
+    """The package's own; set by the class that is made from this one."""
+
+    def __init__(self) -> None:
+        self._record = _Record(_HostClock(), lambda *_: 0)
+        self._first_step = self._logged_step = self._logger_step = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not trainer.loggers:
+            raise self._misconfiguration("Cannot use `CommunicationMonitor` callback with `Trainer(logger=False)`.")
+        strategy = trainer.strategy
+        if not isinstance(strategy, TrainerStrategy):
+            raise self._misconfiguration(
+                "`CommunicationMonitor` measures the engine of Trainer(strategy='megatron_ddp'), and this Trainer's "
+                f"strategy is {type(strategy).__module__}.{type(strategy).__qualname__}: choose that strategy, or "
+                "leave the callback out"
+            )
+        device = strategy.root_device
+        self._record = _Record(_CudaClock(device) if device.type == "cuda" else _HostClock(), _SentBytes(strategy))
+        strategy.add_listener(self._record)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Also the start of a trial run, as of the learning rate finder, in the middle of a fit's setup."""
+        self._first_step = self._logged_step = trainer.global_step
+        self._record.reset()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._record.start(_BATCH)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._record.end(_BATCH)
+        self._logger_step = trainer.fit_loop.epoch_loop._batches_that_stepped  # under which the batch's loss is logged
+        every = _log_every_n_steps(trainer)
+        if every > 0 and self._step(trainer) // every > self._logged_step // every:
+            self._log(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if _log_every_n_steps(trainer) > 0 and self._step(trainer) > self._logged_step:
+            self._log(trainer)
+
+    def _step(self, trainer: pl.Trainer) -> int:
+        """The optimizer steps so far, skipped ones too. The Trainer does not count those of an optimizer that manual
+        optimization takes without its wrapper; of these none is skipped."""
+        return self._first_step + max(trainer.global_step - self._first_step, self._record.num_updates)
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        model, step = trainer.strategy.model, self._step(trainer)
+        assert isinstance(model, DistributedDataParallel), "the fit is going on"
+        num_steps, self._logged_step = step - self._logged_step, step
+        total_ms, sent_bytes = self._record.take()
+        gradients_ms, parameters_ms = (total_ms[what] / num_steps for what in _WAITS)
+        exposed_ms, batch_ms = gradients_ms + parameters_ms, total_ms[_BATCH]
+        values = {
+            "exposed_ms": exposed_ms,
+            "exposed_gradients_ms": gradients_ms,
+            "exposed_parameters_ms": parameters_ms,
+            "exposed_share": exposed_ms * num_steps / batch_ms if batch_ms > 0 else math.nan,
+            "sent_bytes": sent_bytes / num_steps,
+            "buckets": len(model.layout.buckets),
+            "skipped_steps": step - self._first_step - self._record.num_updates,
+        }
+        for logger in trainer.loggers:
+            prefix = f"communication{logger.group_separator}"
+            logger.log_metrics({prefix + name: value for name, value in values.items()}, step=self._logger_step)
+
+
+def _log_every_n_steps(trainer: pl.Trainer) -> int:
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by its logger connector
+    return every
+
+
+class _SentBytes:
+    """What a collective over a bucket of the strategy's model sends, now. A copy, of a Trainer for one, knows none."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, kind: EventKind, bucket: int) -> int:
+        model = getattr(self._strategy(), "model", None)
+        assert isinstance(model, DistributedDataParallel), "it has just told"
+        return _sent_bytes(model.layout, kind, bucket)
+
+
+def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:
+    """What one rank sends for one collective over a bucket.
+
+    By the rings, which send the least possible: a reduce-scatter and an all-gather ``(d - 1) / d`` of the bucket's
+    bytes each, an all-reduce the two of them (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+    of workstations", 2009). With instances of the optimizer the ranks of one reduce-scatter and gather, and each shard
+    is all-reduced over its owners; without shards those are all ranks. A bucket divides by the number of ranks. A
+    backend that takes a tree where it is faster sends about as much on average over the ranks.
+    """
+    place = layout.buckets[bucket]
+    buffer = layout.buffers[place.buffer]
+    shard_numel = place.numel // layout.num_shards
+    if kind is not EventKind.REDUCE_START:
+        return shard_numel * (layout.num_shards - 1) * buffer.dtype.itemsize
+    scattered = shard_numel * (layout.num_shards - 1) * buffer.grad_dtype.itemsize
+    all_reduced = 2 * (shard_numel // layout.num_instances) * (layout.num_instances - 1) * buffer.sum_dtype.itemsize
+    return scattered + all_reduced
+
+
+class _HostClock:
+    """Where waiting blocks the host."""
+
+    def now(self) -> int:
+        return time.perf_counter_ns()
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        return (end - start) / 1e6
+
+
+class _CudaClock:
+    """Where waiting blocks the current stream, and the host runs ahead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds
+
+
+class _Record:
+    """The listener: collects what happens until it is taken. Times are subtracted only then, since on CUDA that
+    waits.
+
+    Args:
+        clock: of the device.
+        sent_bytes: what a collective over a bucket sends, asked when it starts, since buckets may change.
+
+    Attributes:
+        num_updates: how often an optimizer has changed weights, since the reset.
+    """
+
+    def __init__(self, clock: _HostClock | _CudaClock, sent_bytes: Callable[[EventKind, int], int]) -> None:
+        self._clock: Any = clock
+        self._bytes_of = sent_bytes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.num_updates = 0
+        self._started: dict[str, Any] = {}
+        self._intervals: list[tuple[str, Any, Any]] = []
+        self._total_ms: dict[str, float] = dict.fromkeys((*_WAITS, _BATCH), 0.0)
+        self._sent_bytes = 0
+
+    def __call__(self, event: Event) -> None:
+        kind = event.kind
+        if kind is EventKind.REDUCE_START or kind is EventKind.GATHER_START:
+            self._sent_bytes += self._bytes_of(kind, event.index)
+        elif kind is EventKind.WAIT_START:
+            self.start(_WAITS[event.index])
+        elif kind is EventKind.WAIT_END:
+            self.end(_WAITS[event.index])
+        elif kind is EventKind.STEP_END:
+            self.num_updates += 1
+
+    def start(self, what: str) -> None:
+        """An interval begins. One that never ended, because of an exception in it, is dropped."""
+        self._started[what] = self._clock.now()
+
+    def end(self, what: str) -> None:
+        """The interval that began last ends, if one began: a batch that is None has an end alone."""
+        if what in self._started:
+            self._intervals.append((what, self._started.pop(what), self._clock.now()))
+        if len(self._intervals) >= 2 * _KEPT_INTERVALS:  # the older half has ended on the device as well: no waiting
+            self._add_up(_KEPT_INTERVALS)
+
+    def take(self) -> tuple[dict[str, float], int]:
+        """The milliseconds of each kind of interval, and the bytes sent, since the last call."""
+        self._add_up(len(self._intervals))
+        total_ms, self._total_ms = self._total_ms, dict.fromkeys(self._total_ms, 0.0)
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return total_ms, sent_bytes
+
+    def _add_up(self, count: int) -> None:
+        for what, start, end in self._intervals[:count]:
+            self._total_ms[what] += self._clock.elapsed_ms(start, end)
+        del self._intervals[:count]

@@ -1,0 +1,445 @@
+"""The door to Fabric: translates its calls into the engine's, and computes nothing.
+
+``lightning.fabric`` and ``lightning_fabric`` are the same code in two packages whose classes do not know each other.
+What is here imports neither: :mod:`megastrategy.fabric` and :mod:`megastrategy.lightning_fabric` put it in front of
+their package's ``DDPStrategy``.
+
+[Note: who keeps what alive]
+A Fabric has no end: models and optimizers are set up at any time and dropped when the user drops them. So the strategy
+holds weak references, by which it finds the model of an optimizer and the sharded optimizer around a user's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from .._checkpoints.directories import (
+    OptimizerInDirectory,
+    StateDictType,
+    check_state_dict_type,
+    load_extra,
+    local_directory,
+    of_rank_zero,
+)
+from .._checkpoints.files import (
+    WholeFilesByDefault,
+    check_module_state,
+    check_optimizer_state,
+    describe_foreign,
+    local_path,
+    own_memory,
+)
+from .._faults.process_collectives import checkpoint_collectives, engine_collectives
+from .._whole_optimizers import WholeOptimizers
+from ..core import (
+    CheckpointError,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    GradScaler,
+    config_from_arguments,
+    describe_setup,
+    directory_keys,
+    read_directory,
+    save_directory,
+)
+from .signature import ALL_REDUCE_OPTION
+
+if TYPE_CHECKING:
+    from lightning.fabric.accelerators.accelerator import Accelerator
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
+    from lightning.fabric.strategies.ddp import DDPStrategy as _Base
+else:
+    _Base = object
+
+MAIN_PARAMS_KEY = "megatron_ddp_main_params"
+"""In a checkpoint of 16-bit weights: by the optimizer's key in the saved state, its fp32 main params by parameter name,
+whole."""
+
+
+class FabricStrategy(WholeFilesByDefault, _Base):
+    """Megatron-LM's data parallelism for ``Fabric(strategy=...)``, in place of ``"ddp"``.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout,
+            start_method: as for ``DDPStrategy``. The groups of the engine have the ``timeout``, too.
+        state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
+            its part of. Either is loaded.
+        options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
+            ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
+            ``bucket_cap_mb``.
+
+    Raises:
+        ValueError: for an unknown or unsupported option, by name, with the reason or the nearest known name.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: StateDictType = "full",
+        **options: Any,
+    ) -> None:
+        check_state_dict_type(state_dict_type)
+        self.state_dict_type = state_dict_type
+        self.config: DistributedDataParallelConfig = config_from_arguments(options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]
+        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._optimizers: list[tuple[weakref.ref[DistributedOptimizer], weakref.ref[DistributedDataParallel]]] = []
+        self._whole_optimizers = WholeOptimizers(rank_zero_warn)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (launchers that spawn make one, and so does a copy of what ``setup`` returned) has no models."""
+        return self.__dict__ | {
+            "_models": [],
+            "_optimizers": [],
+            "_whole_optimizers": WholeOptimizers(rank_zero_warn),
+        }
+
+    # --- setup -------------------------------------------------------------------------------------------------------
+
+    def setup_module(self, module: Module) -> DistributedDataParallel:  # type: ignore[override]
+        """Wraps the model. One that is set up already keeps its engine, which then serves both setups.
+
+        Raises:
+            ValueError: if gradients are to be checked for infinities that fp16's scaler makes on purpose, or if an
+                optimizer that was set up before would find no gradients, or step 16-bit weights without their main
+                params.
+        """
+        self._adapt_scaler()
+        for wrapped in self._open_models():
+            if wrapped.module is module and wrapped.is_as_wrapped():
+                wrapped.collectives.broadcast_all([*module.parameters(), *module.buffers()])
+                return wrapped
+            if wrapped.module is module:
+                wrapped.close()
+        wrapped = DistributedDataParallel(
+            module,
+            self.config,
+            collectives=engine_collectives(self.root_device),
+            all_reduce_option=ALL_REDUCE_OPTION,
+        )
+        if not wrapped.steps_params_themselves() and (early := self._whole_optimizers.of(wrapped)) is not None:
+            wrapped.close()
+            raise ValueError(
+                f"the {type(early).__name__} of this model was set up before it, when nothing told that it has to step "
+                "shards, or fp32 main params of 16-bit weights: call fabric.setup(model, optimizer), or "
+                "fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
+            )
+        self._models.append(weakref.ref(wrapped))
+        return wrapped
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it.
+
+        One that has no parameter of a model is left as it is, as under "ddp". With all-reduce the model may come later:
+        the optimizer steps the Parameters themselves.
+        """
+        owners = self._owners(optimizer)
+        if not owners:
+            return self._whole_optimizers.add(optimizer)
+        for known, model in self._pairs():
+            if known.optimizer is optimizer and model is owners[0]:
+                return known
+            if known.optimizer is optimizer:
+                raise ValueError(
+                    f"this {type(optimizer).__name__} was set up with a model that has changed since and was set up "
+                    "again: build a new optimizer on its parameters"
+                )
+        if len(owners) > 1:
+            if all(owner.steps_params_themselves() for owner in owners):
+                return optimizer
+            raise ValueError(
+                f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models that were set up "
+                "one by one; a sharded optimizer has one. Give each model an optimizer of its own, set up one module "
+                f"that holds them all, or, with fp32 weights, pass {ALL_REDUCE_OPTION}"
+            )
+        model = owners[0]
+        distributed = DistributedOptimizer(optimizer, model)
+        state_tensors = distributed.num_state_tensors
+        self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
+        model.on_message = rank_zero_info
+        rank_zero_info(
+            describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
+        )
+        return distributed
+
+    def _owners(self, optimizer: Optimizer) -> list[DistributedDataParallel]:
+        """The model that has all of the optimizer's parameters, or those that have some of them."""
+        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self._open_models()]
+        whole = [model for model, ids in owned if ids and ids == wanted]
+        return whole[:1] or [model for model, ids in owned if ids]
+
+    def _adapt_scaler(self) -> None:
+        """Makes fp16's scaler see sharded gradients. The object stays: the user may hold it, and save it by hand."""
+        scaler = getattr(self.precision, "scaler", None)
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+            return
+        if self.config.check_for_nan_in_grad:
+            raise ValueError(
+                f"check_for_nan_in_grad=True contradicts the GradScaler of {type(self.precision).__name__}, which "
+                "meets infinite gradients on purpose, to find the largest scale: drop the option (such steps are "
+                "skipped), or choose a precision without a scaler, like 'bf16-mixed'"
+            )
+        if not isinstance(scaler, GradScaler):
+            kind = type(scaler)
+            scaler.__class__ = (
+                GradScaler if kind is torch.amp.GradScaler else type(kind.__name__, (GradScaler, kind), {})
+            )
+
+    def teardown(self) -> None:
+        """Fabric never calls it; who does gets plain modules back."""
+        for model in self._open_models():
+            model.close()
+        super().teardown()
+
+    # --- training ----------------------------------------------------------------------------------------------------
+    # backward() is not overridden: Fabric would then refuse ``loss.backward()``, which "ddp" allows.
+
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        distributed = self._distributed(optimizer)
+        if not isinstance(distributed, DistributedOptimizer):
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(distributed)
+        return distributed.clip_grad_norm_(max_norm, float(norm_type), error_if_nonfinite)
+
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        distributed = self._distributed(optimizer)
+        if not isinstance(distributed, DistributedOptimizer):
+            super().clip_gradients_value(module, optimizer, clip_val)
+            return
+        self.precision.unscale_gradients(distributed)
+        distributed.clip_grad_value_(clip_val)
+
+    def full_grad(self, param: Parameter) -> Tensor | None:
+        """The whole reduced gradient of a parameter, of which ``.grad`` is a stand-in under reduce-scatter. Collective.
+
+        Raises:
+            ValueError: if it is not a trainable parameter of a model that was set up.
+        """
+        for model in self._open_models():
+            if any(candidate is param for candidate in model.params):
+                return model.full_grad(param)
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of a model that was set up"
+        )
+
+    def _distributed(self, optimizer: Any) -> Any:
+        """The sharded optimizer around one of the user's, who may hold both; anything else as it is."""
+        return next((known for known, _ in self._pairs() if known.optimizer is optimizer), optimizer)
+
+    def _pairs(self) -> list[tuple[DistributedOptimizer, DistributedDataParallel]]:
+        """The optimizers that are alive, each with its model, which it keeps alive."""
+        pairs = [(optimizer(), model()) for optimizer, model in self._optimizers]
+        self._optimizers = [
+            refs for refs, (optimizer, _) in zip(self._optimizers, pairs, strict=True) if optimizer is not None
+        ]
+        return [(optimizer, model) for optimizer, model in pairs if optimizer is not None and model is not None]
+
+    def _open_models(self) -> list[DistributedDataParallel]:
+        """The models that are alive and not closed, in the order of their setup."""
+        models = [(reference, reference()) for reference in self._models]
+        self._models = [reference for reference, model in models if model is not None and not model.is_closed]
+        return [model for _, model in models if model is not None and not model.is_closed]
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
+        return super().get_module_state_dict(_unwrapped(module))
+
+    def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
+        super().load_module_state_dict(_unwrapped(module), state_dict, strict)
+        # fp32 values that the module has just rounded; main params in the file come later, and replace these
+        weights = {name: value for name, value in state_dict.items() if _is_floating_point(value)}
+        for optimizer, model in self._pairs():
+            if model is module:
+                optimizer.load_main_params(weights)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
+        return super().get_optimizer_state(self._distributed(optimizer))
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Module | Optimizer | Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder."""
+        if self.state_dict_type == "sharded":
+            self._save_directory(local_directory(self.broadcast(path)), state, filter or {})
+            return
+        optimizers = {key: self._distributed(value) for key, value in state.items()}
+        distributed = {key: value for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)}
+        for value in distributed.values():
+            value.require_all_ranks("fabric.save()")  # which ends in a barrier
+        gathered = {key: value.main_params() for key, value in distributed.items()}
+        main_params = {key: params for key, params in gathered.items() if params}
+        if main_params:
+            state = {**state, MAIN_PARAMS_KEY: main_params}
+        super().save_checkpoint(path, state, storage_options, filter)
+
+    def _save_directory(
+        self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
+    ) -> None:
+        written, extra = {}, {}
+        rank_zeros: set[tuple[str, str]] = set()
+        for key, given in state.items():
+            value: Any = self._distributed(given)
+            keeps = filter.get(key, lambda name, item: True)
+            if isinstance(given, Module) or isinstance(value, DistributedOptimizer):
+                sharded = isinstance(value, DistributedOptimizer)
+                saved = value.sharded_state_dict() if sharded else self.get_module_state_dict(value)
+                if not sharded:
+                    rank_zeros |= of_rank_zero(key, saved, _unwrapped(given))
+                written[key] = {name: item for name, item in saved.items() if keeps(name, item)}
+                continue
+            saved = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
+            extra[key] = {k: v for k, v in saved.items() if keeps(k, v)} if isinstance(saved, dict) else saved
+        save_directory(written, extra, path, checkpoint_collectives(), rank_zeros)
+
+    def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:
+        """What is in the directory, whole; the states of optimizers in ``state`` are left there, to be read in part."""
+        optimizers = state.items() if isinstance(state, dict) else ()
+        left = {key for key, value in optimizers if isinstance(self._distributed(value), DistributedOptimizer)}
+        return load_extra(path, weights_only) | {
+            key: OptimizerInDirectory(path, key) if key in left else read_directory(path, key)
+            for key in directory_keys(path)
+        }
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Module | Optimizer | dict[str, Module | Optimizer | Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads all of ``state``, or nothing: what does not fit is found before anything is changed.
+
+        Modules and sharded optimizers take theirs out of the mapped file; all else has memory of its own.
+
+        Raises:
+            CheckpointError: if the file is none, or holds the weights or the optimizer of another model.
+            KeyError: if ``strict``, and a key of ``state`` is not there.
+        """
+        if (local := local_path(path)) is not None and local.is_dir():
+            loaded = self._read_directory(local, state, weights_only)
+        else:
+            loaded = super().load_checkpoint(path, None, strict, weights_only)
+        if not state:
+            return cast(dict[str, Any], own_memory(loaded))
+        if not isinstance(state, dict):
+            self._load_objects({"": self._distributed(state)}, {"": loaded}, strict, path)
+            return {}
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{path}: expected a dictionary with {list(state)}, got {describe_foreign(loaded)}")
+        saved, objects = dict(loaded), {key: self._distributed(value) for key, value in state.items()}
+        main_params: Mapping[str, dict[str, Tensor]] = saved.pop(MAIN_PARAMS_KEY, {})
+        state.update(self._load_objects(objects, saved, strict, path))
+        for key, params in main_params.items():
+            optimizer = objects.get(key)
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.load_main_params(params)
+        return cast(dict[str, Any], own_memory(saved))
+
+    def _load_objects(
+        self, objects: dict[str, Any], saved: dict[str, Any], strict: bool, path: str | Path
+    ) -> dict[str, Any]:
+        """What in ``saved`` belongs to ``objects`` is taken out of it and loaded; returns what has no way to load."""
+        missing = [key for key in objects if key not in saved]
+        if strict and missing:
+            raise KeyError(f"{path} has no {missing[0]!r}, only {sorted(saved)}; strict=False loads what is there")
+        models = {id(optimizer): model for optimizer, model in self._pairs()}
+        sharded = {key for key, model in models.items() if model.layout.num_shards > 1}
+        objects = {key: value for key, value in objects.items() if key in saved}
+        for key, value in objects.items():
+            source = f"{key!r} in {path}" if key else str(path)
+            if isinstance(value, Module):
+                check_module_state(_unwrapped(value), saved[key], strict, source)
+            elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
+                names = {param: name for name, param in models[id(value)].module.named_parameters()}
+                check_optimizer_state(value, saved[key], names, source, id(value) in sharded)
+        read = {
+            key: value.read_sharded(*saved[key])
+            for key, value in objects.items()
+            if isinstance(saved[key], OptimizerInDirectory)
+        }
+        values = {}
+        for key, value in objects.items():
+            own = saved.pop(key)
+            if isinstance(value, Module):
+                self.load_module_state_dict(value, own, strict)
+            elif key in read:
+                read[key]()
+            elif id(value) in sharded:
+                value.load_state_dict(own)
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                value.load_state_dict(own_memory(own))
+            else:
+                values[key] = own_memory(own)
+        return values
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """``import megastrategy`` registers the names, lazily; DDPStrategy's own must not be registered again."""
+
+
+class BackwardSyncControl:
+    """What ``fabric.no_backward_sync`` asks; Fabric's own knows torch's wrapper only."""
+
+    def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled:
+            return nullcontext()
+        if not isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                "blocking the synchronisation of backward needs a model that fabric.setup() or fabric.setup_module() "
+                f"returned under this strategy, got {type(module).__name__}"
+            )
+        return module.no_sync()
+
+
+def _unwrapped(module: Module) -> Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _is_floating_point(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,53 @@
+"""What a Trainer's precision plugin does during a fit: the engine's clipping.
+
+Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, like :mod:`megastrategy._lightning.trainer_strategy`.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch.plugins.precision import Precision as _Base
+else:
+    _Base = object
+
+
+class EnginePrecision(_Base):
+    """Stands between a plugin's own class and Lightning's ``Precision`` for the time of a fit; see :func:`lend`."""
+
+    _lent_by: type[_Base]
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        if hasattr(optimizer, "clip_grad_norm_"):
+            optimizer.clip_grad_norm_(clip_val)
+        else:
+            super().clip_grad_by_norm(optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        if hasattr(optimizer, "clip_grad_value_"):
+            optimizer.clip_grad_value_(clip_val)
+        else:
+            super().clip_grad_by_value(optimizer, clip_val)
+
+
+def lend(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
+    """Gives a plugin the engine's clipping until :func:`take_back`.
+
+    The engine's functions come in the method resolution order after the plugin's class and everything a user derived
+    it from, and before Lightning's own ``Precision``: what a user overrides is called, and ``super()`` inside of it
+    finds the engine. The new class has the old one's name, under which checkpoints store a plugin's state.
+    """
+    kind: type = type(plugin)
+    if isinstance(plugin, engine_precision):
+        return
+    bases: tuple[type, ...] = (engine_precision,) if issubclass(engine_precision, kind) else (kind, engine_precision)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_lent_by": kind}
+    plugin.__class__ = types.new_class(kind.__name__, bases, exec_body=lambda namespace: namespace.update(names))
+
+
+def take_back(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
+    """The plugin is again of the class that it was of."""
+    if isinstance(plugin, engine_precision):
+        plugin.__class__ = plugin._lent_by  # type: ignore[assignment]

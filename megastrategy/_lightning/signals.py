@@ -1,0 +1,203 @@
+"""Signals that SLURM sends to a job: SIGTERM before it ends, and one of the user's choice to save and queue again.
+
+Lightning acts on them wherever they find a rank, and both take collectives: a broadcast for the first, a checkpoint
+for the second. Unless a signal finds all ranks between the same two collectives, those are matched with the wrong
+ones, and ranks hang or fail, under "ddp" too. Here the handlers only remember and post it
+(:mod:`megastrategy._lightning.posted_signals`).
+
+Before every batch of training, and at the end of a fit, the ranks agree, where Lightning has them compare notes in any
+case. Between two batches of evaluation they look at what is posted, and do not wait for each other:
+
+- For SIGTERM each rank stops where it is, and says so. A rank that waits for one that stopped, at the end of the
+  validation or before the next batch of training, learns of it there and stops too. No step is half done then: a rank
+  evaluates after it has sent all of its steps.
+- For the other signal all ranks save together, as one rank alone does: a validation may last longer than the time that
+  the scheduler leaves. If one waits for the others at its end, they come there, and save before the next batch of
+  training.
+
+One rank has nobody to agree with. SIGTERM is known to Lightning at once, which stops after the batch; the other signal
+is obeyed before the next batch, when no step is half done.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core import Collectives
+from .posted_signals import PostedSignals
+
+_log = logging.getLogger("megastrategy")
+
+
+class _InPlace:
+    """What stands in the place of a method of Lightning's object. Copies and pickles of that have its own again."""
+
+    def __init__(self, of: Any, name: str, run: Callable[..., Any]) -> None:
+        self._of, self._name, self._run = of, name, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return types.MethodType, (getattr(type(self._of), self._name), self._of)
+
+
+class SignalAgreement:
+    """Takes the place of methods on objects of one Trainer, until :meth:`remove`.
+
+    Args:
+        trainer: the Trainer, before it registers its signal handlers.
+        collectives: between host memories, to agree over; None on one rank.
+        sigterm_exception: what Lightning raises for SIGTERM.
+    """
+
+    def __init__(self, trainer: Any, collectives: Collectives | None, sigterm_exception: type[BaseException]) -> None:
+        self._trainer, self._collectives, self._sigterm_exception = trainer, collectives, sigterm_exception
+        self._connector = trainer._signal_connector
+        self._posted = PostedSignals() if collectives is not None else None
+        self._terminated = False
+        self._num_requeues = self._num_requeues_done = 0
+        self._requeue_signal = 0
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._save_and_requeue = self._connector._slurm_sigusr_handler_fn
+        self._replace(self._connector, "_sigterm_notifier_fn", self._remember_to_end)
+        self._replace(self._connector, "_slurm_sigusr_handler_fn", self._remember_to_requeue)
+        fit_loop = trainer.fit_loop
+        for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            self._replace(loop, "_evaluation_step", self._obeying(loop, loop._evaluation_step))
+        loop = trainer.predict_loop
+        self._replace(loop, "_predict_step", self._obeying(loop, loop._predict_step))
+        if self._posted is None:
+            self._replace(fit_loop.epoch_loop, "advance", self._saving_before(fit_loop.epoch_loop.advance))
+        else:
+            self._replace(fit_loop.epoch_loop, "_broadcast_sigterm_tensor", self._agree)
+            self._replace(fit_loop, "on_run_end", self._agreeing_before(fit_loop.on_run_end))
+            self._replace(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the Trainer runs nothing that a signal could end: there is None."""
+        return type(None), ()
+
+    def remove(self) -> None:
+        """Lightning's own methods again, or those that a user had put in their place."""
+        for of, name, before in self._replaced:
+            if before is not None:
+                setattr(of, name, before)
+            else:
+                vars(of).pop(name, None)
+        self._replaced.clear()
+        if self._collectives is not None:
+            self._collectives.close()
+
+    def _replace(self, of: Any, name: str, method: Callable[..., Any]) -> None:
+        self._replaced.append((of, name, vars(of).get(name)))
+        setattr(of, name, _InPlace(of, name, method))
+
+    # --- handlers ----------------------------------------------------------------------------------------------------
+
+    def _remember_to_end(self, signum: int, frame: Any) -> None:
+        alone = self._posted is None
+        when = "it stops after this batch" if alone else "all ranks stop before the next batch"
+        _log.info("rank %d: received SIGTERM; %s", self._trainer.global_rank, when)
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self._terminated:
+            launcher.kill(signum)
+        self._terminated = True
+        if self._posted is None:
+            self._connector.received_sigterm = True
+        else:
+            self._posted.post_sigterm()
+
+    def _remember_to_requeue(self, signum: int, frame: Any) -> None:
+        who = "it saves" if self._posted is None else "all ranks save"
+        _log.info("rank %d: received signal %d; %s before the next batch", self._trainer.global_rank, signum, who)
+        self._num_requeues += 1
+        self._requeue_signal = signum
+        if self._posted is not None:
+            self._posted.post_requeue(self._num_requeues, signum)
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def _obeying(self, loop: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A loop's method for one batch of evaluation, which a signal that came before goes before."""
+
+        @functools.wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            if self._posted is None:
+                self._requeue(self._num_requeues, self._requeue_signal)
+                if self._terminated:
+                    raise self._sigterm_exception
+            elif loop.batch_progress.current.ready > 0:  # the first may take all ranks, for buffers of the module
+                self._look(self._posted)
+            return method(*arguments, **options)
+
+        return run
+
+    def _look(self, posted: PostedSignals) -> None:
+        if signum := posted.look(self._num_requeues_done):
+            self._requeue(self._num_requeues_done + 1, signum)
+        if posted.terminates:
+            posted.leave()
+            self._connector.received_sigterm = True
+            raise self._sigterm_exception
+
+    def _stopping_with_others(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The whole run: what fails since other ranks stopped for SIGTERM ends in the same way."""
+
+        @functools.wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            try:
+                return method(*arguments, **options)
+            except RuntimeError as error:  # the engine's, or a backend's from a collective that nobody watches
+                if self._posted is None or not self._posted.has_left():
+                    raise
+                rank = self._trainer.global_rank
+                _log.warning("rank %d: stops, since another did for SIGTERM. It was interrupted by: %s", rank, error)
+                self._posted.leave()
+                self._connector.received_sigterm = True
+                raise self._sigterm_exception from error
+
+        return run
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def _saving_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """On one rank."""
+
+        @functools.wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            self._requeue(self._num_requeues, self._requeue_signal)
+            return method(*arguments, **options)
+
+        return run
+
+    def _agreeing_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Before a fit ends: no batch comes before which ranks would stop, and the user's program would go on."""
+
+        @functools.wraps(method)
+        def run(*arguments: Any, **options: Any) -> Any:
+            self._agree()
+            return method(*arguments, **options)
+
+        return run
+
+    def _requeue(self, num_requeues: int, signum: int) -> None:
+        if num_requeues > self._num_requeues_done:  # the same signal may reach another rank a batch later
+            self._num_requeues_done = num_requeues
+            self._save_and_requeue(signum, None)
+
+    def _agree(self) -> None:
+        assert self._collectives is not None
+        received = torch.tensor([self._terminated, self._num_requeues, self._requeue_signal])
+        self._collectives.all_reduce_max(received).wait()
+        terminated, num_requeues, requeue_signal = received.tolist()
+        self._requeue(num_requeues, requeue_signal)
+        if terminated:
+            self._connector.received_sigterm = True
+            raise self._sigterm_exception

@@ -1,0 +1,80 @@
+"""What the classes of all doors show of themselves: their options as a signature, and the package they are made for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from inspect import Parameter, Signature
+from typing import Any, TypeVar, get_type_hints
+
+from megastrategy_autoload import DOORS
+
+from .._checkpoints.directories import StateDictType
+from ..core import DistributedDataParallelConfig
+
+_Class = TypeVar("_Class", bound=type)
+
+_TORCH_DDP_ARGUMENTS = [
+    Parameter("bucket_cap_mb", Parameter.KEYWORD_ONLY, default=None, annotation=float | None),
+    Parameter("gradient_as_bucket_view", Parameter.KEYWORD_ONLY, default=True, annotation=bool),
+]
+"""torch DDP's that are understood and are not fields of the config."""
+
+
+ALL_REDUCE_OPTION = 'strategy="megatron_ddp_all_reduce" or MegatronDDPStrategy(use_distributed_optimizer=False)'
+"""How a Trainer or Fabric is told to all-reduce, for errors whose way out it is."""
+
+
+def strategy_class(cls: _Class) -> _Class:
+    """For a class that takes the fields of the config as ``**options`` and derives from a package's ``DDPStrategy``.
+
+    ``help()``, an editor and LightningCLI see a field only if it stands in the signature of ``__init__``, and it should
+    not be written a second time: the signature is made from the config. The package's own types are taken from its
+    ``DDPStrategy``, since they are other classes in each package.
+    """
+    initialise: Any = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(initialise)
+    def __init__(self: Any, *arguments: Any, **options: Any) -> None:  # noqa: N807 - it becomes the method
+        initialise(self, *arguments, **options)
+
+    signature = _signature(cls, initialise)
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    __init__.__annotations__ = {name: item.annotation for name, item in signature.parameters.items() if name != "self"}
+    __init__.__annotations__["return"] = None
+    package = next(name for name, door in DOORS.items() if door == cls.__module__)
+
+    def __repr__(self: Any) -> str:  # noqa: N807
+        return _describe(self, package)
+
+    cls.__init__, cls.__repr__ = __init__, __repr__  # type: ignore[misc, assignment]
+    return cls
+
+
+def _signature(cls: type, initialise: Any) -> Signature:
+    base = next(base for base in cls.__mro__ if base.__name__ == "DDPStrategy")
+    types: dict[str, Any] = get_type_hints(base.__init__) | {"state_dict_type": StateDictType}  # type: ignore[misc]
+    own = [
+        item.replace(annotation=types.get(item.name, Parameter.empty))
+        for item in inspect.signature(initialise).parameters.values()
+        if item.kind is not Parameter.VAR_KEYWORD
+    ]
+    field_types = get_type_hints(DistributedDataParallelConfig)
+    fields = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field_types[field.name])
+        for field in dataclasses.fields(DistributedDataParallelConfig)
+    ]
+    return Signature([*own, *fields, *_TORCH_DDP_ARGUMENTS], return_annotation=None)
+
+
+def _describe(strategy: Any, package: str) -> str:
+    """Lightning shows a strategy that it refuses, as one of another of its packages is: so the remedy stands here."""
+    options = ", ".join(
+        f"{field.name}={getattr(strategy.config, field.name)!r}"
+        for field in dataclasses.fields(strategy.config)
+        if getattr(strategy.config, field.name) != field.default
+    )
+    others = ", ".join(f"{door}.MegatronDDPStrategy for {name}" for name, door in DOORS.items() if name != package)
+    cls = type(strategy)
+    return f"<{cls.__module__}.{cls.__qualname__}({options}) made for {package}; elsewhere use {others}>"

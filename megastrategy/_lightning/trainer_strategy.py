@@ -1,0 +1,480 @@
+"""The door to a Lightning Trainer: translates its calls into the engine's, and computes nothing.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code in two packages whose classes do not know each
+other. What is here imports neither: :mod:`megastrategy.lightning` and :mod:`megastrategy.pytorch_lightning` put it in
+front of their package's ``DDPStrategy``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module
+
+from .._checkpoints.directories import (
+    NOT_TENSORS,
+    DirectorySaver,
+    OptimizerInDirectory,
+    StateDictType,
+    check_state_dict_type,
+    load_optimizers,
+    load_trainer_directory,
+    local_directory,
+    of_rank_zero,
+    remove_directory,
+)
+from .._checkpoints.files import (
+    WholeFilesByDefault,
+    check_module_state,
+    check_optimizer_state,
+    describe_foreign,
+    local_path,
+    own_memory,
+)
+from .._faults.process_collectives import (
+    agreement_collectives,
+    begin_setup,
+    count_exception,
+    engine_collectives,
+    exception_name,
+    known_findings,
+)
+from .._faults.recovery import PATIENCE, Meeting, join_setup, tell_failure
+from .._whole_optimizers import WholeOptimizers
+from ..core import (
+    CheckpointError,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    DistributedOptimizer,
+    Event,
+    GradScaler,
+    config_from_arguments,
+    describe_setup,
+    one_listener,
+    to_host,
+)
+from .checked_collectives import CollectivesTogether
+from .precision import EnginePrecision, lend, take_back
+from .schedulers import SchedulersHoldUsersOptimizers
+from .signals import SignalAgreement
+from .signature import ALL_REDUCE_OPTION
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+    from lightning.pytorch.plugins.precision import Precision
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+T = TypeVar("T")
+_log = logging.getLogger("megastrategy")
+
+MAIN_PARAMS_KEY = "megatron_ddp_main_params"
+"""In a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
+
+LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on from the 16-bit weights"
+"""Beside the callbacks' states, since Lightning warns of those that nobody takes: so "ddp" says what it loses."""
+
+
+class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, _Base):
+    """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            timeout, start_method: as for ``DDPStrategy``. The groups of the engine have the ``timeout``, too.
+        state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
+            its part of, in the background if the Trainer has the plugin ``AsyncCheckpointIO``. Either is loaded.
+        options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
+            ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
+            ``bucket_cap_mb``.
+
+    Raises:
+        ValueError: for an unknown or unsupported option, by name, with the reason or the nearest known name.
+    """
+
+    strategy_name = "megatron_ddp"
+
+    patience: timedelta = PATIENCE
+    """How long a rank that saves after an exception waits for the others to come and save, too."""
+
+    # what the package calls these; set by the class that is made from this one
+    _lightning_optimizer: ClassVar[type[LightningOptimizer]]
+    _mock_optimizer: ClassVar[type[_MockOptimizer]]
+    _engine_precision: ClassVar[type[EnginePrecision]]
+    _async_io: ClassVar[type]
+    _sigterm_exception: ClassVar[type[BaseException]]
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        state_dict_type: StateDictType = "full",
+        **options: Any,
+    ) -> None:
+        check_state_dict_type(state_dict_type)
+        self.state_dict_type = state_dict_type
+        self.config: DistributedDataParallelConfig = config_from_arguments(options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._wrapped: DistributedDataParallel | None = None
+        self._whole_optimizers = WholeOptimizers(rank_zero_warn)
+        self._replaced_scaler: torch.amp.GradScaler | None = None
+        self._meeting: Meeting | None = None
+        self._signal_agreement: SignalAgreement | None = None
+        self._loaded_from = ""
+        self._directory_saver = DirectorySaver()
+        self._listeners: list[Callable[[Event], None]] = []
+
+    # --- setup -------------------------------------------------------------------------------------------------------
+
+    def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
+        self.await_others("setup")
+        self._wrapped = DistributedDataParallel(
+            model,
+            self.config,
+            collectives=engine_collectives(self.root_device, agreed=True),
+            listener=one_listener(self._listeners),
+            all_reduce_option=ALL_REDUCE_OPTION,
+        )
+        self._wrapped.known_findings = known_findings()
+        return self._wrapped
+
+    def add_listener(self, listener: Callable[[Event], None]) -> None:
+        """Calls ``listener`` with the engine's events in the next fit, until its teardown.
+
+        Raises:
+            RuntimeError: if the model is set up already. A callback's ``setup`` comes before.
+        """
+        if isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError("the model is set up already: add listeners before, in a callback's setup() for one")
+        self._listeners.append(listener)
+
+    def _register_ddp_hooks(self) -> None:
+        """Communication hooks belong to torch DDP; they were refused at construction."""
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        collectives = agreement_collectives() if self.world_size > 1 else None
+        self._signal_agreement = SignalAgreement(trainer, collectives, self._sigterm_exception)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        model = self.model
+        if not isinstance(model, DistributedDataParallel):
+            return
+        counts = [opt.num_state_tensors for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+        model.on_message = rank_zero_info
+        state_tensors = max(counts, default=None, key=lambda count: count or 0)
+        rank_zero_info(
+            describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
+        )
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        optimizers: list[torch.optim.Optimizer] = super().optimizers
+        return optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Users assign ``trainer.optimizers`` to start anew in mid-training."""
+        model = self.model
+        if isinstance(model, DistributedDataParallel) and not model.is_closed:
+            raw = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in optimizers]
+            as_they_are, make = (DistributedOptimizer, self._mock_optimizer), self._whole_optimizers.add_or_shard
+            optimizers = [opt if isinstance(opt, as_they_are) else make(opt, model) for opt in raw]
+        super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        if not isinstance(self.model, DistributedDataParallel):
+            return
+        lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, a stand-in under reduce-scatter
+        scaler = getattr(plugin, "scaler", None)
+        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+            return
+        if self.config.check_for_nan_in_grad:
+            raise ValueError(
+                f"check_for_nan_in_grad=True contradicts the GradScaler of {type(plugin).__name__}, which meets "
+                "infinite gradients on purpose, to find the largest scale: drop the option (such steps are skipped), "
+                "or choose a precision without a scaler, like 'bf16-mixed'"
+            )
+        if not isinstance(scaler, GradScaler):
+            self._replaced_scaler = scaler
+            plugin.scaler = GradScaler.like(scaler)  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        plugin = self.precision_plugin
+        take_back(plugin, self._engine_precision)
+        if self._signal_agreement is not None:
+            self._signal_agreement.remove()
+            self._signal_agreement = None
+        self._meeting = None
+        self._listeners = []
+        scaler = getattr(plugin, "scaler", None)
+        if self._replaced_scaler is not None and scaler is not None:
+            if scaler._scale is not None:
+                self._replaced_scaler.load_state_dict(scaler.state_dict())
+            plugin.scaler, self._replaced_scaler = self._replaced_scaler, None  # type: ignore[attr-defined]
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.close()
+            self.model = self.lightning_module
+        super().teardown()
+        self._directory_saver.close()
+        self.end_together()
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Shows the loss to the engine; in manual optimization it is not an output of the wrapped forward."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.watch_backward(closure_loss)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """In manual optimization module buffers stay each rank's own, as under "ddp", which broadcasts them before the
+        first forward alone."""
+        module, wrapped = self.lightning_module, self._wrapped
+        outputs = super().training_step(*args, **kwargs)
+        if module is not None and wrapped is not None and not module.automatic_optimization:
+            wrapped.leave_buffers_apart()
+        return outputs
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Gradients are final when backward returns, before ``on_after_backward``: nothing is left to do here."""
+
+    def full_grad(self, param: torch.nn.Parameter) -> Tensor | None:
+        """The whole reduced gradient of a parameter, of which ``.grad`` stands in under reduce-scatter. Collective."""
+        if not isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError("full_grad() is there during a fit, between a backward and the next zero_grad")
+        return self.model.full_grad(param)
+
+    def grad_norm(self, norm_type: float | str = 2.0) -> dict[str, Tensor]:
+        """What ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` returns under "ddp", in every mode.
+
+        For ``self.log_dict(self.trainer.strategy.grad_norm())`` in ``on_before_optimizer_step``. Collective with
+        reduce-scatter.
+        """
+        norm_type = float(norm_type)
+        if norm_type <= 0:
+            raise ValueError(f"norm_type={norm_type}: expected a positive number, or 'inf' for the largest element")
+        model = self.model
+        if not isinstance(model, DistributedDataParallel):
+            raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
+        by_param = dict(zip(model.params, model.grad_norms(norm_type), strict=True))
+        found = {
+            f"grad_{norm_type}_norm/{name}": by_param[param]
+            for name, param in model.module.named_parameters()
+            if param in by_param and param.grad is not None
+        }
+        if found:
+            every = torch.stack(list(found.values()))
+            found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(every, norm_type)
+        return {name: norm.to(torch.get_default_dtype()) for name, norm in found.items()}
+
+    # --- after an exception ------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """After an exception makes sure that all ranks have left what it ended: the next collective must meet its own.
+
+        Raises:
+            RuntimeError: if not all have, in bounded time. The processes must be started anew.
+        """
+        super().setup_environment()
+        join_setup(*begin_setup(), self.patience)
+        self.begin_together()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Says which rank failed first, and why; the next fit gets a group of its own."""
+        if first := tell_failure(exception_name(), exception, leaves=True):
+            exception.add_note(f"the first failure among the ranks: {first}")
+            _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)
+        self.give_up_together()
+        count_exception()
+
+    def _meet_if_interrupted(self) -> Meeting | None:
+        """Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks."""
+        if not self._is_interrupted() or self._wrapped is None or self._wrapped.collectives.size == 1:
+            return None
+        if self._meeting is None:
+            if (exception := sys.exception()) is not None:
+                tell_failure(exception_name(), exception)  # before the others' failures that follow from it
+            self.give_up_together()
+            steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+            sharded = self._wrapped.layout.num_shards > 1
+            state = f"steps begun and done: {steps}" if sharded else ""
+            self._meeting = Meeting(exception_name(), state, self.patience)
+            if sharded and any(begun != done for begun, done in steps):
+                self._meeting.problem = self._meeting.problem or "a step was under way"
+            if not self._meeting.problem:
+                self._wrapped.collectives = engine_collectives(self.root_device, agreed=True)
+        return self._meeting
+
+    def _may_save(self) -> bool:
+        """Whether the shards of all ranks can be had, and belong together."""
+        meeting = self._meet_if_interrupted()
+        assert self._wrapped is not None or meeting is None
+        return meeting is None or not meeting.problem or self._wrapped.layout.num_shards == 1  # type: ignore[union-attr]
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective.
+
+        For a sharded checkpoint this rank's part, by parameter name.
+        """
+        if isinstance(optimizer, self._lightning_optimizer):
+            optimizer = optimizer._optimizer
+        if not self._may_save():
+            return {}
+        if self.state_dict_type == "sharded" and isinstance(optimizer, DistributedOptimizer):
+            return optimizer.sharded_state_dict()
+        if isinstance(optimizer, DistributedOptimizer):
+            optimizer.require_all_ranks("saving a checkpoint")  # which ends in a barrier
+        return optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Adds the fp32 main params under a key of their own, which "ddp" ignores.
+
+        After an exception on some rank the shards of the others may be out of reach: nothing is written then, rather
+        than half a state, and the reason is logged on every rank.
+        """
+        if (meeting := self._meet_if_interrupted()) is not None:
+            meeting.exchange(None, self.patience)  # a hook that fails on some rank keeps it from coming here
+        if not self._may_save():
+            assert self._meeting is not None
+            _log.error(
+                "rank %d: %s was NOT saved after the exception, since the optimizer state is sharded over the ranks "
+                "and %s. The checkpoint before it is the last",
+                self.global_rank,
+                filepath,
+                self._meeting.problem,
+            )
+            return
+        if self.state_dict_type == "sharded":
+            self._save_directory(checkpoint, filepath)
+            return
+        if "optimizer_states" in checkpoint:
+            main_params = [opt.main_params() for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+            if any(main_params):
+                checkpoint[MAIN_PARAMS_KEY] = main_params
+                checkpoint.setdefault("callbacks", {})[LEFT_BEHIND] = {}
+        if self._wrapped is not None and self.model is not self._wrapped:
+            self._wrapped.collectives.close()  # the fit is over, and gathering has woken them
+        if isinstance(self._checkpoint_io, self._async_io) and self.root_device.type != "cpu":
+            checkpoint = {**checkpoint, "state_dict": to_host(checkpoint["state_dict"])}  # it would clone on the device
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_directory(self, checkpoint: dict[str, Any], filepath: str | Path) -> None:
+        in_background = isinstance(self._checkpoint_io, self._async_io)
+        if not (in_background or self._checkpoint_io is None or isinstance(self._checkpoint_io, self._default_io)):
+            raise ValueError(
+                f"state_dict_type='sharded' does not save through a CheckpointIO, but the Trainer has the plugin "
+                f"{type(self._checkpoint_io).__name__}: leave it out, or choose state_dict_type='full'"
+            )
+        assert self.lightning_module is not None
+        weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
+        state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
+        if others := {name: item for name, item in weights.items() if not isinstance(item, Tensor)}:
+            checkpoint[NOT_TENSORS] = others
+        rank_zeros = of_rank_zero("model", weights, self.lightning_module)
+        path = local_directory(self.broadcast(filepath))
+        in_background &= self.model is self._wrapped  # after the fit nobody would wait for it
+        self._directory_saver.save(state, checkpoint, path, rank_zeros, in_background=in_background)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Not before what replaces it is complete."""
+        self._directory_saver.then(functools.partial(self._remove_now, filepath))
+
+    def _remove_now(self, filepath: str | Path) -> None:
+        path = local_path(filepath)
+        if self.is_global_zero and path is not None and path.is_dir():
+            remove_directory(path)
+        else:
+            super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """What this class loads itself stays in the mapped file; callbacks and hooks get the rest to keep.
+
+        Raises:
+            CheckpointError: if the file is not a Trainer's.
+        """
+        self._directory_saver.wait()
+        if (local := local_path(checkpoint_path)) is not None and local.is_dir():
+            self._loaded_from = str(checkpoint_path)
+            return load_trainer_directory(local, weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint_path} is no checkpoint of a Trainer: expected a dictionary with 'state_dict', got "
+                f"{describe_foreign(checkpoint)}. Bare weights are loaded by module.load_state_dict, before the fit"
+            )
+        self._loaded_from = str(checkpoint_path)
+        mapped = {"state_dict", "optimizer_states", MAIN_PARAMS_KEY}
+        checkpoint.get("callbacks", {}).pop(LEFT_BEHIND, None)
+        return {key: value if key in mapped else own_memory(value) for key, value in checkpoint.items()}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        check_module_state(self.lightning_module, checkpoint["state_dict"], strict, self._loaded_from)
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads all optimizers' states, or none.
+
+        Raises:
+            CheckpointError: if one does not fit. The weights are those of the file by then: Lightning loads them before
+                there are optimizers.
+        """
+        assert self.lightning_module is not None
+        names = {param: name for name, param in self.lightning_module.named_parameters()}
+        states = checkpoint["optimizer_states"]
+        # a file without main params has fp32 weights, perhaps, which the cast to 16 bits rounded
+        weights = {
+            name: value
+            for name, value in checkpoint["state_dict"].items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        if any(isinstance(state, OptimizerInDirectory) for state in states):
+            load_optimizers(self.optimizers, states, weights)
+            return
+        sharded = self._wrapped is not None and self._wrapped.layout.num_shards > 1
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
+            if isinstance(optimizer, DistributedOptimizer):
+                check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}", sharded)
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if sharded else own_memory(states)})
+        optimizers = [opt for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+        saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(optimizers))
+        for optimizer, main_params in zip(optimizers, saved, strict=False):
+            optimizer.load_main_params(main_params)
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """``import megastrategy`` registers the names, lazily; DDPStrategy's own must not be registered again."""

@@ -1,0 +1,27 @@
+"""Hugging Face Accelerate, and with it Transformers.
+
+``from megastrategy.accelerate import Accelerator`` in place of ``from accelerate import Accelerator``, or an unmodified
+script under ``-m megastrategy.launch``. Only :class:`Accelerator` needs the package accelerate; the plugin and the
+launcher's options are read without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .._versions import ACCELERATE, require
+from .plugin import MegatronDDPPlugin
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+
+__all__ = ["Accelerator", "MegatronDDPPlugin"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Accelerator":
+        require("accelerate", ACCELERATE)  # first: an old one lacks what is imported next
+        from .accelerator import Accelerator
+
+        return Accelerator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,476 @@
+"""The door to Hugging Face Accelerate: its ``Accelerator`` with this engine where torch DDP would be.
+
+    from megastrategy.accelerate import Accelerator, MegatronDDPPlugin
+
+    accelerator = Accelerator(megatron_ddp_plugin=MegatronDDPPlugin(bucket_size=1_000_000), mixed_precision="bf16")
+
+Nothing of accelerate is patched, and ``accelerator.distributed_type`` is what it is under torch DDP, since that is a
+closed list which accelerate asks for many reasons; ``accelerator.state.megatron_ddp_plugin`` tells the two apart.
+``transformers.Trainer`` learns to save a sharded optimizer when the first of these Accelerators is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import accelerate
+import torch
+from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DDPCommunicationHookType, DynamoBackend, TorchDynamoPlugin, broadcast_object_list
+from accelerate.utils.other import has_compiled_regions, has_repeated_blocks, is_compiled_module
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from .._faults.process_collectives import checkpoint_collectives, engine_collectives
+from .._whole_optimizers import WholeOptimizers
+from ..core import DistributedOptimizer, GradScaler, describe_setup
+from . import checkpoint
+from .plugin import MegatronDDPPlugin, refuse_other_engines
+from .prepared_model import (
+    Alone,
+    PreparedModel,
+    clip_norm_,
+    clip_value_,
+    open_models,
+    owners,
+    prepared_model,
+    remember,
+    trained_by,
+)
+from .saves_alone import SavesAlone
+from .transformers_trainer import wrap_trainer
+
+__all__ = ["Accelerator", "MegatronDDPPlugin"]
+
+_log = get_logger(__name__)
+
+
+class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
+    """``accelerate.Accelerator``, with all of its arguments and methods, training with Megatron-LM's data parallelism.
+
+    Args:
+        megatron_ddp_plugin: the options; by default those of the first Accelerator of this process, or the defaults. It
+            may stand among ``kwargs_handlers`` instead. ``DistributedDataParallelKwargs`` there mean what they mean
+            for torch DDP, where the plugin does not say otherwise.
+
+    In one process nothing is sharded or reduced, and models are left alone, as accelerate leaves them; those with
+    16-bit weights are wrapped for their fp32 main params.
+
+    Raises:
+        ValueError: if another engine is asked for as well, by argument or environment.
+    """
+
+    __module__ = "megastrategy.accelerate"  # where it is public
+
+    # accelerate's
+    scaler: Any
+    step: int
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, megatron_ddp_plugin: MegatronDDPPlugin | None = None, **kwargs: Any) -> None:
+        arguments = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs).arguments
+        handlers = list(arguments.get("kwargs_handlers") or ())
+        given = [megatron_ddp_plugin, *(handler for handler in handlers if isinstance(handler, MegatronDDPPlugin))]
+        plugins = [plugin for plugin in given if plugin is not None]
+        if len(plugins) > 1:
+            raise ValueError(f"{len(plugins)} MegatronDDPPlugins were given: pass one")
+        if any(not isinstance(plugin, MegatronDDPPlugin) for plugin in plugins):
+            raise ValueError(f"megatron_ddp_plugin: expected a MegatronDDPPlugin, got {type(plugins[0]).__name__}")
+        refuse_other_engines(arguments)
+        wrap_trainer()
+        if "kwargs_handlers" in arguments:
+            arguments["kwargs_handlers"] = [item for item in handlers if not isinstance(item, MegatronDDPPlugin)]
+        del arguments["self"]
+        super().__init__(**arguments)
+        known = getattr(self.state, "megatron_ddp_plugin", None)
+        self.megatron_ddp_plugin: MegatronDDPPlugin = plugins[0] if plugins else known or MegatronDDPPlugin()
+        self.state.megatron_ddp_plugin = self.megatron_ddp_plugin
+        kind = str(self.distributed_type.value)
+        if kind != "NO" and not kind.startswith("MULTI_"):
+            raise ValueError(f"this process is set up for {kind}, and models have one engine: use accelerate's own")
+        if self.ddp_handler is not None and _has_comm_hook(self.ddp_handler):
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={self.ddp_handler.comm_hook}): buckets are reduced by this "
+                "engine alone. Drop it (MegatronDDPPlugin(grad_reduce_in_fp32=False) sends the gradients of 16-bit "
+                "weights in 16 bits), or use accelerate's own Accelerator"
+            )
+        self._whole_optimizers = WholeOptimizers(self._warn)
+        ddp_options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
+        self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_options)
+        self._adapt_scaler()
+
+    # --- prepare -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's, in any order of arguments: models are prepared before the optimizers that they shard."""
+        if device_placement is None or len(device_placement) == len(args):
+            placements: Sequence[bool | None] = device_placement or [None] * len(args)
+            args = tuple(
+                self.prepare_model(item, device_placement=placement) if isinstance(item, Module) else item
+                for item, placement in zip(args, placements, strict=True)
+            )
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """As accelerate's. A module that is prepared already keeps its engine."""
+        if getattr(model, "_is_accelerate_prepared", False):
+            inner = self.unwrap_model(model, keep_torch_compile=False)
+            if inner not in self._models:
+                self._models.append(inner)  # the user's module, as for torch DDP: hooks and files see it
+            return model
+        trains = any(param.requires_grad for param in model.parameters())
+        if evaluation_mode or not trains or not (self.use_distributed or _has_16_bit_weights(model)):
+            return super().prepare_model(model, device_placement, evaluation_mode or self.use_distributed)
+        known = prepared_model(model, self.megatron_ddp_config)
+        if known is not None:
+            self._models.append(model)
+            known.collectives.broadcast_all([*model.parameters(), *model.buffers()])
+            return self._finish_model(known)
+        with self._compiling_regions_only(model):
+            placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        del placed._is_accelerate_prepared  # which it is not, if it comes again without its wrapper
+        collectives = engine_collectives(self.device) if self.use_distributed else Alone()
+        way_out = self.megatron_ddp_plugin.all_reduce_option
+        engine = PreparedModel(placed, self.megatron_ddp_config, collectives=collectives, all_reduce_option=way_out)
+        if not engine.steps_params_themselves() and (early := self._whole_optimizers.of(engine)) is not None:
+            engine.close()
+            raise ValueError(
+                f"the {type(early).__name__} of this model was prepared before it, when nothing told that it has to "
+                "step shards, or fp32 main params of 16-bit weights: call accelerator.prepare(model, optimizer), or "
+                "prepare the model before the optimizer"
+            )
+        return self._finish_model(remember(model, engine))
+
+    def _finish_model(self, model: PreparedModel) -> Any:
+        plugin = self.state.dynamo_plugin
+        prepared: Any = model
+        if plugin.backend != DynamoBackend.NO and not has_compiled_regions(model):
+            prepared = torch.compile(model, **plugin.to_kwargs())
+        prepared._is_accelerate_prepared = True
+        return prepared
+
+    @contextlib.contextmanager
+    def _compiling_regions_only(self, model: Module) -> Iterator[None]:
+        """A whole model is compiled in its wrapper; regions are compiled inside, as they are copies of modules."""
+        plugin = self.state.dynamo_plugin
+        if not (plugin.use_regional_compilation and has_repeated_blocks(model)):
+            self.state.dynamo_plugin = TorchDynamoPlugin(backend=DynamoBackend.NO)
+        try:
+            yield
+        finally:
+            self.state.dynamo_plugin = plugin
+
+    def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """As accelerate's, which would not look for compiled regions inside of the wrapper."""
+        inner = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return inner if keep_torch_compile else inner.__dict__.get("_orig_mod", inner)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Shards the optimizer over the ranks of the model that its parameters belong to, prepared before it. One that
+        has no parameter of a prepared model is left as it is, as under torch DDP.
+
+        Raises:
+            ValueError: if there is more than one such model.
+            OptimizerNotShardableError: if its update is not element-wise.
+        """
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer._is_accelerate_prepared = True  # which prepare() alone sets
+            return super().prepare_optimizer(optimizer, device_placement)
+        self._adapt_scaler()
+        models = owners(param for group in optimizer.param_groups for param in group["params"])
+        if not models:
+            whole = self._whole_optimizers.add(optimizer) if self.use_distributed else optimizer
+            return super().prepare_optimizer(whole, device_placement)
+        _check_owners(optimizer, models)
+        if all(model.steps_params_themselves() for model in models) and len(models) > 1:
+            return super().prepare_optimizer(optimizer, device_placement)
+        # not placed: its state is where the engine put it, and a round trip of the state would be a collective
+        return super().prepare_optimizer(self._shard(optimizer, models[0]), device_placement=False)
+
+    def _shard(self, optimizer: Optimizer, model: PreparedModel) -> DistributedOptimizer:
+        known, its_model = optimizer.__dict__.get("_megatron_ddp", (None, None))
+        if known is not None and its_model is model:
+            return cast(DistributedOptimizer, known)
+        if known is not None:
+            raise ValueError(
+                f"this {type(optimizer).__name__} was prepared with a model that has changed since and was prepared "
+                "again: build a new optimizer on its parameters"
+            )
+        distributed = DistributedOptimizer(optimizer, model)
+        state_tensors = distributed.num_state_tensors
+        optimizer._megatron_ddp = distributed, model  # type: ignore[attr-defined] # found when it is prepared again
+        model.on_message = _log.info
+        _log.info(describe_setup(model.layout, model.collectives.rank, model.config.overlap_grad_reduce, state_tensors))
+        return distributed
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As accelerate's, which would not find the optimizer that the scheduler was built on inside of ours."""
+        prepared = super().prepare_scheduler(scheduler)
+        known = _sharded(getattr(scheduler, "optimizer", None))
+        if isinstance(prepared, AcceleratedScheduler) and known is not None:
+            prepared.optimizers = [item for item in self._optimizers if item.optimizer is known] or prepared.optimizers
+        return prepared
+
+    def _warn(self, text: str) -> None:
+        if self.is_main_process:
+            warnings.warn(text, stacklevel=2)
+
+    def _adapt_scaler(self) -> None:
+        """fp16's scaler must see sharded gradients, and all ranks must skip the same steps."""
+        scaler = self.scaler
+        if not isinstance(scaler, torch.amp.GradScaler) or isinstance(scaler, GradScaler):
+            return
+        if scaler.is_enabled() and self.megatron_ddp_config.check_for_nan_in_grad:
+            raise ValueError(
+                "check_for_nan_in_grad=True contradicts fp16's GradScaler, which meets infinite gradients on purpose, "
+                "to find the largest scale: drop the option (such steps are skipped), or use mixed_precision='bf16'"
+            )
+        self.scaler = GradScaler.like(scaler)
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: Module) -> Iterator[None]:
+        """As accelerate's: the next backward is synchronised, although its forward ran under ``no_sync``."""
+        engine = _uncompiled(model)
+        if not isinstance(engine, PreparedModel):
+            with accelerate.Accelerator.trigger_sync_in_backward(model):
+                yield
+            return
+        before, engine.require_backward_grad_sync = engine.require_backward_grad_sync, True
+        engine.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            engine.require_backward_grad_sync = before
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As accelerate's; the optimizer may be the user's own."""
+        if optimizer is not None:
+            given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+            optimizer = [_sharded(item) or item for item in given]
+        super().unscale_gradients(optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """As accelerate's, over any parameters of prepared models: the norm of all of them together, which is the same
+        bits on every rank. Collective."""
+        norm: Tensor | None = self._clip(
+            parameters,
+            lambda parts: clip_norm_(parts, float(max_norm), float(norm_type)),
+            lambda params: super(Accelerator, self).clip_grad_norm_(params, max_norm, norm_type),
+        )
+        return norm
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """As accelerate's, over any parameters of prepared models."""
+        self._clip(
+            parameters,
+            lambda parts: clip_value_(parts, clip_value),
+            lambda params: super(Accelerator, self).clip_grad_value_(params, clip_value),
+        )
+
+    def _clip(self, parameters: Any, ours: Callable[[Any], Any], theirs: Callable[[Any], Any]) -> Any:
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        parts = trained_by([model for model in open_models() if model.is_sharded], params)
+        # within a window of accumulation each rank clips what it has so far, as under torch DDP
+        if not parts or (not self.sync_gradients and all(model.has_local_grads for model, _ in parts)):
+            return theirs(params)
+        own = {id(param) for _, group in parts for param in group}
+        strangers = [param for param in params if id(param) not in own and param.grad is not None]
+        if strangers:
+            raise ValueError(
+                f"{len(strangers)} of the {len(params)} parameters to clip have a gradient that belongs to no prepared "
+                f"model (the first is of shape {tuple(strangers[0].shape)}), and may differ from rank to rank: clip "
+                "them apart"
+            )
+        self.unscale_gradients()
+        return ours(parts)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """As accelerate's where batches are even. Uneven ones are for evaluation: a backward that reduces gradients is
+        refused.
+
+        Raises:
+            NotImplementedError: at a synchronised backward inside, if ranks are to run different numbers of batches.
+        """
+        engines = [model for item in joinables if isinstance(model := _uncompiled(item), PreparedModel)]
+        if not self.use_distributed or not engines:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        wanted = self.even_batches if even_batches is None else even_batches
+        samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
+        changed = [item for item in samplers if getattr(item, "even_batches", wanted) is not wanted]
+        with contextlib.ExitStack() as uneven:
+            for model in engines if not wanted else ():
+                uneven.enter_context(model.uneven_batches())
+            for sampler in changed:
+                sampler.even_batches = wanted
+            try:
+                yield
+            finally:
+                for sampler in changed:
+                    sampler.even_batches = not wanted
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As accelerate's: the files of torch DDP, and beside them fp32 main params; with ``state_dict_type="sharded"``
+        weights and optimizers in a directory.
+
+        All ranks call it together. The main process may call it alone if its optimizers are not sharded or, on the CPU,
+        between a step and the next backward; it does not write a directory so.
+
+        Raises:
+            NotOnAllRanksError: if a rank calls it alone otherwise.
+        """
+        in_directory = self.megatron_ddp_plugin.state_dict_type == "sharded" and self.use_distributed
+        optimizers = [_sharded_inside(item) for item in self._optimizers]
+        is_sharded = any(item is not None and item.is_sharded for item in optimizers)
+        with self._saving(is_sharded=is_sharded, in_directory=in_directory) as is_everybody_here:
+            if in_directory:
+                return self._save_sharded(output_dir, safe_serialization, **kwargs)
+            location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
+            checkpoint.save_main_params(location, optimizers, self.is_main_process)
+            if self.project_configuration.save_on_each_node and self.use_distributed and is_everybody_here:
+                checkpoint.copy_to_nodes(location, optimizers, self.is_local_main_process)
+            self.wait_for_everyone()  # so that it may be loaded at once, which accelerate leaves to the user
+        return location
+
+    def _save_sharded(self, *args: Any, **kwargs: Any) -> Path:
+        models, hooks = self._models, self._save_model_state_pre_hook
+        states: list[dict[str, Any]] = [model.state_dict() for model in models]
+        weights = list(states)
+        with self._set_aside(hooks):
+            location = Path(super().save_state(*args, **kwargs))
+        for hook in hooks.values():
+            hook(models, weights, str(location))  # which may take out what it saves itself
+        own = {
+            id(state): checkpoint.part_of_process(state, model, self.is_main_process)
+            for state, model in zip(states, models, strict=True)
+        }
+        weights = [own.get(id(state), state) for state in weights]
+        optimizers = [known for item in self._optimizers if (known := _sharded_inside(item)) is not None]
+        checkpoint.save_sharded(location, weights, optimizers, checkpoint_collectives())
+        self.wait_for_everyone()
+        return location
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """As accelerate's, from what this class or torch DDP saved on any number of ranks. All ranks call it."""
+        folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._latest_checkpoint()
+        optimizers = [_sharded_inside(item) for item in self._optimizers]
+        kwargs.setdefault("map_location", "cpu")  # whole, where there is room; each rank keeps its part
+        if folder is not None and checkpoint.is_sharded(folder):
+            models = list(self._models)
+            for hook in self._load_model_state_pre_hook.values():
+                hook(models, str(folder))
+            with self._loading_directories() as loading:
+                checkpoint.load_sharded(folder, models, loading)
+            with self._set_aside(self._load_model_state_pre_hook):
+                super().load_state(str(folder), load_kwargs, **kwargs)
+        else:
+            super().load_state(input_dir if folder is None else str(folder), load_kwargs, **kwargs)
+            if folder is not None:
+                checkpoint.load_main_params(folder, optimizers)
+        if self.use_distributed:
+            # kept in each rank's file, and a rank that is new has none
+            self.step = broadcast_object_list([self.step])[0]
+
+    @contextlib.contextmanager
+    def _set_aside(self, hooks: OrderedDict[int, Any]) -> Iterator[None]:
+        """Hides models, sharded optimizers and hooks from accelerate, which then saves or loads everything else."""
+        models, optimizers, known = self._models, self._optimizers, hooks.copy()
+        sharded = [item for item in optimizers if not self.use_distributed or _sharded_inside(item) is not None]
+        self._models, self._optimizers = [], [item for item in optimizers if item not in sharded]
+        hooks.clear()
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+            hooks.update(known)
+
+    @contextlib.contextmanager
+    def _loading_directories(self) -> Iterator[list[DistributedOptimizer]]:
+        """The optimizers that a directory has. In one process they may be torch's own, and get an engine to load it."""
+        loading, models = [], []
+        for item in self._optimizers:
+            known = _sharded_inside(item)
+            if known is None and not self.use_distributed:
+                params = {id(param) for group in item.param_groups for param in group["params"]}
+                owner = [model for model in self._models if params <= {id(param) for param in model.parameters()}]
+                if not owner:
+                    raise ValueError(
+                        "a directory has the optimizers of one model each, and here one has parameters of several"
+                    )
+                models.append(PreparedModel(owner[0], self.megatron_ddp_config, collectives=Alone()))
+                known = DistributedOptimizer(item.optimizer, models[-1])
+            loading += [known] if known is not None else []
+        try:
+            yield loading
+        finally:
+            for model in models:
+                model.close()
+
+    def _latest_checkpoint(self) -> Path | None:
+        """What accelerate loads if it is not told; None where it has none, and says so."""
+        if not self.project_configuration.automatic_checkpoint_naming:
+            return None
+        return checkpoint.latest(Path(self.project_dir) / "checkpoints")
+
+
+def _has_comm_hook(handler: Any) -> bool:
+    return any(value != DDPCommunicationHookType.NO for value in (handler.comm_hook, handler.comm_wrapper))
+
+
+def _has_16_bit_weights(model: Module) -> bool:
+    return any(param.requires_grad and param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
+
+
+def _uncompiled(model: Any) -> Any:
+    return model._orig_mod if isinstance(model, Module) and is_compiled_module(model) else model
+
+
+def _check_owners(optimizer: Optimizer, models: list[PreparedModel]) -> None:
+    if len(models) > 1 and not all(model.steps_params_themselves() for model in models):
+        raise ValueError(
+            f"the parameters of this {type(optimizer).__name__} belong to {len(models)} models; a sharded optimizer "
+            "has one. Give each model an optimizer of its own, prepare one module that holds them all, or, with fp32 "
+            f"weights, pass {models[0].all_reduce_option}"
+        )
+
+
+def _sharded(optimizer: Any) -> DistributedOptimizer | None:
+    """The sharded optimizer around one of the user's."""
+    known: DistributedOptimizer | None = getattr(optimizer, "__dict__", {}).get("_megatron_ddp", (None,))[0]
+    return known
+
+
+def _sharded_inside(optimizer: Any) -> DistributedOptimizer | None:
+    """The sharded optimizer inside of accelerate's."""
+    inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    return inner if isinstance(inner, DistributedOptimizer) else None
+
+
+def _signature(added: Iterable[inspect.Parameter]) -> inspect.Signature:
+    base = inspect.signature(accelerate.Accelerator.__init__)
+    return base.replace(parameters=[*base.parameters.values(), *added])
+
+
+Accelerator.__init__.__signature__ = _signature(  # type: ignore[attr-defined]
+    [item for item in inspect.signature(Accelerator.__init__).parameters.values() if item.kind is item.KEYWORD_ONLY]
+)

@@ -1,0 +1,125 @@
+"""What ``Accelerator.save_state`` writes beside accelerate's own files, and instead of some of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from .._checkpoints.files import check_module_state, load_file, save_file
+from ..core import (
+    CheckpointError,
+    Collectives,
+    DistributedOptimizer,
+    directory_keys,
+    is_directory_checkpoint,
+    read_directory,
+    save_directory,
+)
+
+MAIN_PARAMS_FILE = "megatron_ddp_main_params.bin"
+"""By the optimizer's number, its fp32 main params by parameter name, whole."""
+
+DIRECTORY = "megatron_ddp"
+"""In a checkpoint with ``state_dict_type="sharded"``: weights and sharded optimizers for torch.distributed.checkpoint,
+under ``model``, ``model_1``, ..., ``optimizer``, ``optimizer_1``, ..., as accelerate numbers its files."""
+
+
+def save_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | None], writes: bool) -> None:
+    """Collective if any of the optimizers has main params; ``writes`` says whether this rank has a file to write."""
+    gathered = {number: item.main_params() for number, item in enumerate(optimizers) if item is not None}
+    main_params = {number: params for number, params in gathered.items() if params}
+    if writes and main_params:
+        save_file(main_params, folder / MAIN_PARAMS_FILE)
+
+
+def load_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | None]) -> None:
+    """To be called after the weights were loaded: where one is not the rounding of its main param, the weight wins."""
+    path = folder / MAIN_PARAMS_FILE
+    if path.is_file():
+        saved = load_file(path, weights_only=True)
+        for number, item in enumerate(optimizers):
+            if item is not None and number in saved:
+                item.load_main_params(saved[number])
+
+
+def part_of_process(state: dict[str, Any], model: Module, is_main: bool) -> dict[str, Any]:
+    """What a rank writes of a model's state: parameters, of which all ranks have the same, and on the main process all
+    the rest, like BatchNorm's statistics, as under torch DDP."""
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in state.items() if is_main or name in params}
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether weights and optimizers are in the directory of :func:`save_sharded`."""
+    return is_directory_checkpoint(folder / DIRECTORY)
+
+
+def save_sharded(
+    folder: Path,
+    weights: Sequence[dict[str, Any]],
+    optimizers: Sequence[DistributedOptimizer],
+    collectives: Collectives,
+) -> None:
+    """Every rank writes its part of what all of them have, and what it alone has. Collective.
+
+    Raises:
+        CheckpointError: on all ranks if any of them could not write.
+    """
+    state: dict[str, Any] = {_key("model", number): values for number, values in enumerate(weights)}
+    state |= {_key("optimizer", number): item.sharded_state_dict() for number, item in enumerate(optimizers)}
+    save_directory(state, {}, folder / DIRECTORY, collectives)
+
+
+def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[DistributedOptimizer]) -> None:
+    """Each rank reads the weights, and its part of the optimizers.
+
+    Raises:
+        CheckpointError: if the directory is of another model, before anything is changed, or has less than is asked.
+    """
+    path = folder / DIRECTORY
+    wanted = [_key("model", number) for number in range(len(models))]
+    wanted += [_key("optimizer", number) for number in range(len(optimizers))]
+    missing = [key for key in wanted if key not in directory_keys(path)]
+    if missing:
+        raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(directory_keys(path))}")
+    weights = [read_directory(path, _key("model", number)) for number in range(len(models))]
+    for number, (model, values) in enumerate(zip(models, weights, strict=True)):
+        check_module_state(model, values, True, f"{_key('model', number)!r} in {path}")
+    for model, values in zip(models, weights, strict=True):
+        model.load_state_dict(values)
+    for number, item in enumerate(optimizers):
+        item.load_sharded(path, _key("optimizer", number))
+
+
+def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None], writes: bool) -> None:
+    """Every node gets rank 0's files of the sharded optimizers, since no other rank has their whole state. Collective.
+
+    ``writes`` says whether this rank saves for its node.
+    """
+    rank = torch.distributed.get_rank()
+    names = [f"{_key('optimizer', number)}.bin" for number, item in enumerate(optimizers) if item is not None]
+    for name in [*names, MAIN_PARAMS_FILE]:
+        path = folder / name
+        content = [path.read_bytes() if rank == 0 and path.is_file() else None]
+        torch.distributed.broadcast_object_list(content, src=0)
+        if writes and rank != 0 and content[0] is not None:
+            path.write_bytes(content[0])
+
+
+def latest(folder: Path) -> Path | None:
+    """The last of the checkpoints that accelerate numbered; None if there are none."""
+    numbers = {
+        int(found[-1]): path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (found := re.findall(r"\d+", path.name))
+    }
+    return numbers[max(numbers)] if numbers else None
+
+
+def _key(kind: str, number: int) -> str:
+    return kind if number == 0 else f"{kind}_{number}"

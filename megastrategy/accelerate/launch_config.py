@@ -1,0 +1,137 @@
+"""The options of a run under the launcher: a YAML file, and environment variables, which go before it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from ..core import config_from_arguments, field_names
+from .plugin import MegatronDDPPlugin
+
+SECTION = "megatron_ddp_config"
+"""The key of the file that has our options; all others are accelerate's."""
+
+PREFIX = "MEGATRON_DDP_"
+
+_KNOWN = tuple(field.name for field in dataclasses.fields(MegatronDDPPlugin))
+_TYPES = get_type_hints(MegatronDDPPlugin)
+_TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+class LaunchConfigError(ValueError):
+    """What cannot be launched, and why: one line for who typed it."""
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The whole file.
+
+    Raises:
+        LaunchConfigError: if it is not there, or is no YAML file with keys.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LaunchConfigError(f"{path}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise LaunchConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise LaunchConfigError(f"{path}: expected keys, such as {SECTION}: with options under it")
+    return content
+
+
+def plugin_from_launch(path: Path | None, environment: Mapping[str, str]) -> MegatronDDPPlugin:
+    """The options under ``megatron_ddp_config:`` of the file, if there is one, under ``MEGATRON_DDP_<FIELD>``.
+
+    Text is read as the field's type, in the file as well, where YAML takes ``1e6`` for text.
+
+    Raises:
+        LaunchConfigError: for a name that is no option's, with the nearest one, or a value that cannot be.
+    """
+    options: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if path is not None:
+        where = f"{path}, under {SECTION}"
+        for key, value in _section(path).items():
+            name = str(key)
+            _check_name(name, value, where)
+            options[name], origins[name] = _typed(name, value), where
+    for variable, text in environment.items():
+        if variable.startswith(PREFIX):
+            name, where = variable.removeprefix(PREFIX).lower(), f"environment, {variable}"
+            _check_name(name, text, where)
+            options[name], origins[name] = _typed(name, text), where
+    try:
+        return MegatronDDPPlugin(**options).launched_with(path)
+    except ValueError as error:
+        # the messages begin with the field, but for those on two fields at once
+        where = origins.get(str(error).partition("=")[0]) or "; ".join(dict.fromkeys(origins.values()))
+        raise LaunchConfigError(f"{where}: {error}") from error
+
+
+def _section(path: Path) -> dict[Any, Any]:
+    content = read_config_file(path)
+    misplaced = [key for key in content if key in _KNOWN]
+    if misplaced:
+        raise LaunchConfigError(f"{path}: {misplaced[0]} stands beside {SECTION}:, and belongs under it")
+    if SECTION not in content:
+        near = difflib.get_close_matches(SECTION, map(str, content), n=1)
+        hint = f"{near[0]!r} is near: " if near else ""
+        raise LaunchConfigError(f"{path}: {hint}expected the key {SECTION}: with options under it")
+    section = content[SECTION]
+    if section is None:
+        return {}
+    if not isinstance(section, dict):
+        raise LaunchConfigError(f"{path}: {SECTION}={section!r}: expected options under it, as name: value")
+    return section
+
+
+def _check_name(name: str, value: Any, where: str) -> None:
+    if name in _KNOWN:
+        return
+    try:
+        config_from_arguments({name: value})  # knows what torch DDP has and we have not
+    except ValueError as error:
+        near = difflib.get_close_matches(name, _KNOWN, n=1)
+        if "unknown argument" in str(error) and near and near[0] not in field_names():
+            raise LaunchConfigError(f"{where}: unknown argument {name!r}: did you mean {near[0]!r}?") from error
+        message, known, _ = str(error).partition("known are ")
+        options = ", ".join(_KNOWN) if known else ""  # the plugin's, of which the engine's are a part
+        raise LaunchConfigError(f"{where}: {message}{known}{options}") from error
+    raise LaunchConfigError(f"{where}: {name} is torch DDP's: set it in DistributedDataParallelKwargs, or leave it out")
+
+
+def _typed(name: str, value: Any) -> Any:
+    """Text (and 1e+6, for YAML a float) as a value of the field's type. What is none comes back as it is, for the
+    config to refuse by name."""
+    if not isinstance(value, str | float):
+        return value
+    kinds = get_args(_TYPES[name]) or (_TYPES[name],)
+    text = str(value).strip().lower()
+    if NoneType in kinds and text in ("none", "null"):
+        return None
+    if bool in kinds:
+        return _TRUTHS.get(text, value)
+    if int in kinds or float in kinds:
+        return _number(text, value, whole=float not in kinds)
+    return value
+
+
+def _number(text: str, otherwise: str | float, *, whole: bool) -> int | float | str:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return otherwise
+    if not whole:
+        return number
+    return int(number) if math.isfinite(number) and number.is_integer() else otherwise

@@ -1,0 +1,100 @@
+"""The options of the door to Accelerate, and what they cannot be combined with."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
+
+from .._checkpoints.directories import check_state_dict_type
+from ..core import DistributedDataParallelConfig, config_from_arguments
+
+if TYPE_CHECKING:
+    ConfigFields = DistributedDataParallelConfig
+else:
+    _TYPES = get_type_hints(DistributedDataParallelConfig)
+    ConfigFields = dataclasses.make_dataclass(
+        "ConfigFields",
+        [
+            (field.name, _TYPES[field.name], dataclasses.field(default=field.default))
+            for field in dataclasses.fields(DistributedDataParallelConfig)
+        ],
+        kw_only=True,
+        frozen=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MegatronDDPPlugin(ConfigFields):
+    """Options for ``Accelerator(megatron_ddp_plugin=...)``: every field of
+    :class:`~megastrategy.DistributedDataParallelConfig`, and those below.
+
+    Raises:
+        ValueError: for a value that cannot be, with the field, the value and the remedy.
+    """
+
+    bucket_cap_mb: float | None = None
+    """torch DDP's: MiB of fp32 gradients, instead of ``bucket_size``."""
+
+    gradient_as_bucket_view: bool = True
+    """torch DDP's; gradients always live in the buckets."""
+
+    state_dict_type: Literal["full", "sharded"] = "full"
+    """What ``save_state`` writes: the files of torch DDP, or weights and optimizers as a directory that every rank
+    writes its part of. Either is loaded."""
+
+    _all_reduce_option: ClassVar[str] = "MegatronDDPPlugin(use_distributed_optimizer=False)"
+
+    def __post_init__(self) -> None:
+        check_state_dict_type(self.state_dict_type)
+        self.config()
+
+    @property
+    def all_reduce_option(self) -> str:
+        """How whoever chose these options asks for an all-reduce, for errors whose way out it is."""
+        return self._all_reduce_option
+
+    def launched_with(self, file: Path | None) -> MegatronDDPPlugin:
+        """These options, which came from the launcher's file and environment and are changed there."""
+        where = "in the file that --config names" if file is None else f"in {file}"
+        text = (
+            f"`use_distributed_optimizer: false` under megatron_ddp_config: {where}, or "
+            "MEGATRON_DDP_USE_DISTRIBUTED_OPTIMIZER=false in the environment"
+        )
+        object.__setattr__(self, "_all_reduce_option", text)
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What differs from the defaults, but for ``state_dict_type``."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        del values["state_dict_type"]
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    def config(self, **defaults: Any) -> DistributedDataParallelConfig:
+        """The engine's configuration. ``defaults`` hold where this plugin leaves an option as it is."""
+        options = self.options()
+        if options.get("bucket_size") is not None:
+            defaults.pop("bucket_cap_mb", None)
+        return config_from_arguments(defaults | options)
+
+
+def refuse_other_engines(arguments: dict[str, Any]) -> None:
+    environment = {
+        "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
+        "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
+        "fsdp_plugin": "ACCELERATE_USE_FSDP",
+        "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
+        "torch_tp_plugin": "",
+        "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+    }
+    for name, variable in environment.items():
+        found = f"{name}=" if arguments.get(name) is not None else ""
+        if not found and variable and os.environ.get(variable, "false").lower() in ("true", "1"):
+            found = f"the environment's {variable} (of accelerate's configuration)"
+        if found:
+            raise ValueError(
+                f"megastrategy's Accelerator was given {found}, another engine than its own: a model is trained by "
+                "one. Drop it (distributed_type: MULTI_GPU or MULTI_CPU in accelerate's configuration), or use "
+                "accelerate's own Accelerator"
+            )

@@ -1,0 +1,227 @@
+"""What ``Accelerator.prepare`` makes of a module: the engine's wrapper, which whoever knows torch's DDP recognises
+(:mod:`megastrategy.accelerate.torch_ddp_by_name` says how).
+
+Nothing is kept on the user's module: what was prepared is known by weak references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from ..core import (
+    Collectives,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    scale_to_norm_,
+    total_grad_norm,
+)
+from .torch_ddp_by_name import NOT_USED, OF_TORCHS_REDUCER, TorchDDPByName, no_such_attribute
+
+if TYPE_CHECKING:
+    from ..core.collectives.collectives import Handle
+
+
+class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[misc]
+    """The engine around a prepared module; see _torch_ddp_by_name's [Note: an instance of torch's DDP].
+
+    Attributes that it has not are the module's, so that ``model.generate`` and the like work.
+    """
+
+    _has_uneven_batches = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            if name in OF_TORCHS_REDUCER and not hasattr(module, name):
+                raise no_such_attribute(name) from None
+            if name in NOT_USED and not hasattr(module, name):
+                return NOT_USED[name]()
+            return getattr(module, name)
+
+    def no_sync(self) -> Any:
+        """As the engine's. Asked for by accelerate's ``LocalSGD`` it is refused: parameters would not part."""
+        if sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
+            raise NotImplementedError(
+                "LocalSGD lets the parameters of the ranks part between synchronisations, and a sharded optimizer "
+                "keeps them equal: pass enabled=False, or use accelerate's own Accelerator"
+            )
+        return super().no_sync()
+
+    @contextlib.contextmanager
+    def uneven_batches(self) -> Iterator[None]:
+        """Ranks may run different numbers of forwards inside; a backward that would be synchronised is refused.
+
+        Collective at both ends: a forward sends the module's buffers if they may differ, and inside some rank may have
+        no forward. So they are sent on entering, and count as different afterwards, on all ranks alike.
+        """
+        self.check_open()
+        if self.require_forward_param_sync and self.config.broadcast_buffers:
+            self.collectives.broadcast_all(self._watch.buffers())
+        self._has_uneven_batches = True
+        try:
+            yield
+        finally:
+            self._has_uneven_batches = False
+            self.require_forward_param_sync = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the engine's."""
+        if self._has_uneven_batches:
+            self.require_forward_param_sync = False
+        return super().forward(*args, **kwargs)
+
+    def should_sync(self, decision: bool | None) -> bool:
+        """As the engine's.
+
+        Raises:
+            NotImplementedError: if ranks run different numbers of batches.
+        """
+        syncs = super().should_sync(decision)
+        if self._has_uneven_batches and (syncs or self.grad_buffers.reduces_every_backward):
+            raise NotImplementedError(
+                "a backward inside join_uneven_inputs with even_batches=False: a rank that is out of batches cannot "
+                "take part in reducing the gradients of the others, nor in the steps of a sharded optimizer. Leave "
+                "even_batches on (the last samples are repeated), or build the DataLoader with drop_last=True"
+            )
+        return syncs
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether gradients are reduce-scattered, so that ``.grad`` is None when they are complete."""
+        return self.layout.num_shards > 1
+
+    def owned_grads(self, params: Iterable[Parameter]) -> list[Tensor]:
+        """This rank's parts of the reduced gradients of these parameters: views, to be changed in place."""
+        self.check_open()
+        self.reducer.finish_grad_sync()
+        indices = [self.index_by_id[id(param)] for param in params]
+        self.grad_buffers.adopt_written(indices)
+        grads = [self._owned_grad(index) for index in indices if self.grad_buffers.has_grad[index]]
+        return [grad for grad in grads if grad is not None]
+
+
+# --- what is prepared in this process --------------------------------------------------------------------------------
+
+_PREPARED: WeakKeyDictionary[Module, weakref.ref[PreparedModel]] = WeakKeyDictionary()
+
+
+def remember(module: Module, model: PreparedModel) -> PreparedModel:
+    """``model`` was made for a user's module, by which :func:`prepared_model` finds it."""
+    _PREPARED[module] = weakref.ref(model)
+    return model
+
+
+def prepared_model(module: Module, config: DistributedDataParallelConfig) -> PreparedModel | None:
+    """The wrapper that a module has already, if it fits; one that does not is closed.
+
+    A module is prepared again by a second Trainer, and after every attempt of ``find_executable_batch_size``.
+    """
+    reference = _PREPARED.get(module)
+    model = reference() if reference is not None else None
+    if model is None or model.is_closed:
+        return None
+    if model.config == config and model.is_as_wrapped():
+        return model
+    model.close()
+    return None
+
+
+def open_models() -> list[PreparedModel]:
+    """All wrappers that are alive and not closed."""
+    models = [reference() for reference in _PREPARED.values()]
+    return [model for model in models if model is not None and not model.is_closed]
+
+
+def owners(params: Iterable[Tensor]) -> list[PreparedModel]:
+    """The one model that has all the parameters, or those that have some of them."""
+    wanted = {id(param) for param in params}
+    some = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in open_models()]
+    whole = [model for model, ids in some if ids and ids == wanted]
+    return whole[:1] or [model for model, ids in some if ids]
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[tuple[PreparedModel, list[Parameter]]]:
+    """Which of the parameters are reduced by which of the models, each once."""
+    parts = []
+    for model in models:
+        own = {id(param): param for param in params if id(param) in model.index_by_id}
+        if own:
+            parts.append((model, list(own.values())))
+    return parts
+
+
+def clip_norm_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], max_norm: float, norm_type: float) -> Tensor:
+    """Scales reduce-scattered gradients so that their norm together is at most ``max_norm``; the norm, the same bits on
+    every rank. Collective."""
+    grads = [grad for model, params in parts for grad in model.owned_grads(params)]
+    first = parts[0][0]
+    norm = total_grad_norm(grads, norm_type, first.shard_collectives, first.device)
+    in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
+    norm = norm if in_fp64 else norm.to(torch.float32)
+    with torch.no_grad():
+        scale_to_norm_(grads, norm, max_norm)
+    return norm
+
+
+def clip_value_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], clip_value: float) -> None:
+    """Clamps every element of reduce-scattered gradients to ``[-clip_value, clip_value]``."""
+    grads = [grad for model, params in parts for grad in model.owned_grads(params)]
+    if grads:
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+class _Done:
+    ran_ns: tuple[int, int] | None = None
+
+    def wait(self) -> None:
+        pass
+
+
+_DONE = cast("Handle", _Done())
+
+
+class Alone(Collectives):
+    """One rank without a process group, where every collective is complete before it starts."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        self.roll_call = None
+
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        tensor.mul_(scale)
+        return _DONE
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return _DONE
+
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self.all_reduce(tensor, scale)
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        raise AssertionError("one rank has no shards")
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        return _DONE
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return _DONE

@@ -1,0 +1,179 @@
+"""What makes a prepared model an instance of torch's DDP, and what it answers where torch's attributes are asked for.
+
+[Note: an instance of torch's DDP]
+``accelerate``, ``transformers``, ``diffusers``, PEFT and torch's own checkpoint helpers find the user's module by
+``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` and then ``model.module``, many of them without asking
+the Accelerator. A wrapper that is a plain Module would come back from ``extract_model_from_parallel`` as it was, and
+nothing short of patching those packages would change that. So the wrapper is an instance of torch's class, of which it
+has nothing but the name: its ``__init__`` is not run, and every function of it that the engine does not define itself
+is refused by name, since there is no reducer of torch's behind it. Lightning's doors use the engine's own class, since
+there ``DDPStrategy`` would reach for that reducer.
+
+[Note: torch's attributes]
+Who has found an instance of torch's DDP also reads what torch's ``__init__`` sets (sentence-transformers' cached losses
+read four of them). Each has one of three answers, and a test looks for names of the installed torch that have none:
+what has a meaning here is the engine's value; what describes a feature that this engine has not is torch's value for
+"not used"; what belongs to torch's reducer is an AttributeError that says so. Setting the first kind does what it does
+under torch, or is refused: a value that nobody reads would be silently without effect.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.algorithms.join import _JoinConfig
+from torch.nn import Module
+
+from ..core import DistributedDataParallel, field_names
+
+TorchDDP = torch.nn.parallel.DistributedDataParallel
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name}() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Communication hooks, "
+            "join() and optimizers fused into backward need accelerate's own Accelerator"
+        )
+
+    return refused
+
+
+class TorchDDPByName(TorchDDP):
+    """Comes after the engine's class in the order of look-up, and hides what torch's class would do."""
+
+    _static_graph_is_declared = False
+
+    def __init__(self) -> None:
+        Module.__init__(self)
+
+    def __getstate__(self) -> Any:
+        return Module.__getstate__(self)
+
+    def __setstate__(self, state: Any) -> None:
+        Module.__setstate__(self, state)
+
+    def _set_static_graph(self) -> None:
+        """As torch's, which needs it where layers are used twice under re-entrant checkpoints. Here they are right
+        without it, so there is nothing to switch: declared or not, the gradients are the same."""
+        if self.static_graph:
+            warnings.warn("static_graph is set already: _set_static_graph() has nothing to do", stacklevel=2)
+        self._static_graph_is_declared = True
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward broadcasts the module's buffers, where ``broadcast_buffers`` is on."""
+        return bool(self.__dict__.get("_buffers_differ", True))
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._buffers_differ = bool(value)
+
+
+for _name, _value in vars(TorchDDP).items():
+    if callable(_value) and not (
+        _name.startswith("__")
+        or hasattr(Module, _name)
+        or hasattr(DistributedDataParallel, _name)
+        or _name in vars(TorchDDPByName)
+    ):
+        setattr(TorchDDPByName, _name, _refuse(_name))
+
+
+# --- see [Note: torch's attributes] ----------------------------------------------------------------------------------
+
+
+def _device_ids(model: Any) -> list[int] | None:
+    return None if model.device.type == "cpu" else [_device_index(model)]
+
+
+def _device_index(model: Any) -> Any:
+    return None if model.device.type == "cpu" else (model.device.index or 0)
+
+
+def _largest_bucket_bytes(model: Any) -> int:
+    layout = model.layout
+    sizes = [bucket.numel * layout.buffers[bucket.buffer].grad_dtype.itemsize for bucket in layout.buckets]
+    return max(sizes, default=0)
+
+
+_ENGINES: dict[str, Callable[[Any], Any]] = {
+    "process_group": lambda model: torch.distributed.group.WORLD,  # whose ranks are those of the engine's own groups
+    "find_unused_parameters": lambda model: model.config.find_unused_parameters,
+    "static_graph": lambda model: model.config.static_graph or model._static_graph_is_declared,
+    "_static_graph_delay_allreduce_enqueued": lambda model: True,  # no first backward has to be prepared
+    "forward_sync_buffers": lambda model: model.config.broadcast_buffers,
+    "broadcast_buffers": lambda model: model.config.broadcast_buffers,
+    "gradient_as_bucket_view": lambda model: True,
+    "batched_grad_copy": lambda model: False,
+    "device_type": lambda model: model.device.type,
+    "device_ids": _device_ids,
+    "output_device": _device_index,
+    "is_multi_device_module": lambda model: False,
+    "require_manual_backward_finalization": lambda model: False,  # backward ends with all gradients reduced
+    "should_finalize_after_backward": lambda model: False,
+    "parameters_to_ignore": lambda model: set(),
+    "bucket_bytes_cap": _largest_bucket_bytes,
+    "bucket_bytes_cap_default": lambda model: model.config.bucket_size is None,
+    "modules_buffers": lambda model: list(model.module.buffers()),
+    "named_module_buffers": lambda model: dict(model.module.named_buffers()),
+    "_module_parameters": lambda model: list(model.module.parameters()),
+}
+"""What has a meaning here. The module's own attributes of these names stand behind, as under torch."""
+
+NOT_USED: dict[str, Callable[[], Any]] = {
+    "dim": lambda: 0,
+    "mixed_precision": lambda: None,
+    "bucket_bytes_cap_list": list,
+    "broadcast_bucket_size": lambda: 250 * 1024 * 1024,
+    "use_side_stream_for_tensor_copies": lambda: False,
+    "skip_all_reduce_unused_params": lambda: False,
+    "_join_config": _JoinConfig.construct_disabled_join_config,
+    "_use_python_reducer": lambda: False,
+    "lazy_bucket_allocation": lambda: False,
+    "_require_manual_backward_finalization": lambda: False,
+    "_delay_all_reduce_params": list,
+    "_delay_all_reduce_all_params": lambda: False,
+    "_delay_grad_buffer": lambda: None,
+    "_delay_grad_views": list,
+    "_comm_hooks": list,
+    "_accum_grad_hooks": list,
+    "_has_rebuilt_buckets": lambda: False,
+    "_lazy_init_ran": lambda: True,
+    "_ddp_sink_clone": lambda: False,
+}
+"""Features of torch's that are not used. An attribute of the module's goes before them: ``model.dim`` is more likely
+to mean its width than the dimension along which torch's DDP would scatter."""
+
+OF_TORCHS_REDUCER = ("logger", "_bucket_config")
+
+
+def no_such_attribute(name: str) -> AttributeError:
+    """For what belongs to torch's reducer."""
+    return AttributeError(
+        f"{name} belongs to torch DDP's reducer, and this model is reduced by megastrategy: it looks like torch's DDP "
+        "so that libraries find model.module, and has none of its machinery"
+    )
+
+
+def _engines_value(name: str, value: Callable[[Any], Any]) -> property:
+    option = {"forward_sync_buffers": "broadcast_buffers"}.get(name, name)
+    way_out = "Leave it as it is"
+    if option in field_names():
+        way_out = f"Set it before prepare(): MegatronDDPPlugin({option}=...), or the launcher's {option}: in its file"
+
+    def refuse(self: Any, given: Any) -> None:
+        if not isinstance(given, bool | int | str | None) or given != value(self):
+            raise AttributeError(
+                f"{name}={given!r}: a prepared model was laid out for {value(self)!r}, and nobody would ask again. "
+                f"{way_out}"
+            )
+
+    return property(value, refuse)
+
+
+for _name, _read in _ENGINES.items():
+    setattr(TorchDDPByName, _name, _engines_value(_name, _read))

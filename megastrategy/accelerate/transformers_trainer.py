@@ -1,0 +1,57 @@
+"""How ``transformers.Trainer`` saves a sharded optimizer: it asks for the state on the rank that writes alone.
+
+Nothing that all ranks call comes just before it, so the two methods that save and load are wrapped, in a process that
+makes an Accelerator of ours. With any other optimizer they do what they did. Trainers of other libraries are
+subclasses.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._checkpoints.files import save_file
+from ..core import DistributedOptimizer
+from .checkpoint import MAIN_PARAMS_FILE, load_main_params
+
+
+def wrap_trainer() -> None:
+    """Called when an Accelerator is made, which a Trainer does first. Does nothing where there is no Trainer."""
+    trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is None or trainer._save_optimizer_and_scheduler.__module__ == __name__:
+        return
+    save, load = trainer._save_optimizer_and_scheduler, trainer._load_optimizer_and_scheduler
+
+    def save_on_all_ranks(self: Any, output_dir: str) -> None:
+        optimizer = _distributed(self)
+        if optimizer is None:
+            save(self, output_dir)
+            return
+        gathered = [optimizer.state_dict(), optimizer.main_params()]  # whole on rank 0
+        if self.args.save_on_each_node and self.args.world_size > 1:
+            torch.distributed.broadcast_object_list(gathered, src=0)
+        state, main_params = gathered
+        self.optimizer.state_dict = lambda: state
+        try:
+            save(self, output_dir)
+        finally:
+            del self.optimizer.state_dict
+        if self.args.should_save and main_params:
+            save_file({0: main_params}, Path(output_dir) / MAIN_PARAMS_FILE)
+
+    def load_with_main_params(self: Any, checkpoint: str | None) -> None:
+        load(self, checkpoint)
+        if checkpoint is not None:
+            load_main_params(Path(checkpoint), [_distributed(self)])
+
+    trainer._save_optimizer_and_scheduler = save_on_all_ranks
+    trainer._load_optimizer_and_scheduler = load_with_main_params
+
+
+def _distributed(trainer: Any) -> DistributedOptimizer | None:
+    """Inside of accelerate's own."""
+    inner = getattr(trainer.optimizer, "optimizer", None)
+    return inner if isinstance(inner, DistributedOptimizer) else None

@@ -1,0 +1,494 @@
+"""Optimizer state: shards here, torch's own full-shaped format outside.
+
+The format is what plain DDP would have written: ``{"state": {index: {name: value}}, "param_groups": [...]}``, where a
+value that has one number for each element of the parameter has the parameter's shape and strides. It does not depend
+on the number of ranks, buckets or padding.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..collectives.collectives import Collectives
+from ..errors import CheckpointError
+from ..layout import Bucket, BufferLayout, ParamSpec
+from ..param_shard import ParamShard
+from ..trials.elementwise import is_per_element, why_not_saved
+from .flat_shard import FlatShard
+
+Keys = tuple[tuple[str, torch.dtype], ...]
+"""The names and dtypes of what is kept for each element of a parameter."""
+
+Packed = list[tuple[list[int], dict[str, tuple[torch.dtype, torch.Size] | None], dict[str, list[Any]]]]
+"""Parameters whose values have the same names; by name the dtype and shape of tensors, and the values of all."""
+
+
+class Gather(Protocol):
+    """How the ranks' parts of a state come to rank 0."""
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank gets what is gathered."""
+
+    def everybody(self, own: Any) -> list[Any]:
+        """Every rank's picklable ``own``; on other ranks than the root it may be a part of them."""
+
+    def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
+        """``flat``, in which this rank's part of a bucket stands, becomes whole on the root. ``name``: whose elements
+        they are."""
+
+
+class CollectiveGather:
+    """By collectives, which all ranks call together."""
+
+    def __init__(self, collectives: Collectives, device: torch.device) -> None:
+        self._collectives, self._device = collectives, device
+        self.is_root = collectives.is_rank_zero
+
+    def everybody(self, own: Any) -> list[Any]:
+        return self._collectives.all_gather_objects(own, self._device)
+
+    def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
+        self._collectives.all_gather(flat).wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What state a rank has, in a few pieces, to be sent."""
+
+    scalars: Packed
+    """What belongs to a parameter as a whole."""
+    params_by_keys: dict[Keys, list[int]]
+    """Which parameters have what for each of their elements."""
+
+    @functools.cached_property
+    def keys(self) -> dict[int, Keys]:
+        """By parameter."""
+        return {index: keys for keys, indices in self.params_by_keys.items() for index in indices}
+
+
+MAIN_PARAM = "(main param)"
+"""Among the names of a parameter's state, its fp32 main param."""
+
+
+def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """torch's numbering: ``id(param)`` -> index, counted through the groups, each parameter once."""
+    numbers: dict[int, int] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            numbers.setdefault(id(param), len(numbers))
+    return numbers
+
+
+class OnRankZero(dict[Any, Any]):
+    """Empty: what another rank holds of something that is gathered on rank 0 alone. Nobody loads it for an empty state,
+    which would leave this rank's shards without theirs. A file has a plain one, which ``weights_only`` reads."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnRankZero:
+        return OnRankZero()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return collections.OrderedDict, ()
+
+
+def check_is_here(saved: Mapping[Any, Any], what: str) -> None:
+    """Raises CheckpointError where a rank loads what it was given in the place of rank 0's."""
+    if isinstance(saved, OnRankZero):
+        raise CheckpointError(
+            f"this rank has nothing to load: {what} is whole on rank 0 and empty on the others, as it is saved. Load "
+            "what rank 0 saved, on every rank, or send it to all of them first: "
+            "torch.distributed.broadcast_object_list([saved], src=0)"
+        )
+
+
+def gather_state_dict(
+    optimizer: torch.optim.Optimizer,
+    params_by_id: Mapping[int, int],
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    known: set[str] | None,
+    gather: Gather | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The full state on rank 0's host memory, nothing on other ranks. Without ``gather`` all of it is here.
+
+    One state tensor of one bucket is gathered at a time. ``known``: as for :func:`per_element_keys`.
+    """
+    numbers = number_params(optimizer)
+    groups = groups_by_number(optimizer, numbers)
+    number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
+    is_root = gather is None or gather.is_root
+    states = {index: optimizer.state.get(shard.main, {}) for index, shard in shards.items()}
+    scalars, sharded_keys = _describe_everywhere(states, shards, known, gather)
+    state: dict[int, dict[str, Any]] = {}
+    if is_root:
+        state = {number_of[index]: dict(values) for index, values in scalars.items() if index in number_of}
+        frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
+        state.update({numbers[id(p)]: _to_host(optimizer.state[p]) for p in frozen if optimizer.state.get(p)})
+    scratch: dict[torch.dtype, Tensor] = {}
+    for bucket in layout.buckets:
+        members_by_key: dict[tuple[str, torch.dtype], list[int]] = {}
+        for index in bucket.params:
+            for key_and_dtype in sharded_keys.get(index, ()):
+                members_by_key.setdefault(key_and_dtype, []).append(index)
+        for (key, dtype), members in members_by_key.items():
+            own = {i: states[i][key] for i in members if i in shards}
+            for index, full in _gather_bucket(
+                bucket, members, key, own, dtype, shards, layout, gather, device, scratch
+            ):
+                if index in number_of:
+                    state.setdefault(number_of[index], {})[key] = full
+    return {"state": dict(sorted(state.items())) if is_root else OnRankZero(), "param_groups": groups}
+
+
+def groups_by_number(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
+    """The optimizer's groups as torch saves them, with its ``numbers`` for the parameters."""
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [numbers[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def gather_main_params(
+    params: Collection[int],
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    gather: Gather | None,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The fp32 main params of the 16-bit ones among ``params``, by name in the order of registration, whole, on rank
+    0's host memory; nothing on other ranks.
+
+    Without ``gather`` all of them are here. One bucket is gathered at a time.
+    """
+    main_params: dict[int, Tensor] = {}
+    scratch: dict[torch.dtype, Tensor] = {}
+    for bucket in layout.buckets:
+        members = [i for i in bucket.params if i in params and layout.params[i].has_main_param]
+        if members:
+            own = {i: shards[i].main for i in members if i in shards}
+            dtype = torch.float32
+            gathered = _gather_bucket(bucket, members, MAIN_PARAM, own, dtype, shards, layout, gather, device, scratch)
+            main_params.update(gathered)
+    return {layout.params[index].name: main_params[index] for index in sorted(main_params)}
+
+
+def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, ParamShard], layout: BufferLayout) -> None:
+    """Takes over this rank's part of saved main params. Names that are not there are left alone.
+
+    Raises:
+        CheckpointError: if a shape does not fit, before anything is changed.
+    """
+    parts: list[tuple[Tensor, Tensor]] = []
+    for index, shard in shards.items():
+        spec = layout.params[index]
+        if spec.has_main_param and spec.name in main_params:
+            parts.append((shard.main, _cut(main_params[spec.name], spec, shard, "main_param", {"main_param"})))
+    for main, saved in parts:
+        main.copy_(saved)
+
+
+def load_full_state_dict(
+    optimizer: torch.optim.Optimizer,
+    state_dict: Mapping[str, Any],
+    params_by_id: Mapping[int, int],
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    known: set[str] | None,
+    groups_of_shards: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Cuts a full state into this rank's shards and hands it to the optimizer's own ``load_state_dict``.
+
+    ``known``: as for :func:`per_element_keys`.
+
+    Raises:
+        CheckpointError: if groups or shapes do not fit, before anything is changed.
+    """
+    groups = state_dict["param_groups"]
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
+        raise CheckpointError(
+            f"the state has parameter groups of {[len(group['params']) for group in groups]} parameters, the "
+            f"optimizer of {[len(group['params']) for group in optimizer.param_groups]}: build the optimizer as it "
+            "was when the state was saved"
+        )
+    own_numbers = {number for group in groups for number in group["params"]}
+    others = {key: value for key, value in state_dict["state"].items() if key not in own_numbers}
+    per_element: set[str] = set()
+    if any(shard.weights is not None for shard in shards.values()):
+        of_params = {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}
+        per_element = per_element_keys(of_params, known)
+    numbers = {
+        id(param): number
+        for saved, own in zip(groups, optimizer.param_groups, strict=True)
+        for number, param in zip(saved["params"], own["params"], strict=True)
+    }
+
+    def values_of(param: Parameter) -> dict[str, Any]:
+        values, index = state_dict["state"].get(numbers[id(param)], {}), params_by_id.get(id(param))
+        if index is None:
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
+        spec, shard = layout.params[index], shards[index]
+        return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+
+    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards, others)
+
+
+def load_own_state(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    values_of: Callable[[Parameter], dict[str, Any]],
+    params_by_id: Mapping[int, int],
+    shards: Mapping[int, ParamShard],
+    groups_of_shards: Callable[[], AbstractContextManager[None]],
+    others: Mapping[Any, Any] | None = None,
+) -> None:
+    """Hands what this rank steps to the optimizer's own ``load_state_dict``.
+
+    Args:
+        optimizer: with the model's Parameters in its groups.
+        groups: the saved hyper-parameters, group by group.
+        values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
+        params_by_id, shards: where the parameters are.
+        groups_of_shards: puts the shards into the optimizer's groups.
+        others: state of no parameter.
+    """
+    state: dict[int, dict[str, Any]] = {}
+    own_groups = []
+    count = 0
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+        first = count
+        for param in group["params"]:
+            index = params_by_id.get(id(param))
+            if index is None or index in shards:
+                if values := values_of(param):
+                    state[count] = values
+                count += 1
+        own_groups.append({**saved, "params": list(range(first, count))})
+    with groups_of_shards():
+        optimizer.load_state_dict({"state": {**state, **(others or {})}, "param_groups": own_groups})
+        # torch casts state to the parameter's dtype, as under DDP; that of a frozen 16-bit weight is of its main param,
+        # to which it comes when the parameter is unfrozen
+        stepped = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, values in state.items():
+            is_narrow = stepped[number].dtype in (torch.bfloat16, torch.float16)
+            for key, value in values.items() if is_narrow else ():
+                kept = optimizer.state[stepped[number]][key]
+                if isinstance(value, Tensor) and kept.dtype != value.dtype:
+                    optimizer.state[stepped[number]][key] = value.to(kept.device)
+
+
+def _gather_bucket(
+    bucket: Bucket,
+    members: Sequence[int],
+    key: str,
+    own: Mapping[int, Tensor],
+    dtype: torch.dtype,
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    gather: Gather | None,
+    device: torch.device,
+    scratch: dict[torch.dtype, Tensor],
+) -> Iterator[tuple[int, Tensor]]:
+    """Gathers one tensor for each of ``members`` from the ranks' parts ``own``; yields them whole, on rank 0 alone.
+
+    ``scratch`` is kept between calls: a bucket that came and went between the copies that stay would leave holes in the
+    heap, as much as the state itself.
+    """
+    if gather is None:  # all of it is here, and referred to, as torch's own state dict does
+        yield from own.items()
+        return
+    if dtype not in scratch:
+        largest = max(other.numel for other in layout.buckets)
+        scratch[dtype] = torch.empty(largest, dtype=dtype, device=device)
+    flat = scratch[dtype][: bucket.numel].zero_()
+    starts = {index: layout.slots[index].start - bucket.start for index in members}
+    if own:  # one call for all of them: there may be thousands
+        spans = [(starts[index] + shards[index].start, starts[index] + shards[index].end) for index in own]
+        values = [in_memory_order(value, layout.params[index]) for index, value in own.items()]
+        torch._foreach_copy_(_views(flat, spans), values)
+    gather.bucket(bucket, key, flat)
+    if not gather.is_root:
+        return
+    for index in members:
+        spec = layout.params[index]
+        whole = flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + starts[index])
+        yield index, whole.clone() if whole.device.type == "cpu" else whole.cpu()
+
+
+def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The parts ``[start, end)`` of a flat tensor, in the order given."""
+    order = sorted(range(len(spans)), key=spans.__getitem__)
+    sizes, position = [], 0
+    for number in order:
+        start, end = spans[number]
+        sizes += [start - position, end - start]
+        position = end
+    parts = flat[:position].split_with_sizes(sizes)[1::2]
+    views: list[Tensor] = [flat] * len(spans)
+    for number, part in zip(order, parts, strict=True):
+        views[number] = part
+    return views
+
+
+def describe_state(
+    states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None
+) -> Described:
+    """What state there is of this rank's shards.
+
+    Raises:
+        CheckpointError: for what belongs neither to a parameter as a whole nor to each of its elements.
+    """
+    scalars, keys = _own_state(states, shards, known, in_parts=True)
+    params_by_keys: dict[Keys, list[int]] = {}
+    for index, its_keys in keys.items():
+        params_by_keys.setdefault(its_keys, []).append(index)
+    return Described(_pack(scalars), params_by_keys)
+
+
+def _own_state(
+    states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None, *, in_parts: bool
+) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
+    """By parameter, the values that belong to it as a whole, and the names and dtypes of element-wise ones."""
+    scalars: dict[int, dict[str, Any]] = {}
+    sharded: dict[int, Keys] = {}
+    for index, shard in shards.items():
+        keys: list[tuple[str, torch.dtype]] = []
+        shape = shard.main.shape
+        for key, value in states.get(index, {}).items():
+            if shape and is_per_element(key, value, shape, known):
+                keys.append((key, value.dtype))
+            else:
+                if in_parts and (reason := why_not_saved(key, value, shape)) is not None:
+                    raise CheckpointError(f"the optimizer keeps {reason}")
+                scalars.setdefault(index, {})[key] = value
+        if keys:
+            sharded[index] = tuple(keys)
+    return scalars, sharded
+
+
+def _describe_everywhere(
+    states: Mapping[int, Mapping[str, Any]],
+    shards: Mapping[int, ParamShard],
+    known: set[str] | None,
+    gather: Gather | None,
+) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
+    """What state exists on any rank: on rank 0 values that belong to a whole parameter, and the names and dtypes of
+    element-wise ones."""
+    if gather is None:
+        scalars, sharded = _own_state(states, shards, known, in_parts=False)
+        return {index: _to_host(values) for index, values in scalars.items()}, sharded
+    scalars, sharded = {}, {}
+    for described in gather.everybody(describe_state(states, shards, known)):
+        sharded = described.keys | sharded
+        if gather.is_root:
+            scalars = dict(_unpack(described.scalars)) | scalars
+    return scalars, sharded
+
+
+def _pack(by_param: Mapping[int, Mapping[str, Any]]) -> Packed:
+    """Thousands of small values, in a few pieces: to pickle a tensor takes 100 us, and keeps it alive for a while."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for index, values in by_param.items():
+        kinds = tuple(
+            (name, (value.dtype, value.shape) if isinstance(value, Tensor) else None) for name, value in values.items()
+        )
+        alike.setdefault(kinds, []).append(index)
+    packed: Packed = []
+    for kinds, indices in alike.items():
+        columns = {name: [by_param[index][name] for index in indices] for name, _ in kinds}
+        for name, kind in kinds:
+            if kind is not None:
+                columns[name] = torch.stack(columns[name]).tolist()
+        packed.append((indices, dict(kinds), columns))
+    return packed
+
+
+def _unpack(packed: Packed) -> Iterator[tuple[int, dict[str, Any]]]:
+    for indices, kinds, columns in packed:
+        for name, kind in kinds.items():
+            if kind is not None:
+                dtype, shape = kind
+                whole = torch.tensor(columns[name], dtype=dtype).reshape(len(indices), *shape)
+                columns[name] = [value.clone() for value in whole.unbind()]
+        for index, *values in zip(indices, *columns.values(), strict=True):
+            yield index, dict(zip(columns, values, strict=True))
+
+
+def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
+    """A state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
+    if value.dim() == 1:
+        return value
+    if tuple(value.shape) != spec.shape:
+        return value.reshape(-1)
+    restrided = (
+        value
+        if value.stride() == spec.stride
+        else torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+    )
+    return restrided.as_strided((spec.numel,), (1,))
+
+
+def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | None) -> set[str]:
+    """The names whose values have one number an element. One-element parameters cannot tell them from counters; trial
+    steps of the optimizer can: ``known``, None if there were none."""
+    tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
+    if known is None:
+        known = {key for key, _ in tensors} - {"step"} if all(value.numel() <= 1 for _, value in tensors) else set()
+    return known | {key for key, value in tensors if value.numel() > 1}
+
+
+def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, known: set[str] | None) -> dict[str, Any]:
+    """The state that was kept for a parameter itself, as that of what is stepped in its place.
+
+    What was made in the dtype of a 16-bit weight is in fp32 from here on, as the first step of an fp32 main param would
+    have made it: a sum of ones stops at 256 in bf16. What was made in another dtype keeps it.
+
+    Args:
+        values: of the whole parameter; taken over where nothing is cut.
+        spec, shard: the parameter, and what is stepped.
+        known: as for :func:`per_element_keys`; asked for only where something is cut.
+    """
+    if shard.weights is not None:
+        per_element = per_element_keys({0: values}, known)
+        values = {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
+    if not spec.has_main_param:
+        return values
+    return {
+        key: value.to(shard.main.dtype) if isinstance(value, Tensor) and value.dtype == spec.dtype else value
+        for key, value in values.items()
+    }
+
+
+def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, FlatShard):
+        return value.local  # read for this very shard
+    if shard.weights is None:  # what is kept for a whole parameter stays with it, whatever its shape
+        if type(value) is Tensor and tuple(value.shape) == spec.shape and value.stride() != spec.stride:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+        return value.clone()  # torch's load_state_dict would go on using the caller's tensor
+    if key not in per_element:
+        return value.clone()
+    if tuple(value.shape) != spec.shape:
+        raise CheckpointError(
+            f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: "
+            "this state is of another model"
+        )
+    return in_memory_order(value, spec)[shard.start : shard.end].clone()

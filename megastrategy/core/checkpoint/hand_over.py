@@ -1,0 +1,349 @@
+"""Shards that rank 0 takes from ranks which are elsewhere.
+
+[Note: handing over]
+Rank 0 saves alone: ``if rank == 0: torch.save(optimizer.state_dict())``. The other ranks have gone on, into the next
+backward, a barrier, or the end of the program. Their attendants (:mod:`.roll_call`) send what rank 0 asks for, over
+connections that nothing else uses, so that nobody's collectives are mixed up.
+
+What is read meanwhile does not change, for these reasons.
+
+- Rank 0 names the state that it wants, by how many steps were begun and done and how often a state was loaded. A rank
+  sends that or nothing: it compares under the lock that every change of the state needs, and keeps it until all is
+  sent. A rank that is behind rank 0 is waited for. One that is ahead says so, and rank 0 raises.
+- A rank cannot get ahead by training where rank 0 saves between a step and the next synchronised backward. Its next
+  step ends the reduction of that backward first, in which rank 0 has to take part; forwards and backwards under
+  ``no_sync`` change no state. It does get ahead where rank 0 saves between that backward and the step, or where it
+  steps without any new gradient, and both end in the error.
+- Weights that are still on their way (``overlap_param_gather``) are none of the shards' state: fp32 main params change
+  in a step alone, and rank 0 has its own part of each gather behind it before it asks.
+- Learning rates, and whatever else stands in the groups, are rank 0's own.
+- Only what a caller does to tensors that it took out of ``optimizer.state`` itself is not seen.
+
+Tensors on an accelerator are not handed over. The host of a rank runs ahead of its device there, so that the state of
+which the next step is queued already is not to be told from the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from ..collectives.collectives import Collectives
+from ..collectives.process_groups import Pair
+from ..collectives.roll_call import CALL_ON_EVERY_RANK, RollCall
+from ..errors import CollectiveError, NotOnAllRanksError
+from ..layout import Bucket, BufferLayout
+from ..param_shard import ParamShard
+from .full_state import CollectiveGather, Described, Gather, describe_state, in_memory_order
+
+STATE, MAIN_PARAMS = "state_dict()", "main_params()"
+
+_POLL_S = 0.01
+_END = -1  # for a bucket's number: rank 0 has all that it wants
+
+
+class Version(NamedTuple):
+    """Which state an optimizer has; the same on all ranks at the same place of a program."""
+
+    num_begun: int
+    """Steps."""
+    num_done: int
+    num_replaced: int
+    """How often another state took its place."""
+    num_moves: int
+    """How often it left a layout, and how often it arrived in one."""
+    num_params: int
+    """In the layout."""
+
+    @property
+    def is_at_rest(self) -> bool:
+        return self.num_begun == self.num_done
+
+
+class AtRest:
+    """Keeps the state of one optimizer at rest while another thread reads it.
+
+    Attributes:
+        lock: held by whoever changes the state, and by whoever reads it in another thread.
+        num_replaced, num_moves: see :class:`Version`.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.num_replaced = self.num_moves = 0
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Another state takes the place of this one."""
+        with self.lock:
+            self.num_replaced += 1
+            yield
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnParts:
+    """What this rank has of an optimizer's state.
+
+    Attributes:
+        states: by parameter, the state of its shard.
+        shards, layout, rank: where the shards lie.
+        known: the names of what the optimizer keeps for each element, where that is known.
+    """
+
+    states: Mapping[int, Mapping[str, Any]]
+    shards: Mapping[int, ParamShard]
+    layout: BufferLayout
+    rank: int
+    known: set[str] | None
+
+    def describe(self) -> Described:
+        return describe_state(self.states, self.shards, self.known)
+
+    def part(self, bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
+        """This rank's part of a bucket: one name's elements where its shards lie, zeros elsewhere."""
+        numel = bucket.numel // self.layout.num_shards
+        part, first = torch.zeros(numel, dtype=dtype), bucket.start + self.rank * numel
+        for index in bucket.params:
+            shard, value = self.shards.get(index), self.states.get(index, {}).get(name)
+            if shard is not None and isinstance(value, Tensor) and value.dtype == dtype:
+                start = self.layout.slots[index].start + shard.start - first
+                part[start : start + shard.numel] = in_memory_order(value, self.layout.params[index])
+        return part
+
+
+class Lender(Protocol):
+    """An optimizer on this rank's shards."""
+
+    at_rest: AtRest
+
+    def version(self) -> Version:
+        """Of its state."""
+
+    def own_parts(self, what: str) -> OwnParts:
+        """What the ranks have apart of a ``what``, :data:`STATE` or :data:`MAIN_PARAMS`. Changes nothing."""
+
+
+class Lending:
+    """The optimizers of this rank by number, counted alike on all ranks, and what its attendant does with them."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._lenders: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._num_lenders = 0
+        self._pairs: dict[str, Pair] = {}  # by name
+        self._num_failures = 0  # on rank 0, of exchanges
+
+    def add(self, lender: Lender) -> int:
+        """Its number."""
+        self._num_lenders += 1
+        self._lenders[self._num_lenders] = lender
+        return self._num_lenders
+
+    def __call__(self, request: dict[str, Any], store: Store) -> None:
+        """Called by the attendant: hands over what is asked for, or says why it cannot."""
+        if store.check([f"{request['key']}/over"]):
+            return  # asked while there was no attendant
+        with contextlib.ExitStack() as stack:
+            lender: Lender | None = self._lenders.get(request["number"])
+            problem = "its optimizer is no longer there"
+            if lender is not None:
+                problem = _when_at_rest(lender, request)
+                if not problem:
+                    stack.callback(lender.at_rest.lock.release)
+            if lender is not None and not problem:
+                try:
+                    parts = lender.own_parts(request["what"])
+                    described = parts.describe()
+                except Exception as error:  # noqa: BLE001 - raised on rank 0, which needs this
+                    problem = f"it failed to read its state: {error!r}"
+            store.set(f"{request['key']}/answer/{self._rank}", problem)
+            if not problem:
+                try:
+                    self._send(parts, described, request["pair"], store, request["timeout"])
+                except RuntimeError:  # rank 0 ended or gave up, which this rank's main thread notices by itself
+                    self._pairs.clear()
+
+    def pair_name(self, rank: int) -> str:
+        """On rank 0, of the connection with another rank."""
+        return f"megastrategy/pair/{rank}/{self._num_failures}"
+
+    def pair(self, rank: int, store: Store, timeout: timedelta) -> Pair:
+        """On rank 0, the connection with another rank, which makes its end of it meanwhile."""
+        name = self.pair_name(rank)
+        if name not in self._pairs:
+            self._pairs[name] = Pair(store, name, 0, timeout)
+        return self._pairs[name]
+
+    def forget_pairs(self) -> None:
+        """On rank 0, after an exchange that was cut off somewhere."""
+        self._pairs.clear()
+        self._num_failures += 1
+
+    def _send(self, parts: OwnParts, described: Described, name: str, store: Store, timeout: timedelta) -> None:
+        """Until rank 0 has all that it wants."""
+        if name not in self._pairs:
+            self._pairs = {name: Pair(store, name, 1, timeout)}
+        pair, names = self._pairs[name], names_of(described)
+        header = torch.frombuffer(bytearray(pickle.dumps(described)), dtype=torch.uint8)
+        pair.send(torch.tensor([header.numel()]))
+        pair.send(header)
+        wanted = torch.zeros(2, dtype=torch.int64)
+        while True:
+            pair.receive(wanted)
+            bucket, place = wanted.tolist()
+            if bucket == _END:
+                return
+            pair.send(parts.part(parts.layout.buckets[bucket], *names[place]))
+
+
+def _when_at_rest(lender: Lender, request: dict[str, Any]) -> str:
+    """Waits for the state that is wanted, and holds its lock then; or says why that will not come."""
+    wanted, deadline = request["version"], time.monotonic() + request["patience_s"]
+    while True:
+        version = lender.version()
+        if version.num_begun > wanted.num_begun:
+            return f"it has begun its step {version.num_begun}, and no longer has the state after {wanted.num_begun}"
+        if version.num_replaced > wanted.num_replaced:
+            return "it has loaded another state since"
+        if lender.at_rest.lock.acquire(timeout=_POLL_S):
+            if lender.version() == wanted:
+                return ""
+            lender.at_rest.lock.release()
+        if time.monotonic() > deadline:
+            return f"it has {version}, and not {wanted}, for {request['patience_s']:g} s"
+        time.sleep(_POLL_S)
+
+
+def names_of(described: Described) -> list[tuple[str, torch.dtype]]:
+    """Of what is kept for each element, in an order that sender and receiver have in common."""
+    return list(dict.fromkeys(name for names in described.params_by_keys for name in names))
+
+
+class HandedOver:
+    """Gathers from the attendants of the other owners; on rank 0.
+
+    Args:
+        every: all ranks.
+        pairs: connections with the other owners, by rank.
+    """
+
+    is_root = True
+
+    def __init__(self, every: Collectives, pairs: Mapping[int, Pair]) -> None:
+        self._every, self._pairs = every, pairs
+        self._described: dict[int, Described] = {}
+
+    def receive_descriptions(self) -> None:
+        """Of what the others have, which comes first."""
+        for rank, pair in self._pairs.items():
+            numel = torch.zeros(1, dtype=torch.int64)
+            pair.receive(numel)
+            header = torch.empty(int(numel.item()), dtype=torch.uint8)
+            pair.receive(header)
+            self._described[rank] = pickle.loads(header.numpy().tobytes())
+
+    def everybody(self, own: Any) -> list[Any]:
+        return [own, *self._described.values()]
+
+    def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
+        parts = flat.chunk(1 + len(self._pairs))
+        for rank, pair in self._pairs.items():
+            described = self._described[rank]
+            if any((name, flat.dtype) in described.keys.get(index, ()) for index in bucket.params):
+                wanted = [bucket.index, names_of(described).index((name, flat.dtype))]
+                with self._every.named_failures(f"an exchange with rank {rank}"):
+                    pair.send(torch.tensor(wanted, dtype=torch.int64))
+                    pair.receive(parts[rank])
+
+    def end(self) -> None:
+        """The other ranks' states may change again."""
+        for pair in self._pairs.values():
+            with contextlib.suppress(RuntimeError):  # of a rank that has ended
+                pair.send(torch.tensor([_END, 0]))
+
+
+class Borrowing:
+    """How one optimizer's state comes to rank 0, on this rank.
+
+    Args:
+        lender: the optimizer.
+        every: all ranks.
+        owners: those among which elements are divided: ``every``, or the ranks of one instance.
+        device: of the shards.
+    """
+
+    def __init__(self, lender: Lender, every: Collectives, owners: Collectives, device: torch.device) -> None:
+        self._every, self._owners, self._device = every, owners, device
+        self._roll_call: RollCall | None = every.roll_call if every.size > 1 else None
+        self._number = 0
+        if self._roll_call is not None:
+            self._lending: Lending = self._roll_call.attend(functools.partial(Lending, every.rank))
+            self._number = self._lending.add(lender)
+
+    def is_over(self, every: Collectives) -> bool:
+        """Whether it was made for these collectives."""
+        return self._every is every
+
+    @contextlib.contextmanager
+    def gather(self, lender: Lender, what: str) -> Iterator[Gather | None]:
+        """For a ``what``, :data:`STATE` or :data:`MAIN_PARAMS`; None where rank 0 has taken it already.
+
+        Raises:
+            NotOnAllRanksError: if the other ranks neither come nor have that state to hand over.
+        """
+        version, call = lender.version(), f"{what} of a sharded optimizer"
+        may_go_alone = self._device.type == "cpu" and version.is_at_rest
+        with self._every.meeting(call, number=self._number, may_go_alone=may_go_alone) as meeting:
+            if meeting.is_complete:
+                yield CollectiveGather(self._owners, self._device)
+            elif self._every.rank != 0:
+                yield None
+            else:
+                assert self._roll_call is not None, "else there is nobody to be without"
+                with self._handed_over(self._roll_call, what, call, meeting.key, version) as handed_over:
+                    yield handed_over
+
+    @contextlib.contextmanager
+    def _handed_over(
+        self, roll_call: RollCall, what: str, call: str, key: str, version: Version
+    ) -> Iterator[HandedOver]:
+        """On rank 0. The others' states rest until this is left."""
+        pairs: dict[int, Pair] = {}
+        gathering, problems = HandedOver(self._every, pairs), []
+        others = range(1, self._owners.size)  # rank 0's instance is the first
+        request = {"kind": "hand over", "key": key, "number": self._number, "what": what, "version": version}
+        limits = {"patience_s": roll_call.patience.total_seconds(), "timeout": roll_call.timeout}
+        try:
+            with self._every.named_failures(call):
+                for rank in others:
+                    roll_call.ask(rank, {**request, **limits, "pair": self._lending.pair_name(rank)})
+                for rank in others:
+                    problem = roll_call.answer(rank, key, self._every.probe)
+                    if problem:
+                        problems.append(f"rank {rank} cannot hand its part over: {problem}")
+                    else:  # also where another rank cannot: this one waits for its release
+                        pairs[rank] = self._lending.pair(rank, roll_call.store, roll_call.timeout)
+                gathering.receive_descriptions()
+            if problems:
+                raise NotOnAllRanksError(
+                    f"rank 0: {call} is spread over the ranks, was called on rank 0 alone, and {'; '.join(problems)}. "
+                    + CALL_ON_EVERY_RANK
+                )
+            yield gathering
+        except CollectiveError:
+            self._lending.forget_pairs()
+            raise
+        finally:
+            gathering.end()

@@ -1,0 +1,399 @@
+"""Checkpoints that are directories: every rank writes its part with torch.distributed.checkpoint.
+
+Optimizer state is keyed by parameter name, as ``torch.distributed.checkpoint.state_dict`` has it, and every tensor in
+the directory is whole for whoever reads it: on another number of ranks, under FSDP, or with a consolidation tool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import errno
+import os
+import shutil
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..collectives.collectives import Collectives
+from ..errors import CheckpointError
+from ..layout import BufferLayout, ParamSpec
+from ..param_shard import ParamShard
+from ..trials.elementwise import is_per_element
+from .flat_shard import FlatShard
+from .full_state import per_element_keys
+
+if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+EXTRA_FILE = "meta.pt"
+"""What is not a tensor of the model or of an optimizer; the name is Lightning's."""
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+def sharded_state_dict(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    stepped: Callable[[torch.nn.Parameter], Tensor | None],
+    params_by_id: Mapping[int, int],
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    known: set[str] | None,
+) -> dict[str, Any]:
+    """This rank's part of the state: the tensors themselves, or :class:`FlatShard` around them; nothing is copied.
+
+    Args:
+        optimizer: its state is keyed by what ``stepped`` returns.
+        names: of its parameters, by ``id``.
+        stepped: what is stepped in a parameter's place on this rank; None if all of it is elsewhere.
+        params_by_id, shards, layout: where the parameters are.
+        known: names of what has one number for each element; None if nobody knows them.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    main_params: dict[str, Tensor] = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        tensor = stepped(param)
+        index = params_by_id.get(id(param))
+        if tensor is None:
+            continue
+        values = optimizer.state.get(tensor, {})
+        shard = shards.get(index) if index is not None else None
+        if shard is not None and index is not None:
+            spec, sharded = layout.params[index], shard.weights is not None
+
+            def wrap(value: Tensor, shard: ParamShard = shard, spec: ParamSpec = spec) -> Tensor:
+                whole = spec.numel == 0  # of no elements there is no part
+                return value.view(spec.shape) if whole else FlatShard(value, shard.start, spec.shape, spec.stride)
+
+            per_element = {key for key, value in values.items() if is_per_element(key, value, shard.main.shape, known)}
+            values = {key: wrap(value) if sharded and key in per_element else value for key, value in values.items()}
+            if spec.has_main_param:
+                main_params[names[id(param)]] = wrap(shard.main) if sharded else shard.main
+        if values:
+            state[names[id(param)]] = dict(values)
+    groups = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups]
+    return {"state": state, "param_groups": groups} | ({"main_params": main_params} if main_params else {})
+
+
+def to_host(state: Any) -> Any:
+    """A copy of nested state in host memory that later steps do not change: what an asynchronous save writes."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, to_host(value)) for key, value in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(to_host(value) for value in state)
+    return copy.deepcopy(state)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def save_directory(
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    path: Path,
+    collectives: Collectives,
+    of_rank_zero: Collection[tuple[str, str]] = (),
+) -> None:
+    """Writes every rank's part of ``state`` and rank 0's ``extra`` into a directory, which is complete or not there.
+
+    It is made beside ``path``, as ``.NAME.incomplete``, and moved into place when everything is on the disk. What was
+    at ``path`` before is there until then.
+
+    Args:
+        state: nested dictionaries of tensors, :class:`FlatShard` and plain values; the same structure on all ranks
+            but for parts that a rank does not have.
+        extra: plain types and tensors, saved by rank 0.
+        path: of the directory; the same on all ranks, on a file system that all share.
+        collectives: over the ranks, on a gloo group that torch.distributed knows and nobody else uses meanwhile.
+        of_rank_zero: the (key, name) of what ranks need not have in common, like a module's buffers; of the rest it
+            does not matter who writes it.
+
+    Raises:
+        CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
+    """
+    from torch.distributed.checkpoint import api, default_planner, filesystem, state_dict_saver
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    class Planner(default_planner.DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            plan = super().create_local_plan()
+            left_out = {name for name, place in self.mappings.items() if tuple(place[:2]) in of_rank_zero}
+            if collectives.rank != 0:
+                plan.items[:] = [item for item in plan.items if item.index.fqn not in left_out]
+            return plan
+
+    staged = path.with_name(f".{path.name}.incomplete")
+    with _on_rank_zero(path, collectives) as is_rank_zero:
+        if is_rank_zero:
+            check_replaceable(path)
+            _remove(staged)
+            staged.mkdir(parents=True)
+    try:
+        state_dict_saver.save(
+            state,
+            storage_writer=filesystem.FileSystemWriter(staged),
+            planner=Planner(),
+            process_group=collectives.group,
+        )
+    except api.CheckpointException as error:
+        if collectives.rank == 0:
+            _remove(staged)
+        causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
+        raise CheckpointError(f"the checkpoint {path} was not written: {causes}") from error
+    with _on_rank_zero(path, collectives) as is_rank_zero:
+        if is_rank_zero:
+            try:
+                with (staged / EXTRA_FILE).open("wb") as file:
+                    torch.save(extra, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                replace_path(staged, path)
+                sync_directory(path.parent)
+            except BaseException:
+                _remove(staged)
+                raise
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises IsADirectoryError for a directory that is no checkpoint: what a user has in it is not ours to remove."""
+    if path.is_dir() and not is_directory_checkpoint(path) and any(path.iterdir()):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory, and no checkpoint", str(path))
+
+
+def replace_path(new: Path, path: Path) -> None:
+    """Moves a file or directory to ``path``; what was there, a file or a checkpoint directory, goes.
+
+    At any moment the old or the new one is complete at ``path``, where the system can exchange two names at once
+    (Linux); elsewhere a directory that is replaced is missing for a moment.
+
+    Raises:
+        IsADirectoryError: as :func:`check_replaceable`.
+    """
+    check_replaceable(path)
+    if path.is_dir() or (path.exists() and new.is_dir()):
+        try:
+            _exchange(new, path)
+            old = new
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EINVAL):
+                raise
+            old = path.with_name(f".{path.name}.replaced")
+            _remove(old)
+            path.rename(old)
+            new.rename(path)
+        _remove(old)
+    else:
+        new.replace(path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Writes the names in it to the disk, on file systems that can."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(other))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _on_rank_zero(path: Path, collectives: Collectives) -> Iterator[bool]:
+    """Whether this is rank 0; if what is done there fails, all ranks raise, and nobody waits for it."""
+    failure = ""
+    try:
+        yield collectives.rank == 0
+    except OSError as error:
+        failure = f"{type(error).__name__}: {error}"
+    failure = collectives.all_gather_objects(failure, torch.device("cpu"))[0]
+    if failure:
+        raise CheckpointError(f"the checkpoint {path} was not written: rank 0: {failure}")
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def is_directory_checkpoint(path: Path) -> bool:
+    """Whether :func:`save_directory`, FSDP or another user of torch.distributed.checkpoint wrote it."""
+    return (path / ".metadata").is_file()
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What is in the directory.
+
+    Raises:
+        CheckpointError: if it is no complete checkpoint.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        ends: dict[str, int] = {}
+        for info in metadata.storage_data.values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    except Exception as error:
+        raise CheckpointError(f"{path} is no complete directory of torch.distributed.checkpoint: {error!r}") from error
+    for name, end in ends.items():
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size is None or size < end:
+            problem = "is missing" if size is None else f"is cut off after {size:,} of {end:,} bytes"
+            raise CheckpointError(f"{path} is not complete: {name} {problem}. Resume from another checkpoint")
+    return metadata
+
+
+def directory_keys(path: Path) -> set[str]:
+    """The keys of the outermost dictionary in the directory.
+
+    Raises:
+        CheckpointError: if it is no complete checkpoint.
+    """
+    return {str(place[0]) for place in (read_metadata(path).planner_data or {}).values()}
+
+
+def read_directory(
+    path: Path,
+    key: str,
+    make: Callable[[tuple[Any, ...], TensorStorageMetadata], Tensor | None] | None = None,
+) -> dict[str, Any]:
+    """What the directory holds under ``key``, nested as it was saved. Not collective: each rank reads what it asks for.
+
+    Args:
+        path: of the directory.
+        key: of the outermost dictionary.
+        make: the tensor to read into, from its place (keys, outermost first) and what the file says of it; a
+            :class:`FlatShard` reads no more than its part, None nothing. By default a whole tensor in host memory.
+
+    Raises:
+        CheckpointError: if the directory is not complete, or cannot be read.
+    """
+    from torch.distributed.checkpoint import api, filesystem, state_dict_loader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = read_metadata(path)
+    places = {name: place for name, place in (metadata.planner_data or {}).items() if str(place[0]) == key}
+    targets: dict[str, Any] = {}
+    for name, place in places.items():
+        saved = metadata.state_dict_metadata[name]
+        if not isinstance(saved, TensorStorageMetadata):
+            targets[name] = None
+            continue
+        target = make(place, saved) if make else torch.empty(saved.size, dtype=saved.properties.dtype)
+        if target is not None:
+            targets[name] = target
+    if targets:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*to load in a single process")  # so each rank does
+                state_dict_loader.load(targets, storage_reader=filesystem.FileSystemReader(path), no_dist=True)
+        except (Exception, api.CheckpointException) as error:  # the second is a BaseException
+            raise CheckpointError(f"{path} cannot be read, {key!r} in it: {error!r}") from error
+    nested: dict[str, Any] = {}
+    for name, value in targets.items():
+        _set(nested, places[name][1:], value)
+    return nested
+
+
+def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
+    """Sets a value in nested dictionaries and lists, making them on the way."""
+    here: Any = nested
+    for step, following in zip(place, (*place[1:], None), strict=True):
+        fresh = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(here, list):
+            here.extend([None] * (step + 1 - len(here)))
+            if following is None or here[step] is None:
+                here[step] = fresh
+        elif following is None or step not in here:
+            here[step] = fresh
+        here = here[step]
+
+
+def read_optimizer(
+    path: Path,
+    key: str,
+    names: Iterable[str],
+    shards: Mapping[int, ParamShard],
+    layout: BufferLayout,
+    known: set[str] | None,
+) -> dict[str, Any]:
+    """An optimizer's state by parameter name, of which only this rank's parts are read: :class:`FlatShard` or whole.
+
+    Raises:
+        CheckpointError: if the directory cannot be read, or a parameter in it is not in ``names``, or of another shape.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    laid_out = {spec.name: (index, spec) for index, spec in enumerate(layout.params)}
+    present = {*names, *laid_out}
+    metadata = read_metadata(path)
+    sizes: dict[int, dict[str, Tensor]] = {}
+    for number, (name, place) in enumerate((metadata.planner_data or {}).items()):
+        saved = metadata.state_dict_metadata[name]
+        if isinstance(saved, TensorStorageMetadata) and tuple(map(str, place[:2])) == (key, "state"):
+            sizes[number] = {str(place[-1]): torch.empty(saved.size, device="meta")}
+    per_element = per_element_keys(sizes, known)
+
+    def make(place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
+        dtype, size = saved.properties.dtype, tuple(saved.size)
+        if place[1] not in ("state", "main_params"):
+            return torch.empty(size, dtype=dtype)
+        name, what = str(place[2]), str(place[-1])
+        if name not in present:
+            raise CheckpointError(f"{path} has state {what!r} of a parameter {name!r}, which the model does not have")
+        index, spec = laid_out.get(name, (None, None))
+        if index is None or spec is None:  # frozen now
+            return torch.empty(size, dtype=dtype)
+        shard = shards.get(index)
+        if place[1] == "state" and what not in per_element:
+            return torch.empty(size, dtype=dtype)
+        if layout.num_shards == 1:  # whatever the optimizer keeps, which need not be element-wise
+            same = size == spec.shape
+            return torch.empty_strided(size, spec.stride, dtype=dtype) if same else torch.empty(size, dtype=dtype)
+        if size != spec.shape:
+            raise CheckpointError(
+                f"{path} has state {what!r} of parameter {name!r} in shape {size}, the parameter has {spec.shape}: "
+                "it is of another model"
+            )
+        if shard is None:
+            return None
+        return FlatShard(torch.empty(shard.end - shard.start, dtype=dtype), shard.start, spec.shape, spec.stride)
+
+    return read_directory(path, key, make)
+
+
+def check_same_groups(path: Path, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
+    """Raises CheckpointError, naming the first difference, if saved groups are not of the same parameters."""
+    if len(saved) != len(own):
+        raise CheckpointError(f"{path} has {len(saved)} parameter group(s), the optimizer {len(own)}")
+    for number, (group, names) in enumerate(zip(saved, own, strict=True)):
+        for name in sorted(set(names).symmetric_difference(group["params"])):
+            has, has_not = ("the optimizer", path) if name in names else (path, "the optimizer")
+            raise CheckpointError(f"parameter {name!r} is in group {number} of {has}, but not of {has_not}")

@@ -1,0 +1,1 @@
+"""The only folder that calls torch.distributed."""

@@ -1,0 +1,100 @@
+"""Watches the first synchronised backwards, and moves everything to other buckets where that pays.
+
+[Note: buckets in the order seen]
+In the first synchronised backward each rank notes in which order gradients arrive. If buckets that are filled in that
+order could be launched materially earlier (on any rank, which it says with what was used), all ranks take rank 0's, and
+everything moves to a layout in it when the reductions of that backward have ended. That moment is the same on all ranks
+by construction, which a forward is not: a rank may run one for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from ..collectives.collectives import Collectives
+from ..config import DistributedDataParallelConfig
+from ..layout import BufferLayout, build_layout
+from .arrival_order import better_layout_order
+from .tuning import BucketSizeTuner
+
+
+class BucketPlanner:
+    """Of one reducer, which drops it when there is nothing left to watch.
+
+    Args:
+        config: the options.
+        collectives: the data-parallel ranks.
+        device: the model's.
+        move: changes over to another layout; whether that was possible. Collective.
+        tuner: chooses the size of buckets, if that is to be measured.
+    """
+
+    def __init__(
+        self,
+        config: DistributedDataParallelConfig,
+        collectives: Collectives,
+        device: torch.device,
+        move: Callable[[BufferLayout], bool],
+        tuner: BucketSizeTuner | None = None,
+    ) -> None:
+        self._config, self._collectives, self._device, self._move = config, collectives, device, move
+        self._tuner = tuner
+        self.judges_order = config.overlap_grad_reduce
+        """Whether the first synchronised backward has not ended yet."""
+        self._arrived: list[int] = []
+        self._wanted_order: list[int] | None = None
+        self._agreed_order: list[int] | None = None  # until the buckets are laid out in it
+
+    @property
+    def is_done(self) -> bool:
+        return not self.judges_order and self._tuner is None
+
+    def start(self) -> None:
+        """A synchronised backward has reached its first parameter; one before it may have ended in an exception."""
+        self._arrived.clear()
+        if self._tuner is not None:
+            self._tuner.start()
+
+    def note(self, param: int) -> None:
+        """A parameter's gradient has arrived, or another part of it."""
+        if self.judges_order:
+            self._arrived.append(param)
+        if self._tuner is not None:
+            self._tuner.note(param)
+
+    def stop(self) -> None:
+        """The backward has ended, but for reductions."""
+        if self._tuner is not None:
+            self._tuner.stop()
+
+    def wants_other_order(self, layout: BufferLayout, deferred: Collection[int], needed: Sequence[bool]) -> bool:
+        """Whether buckets could be launched earlier in the order in which gradients arrived on this rank.
+
+        Args:
+            layout: the present one.
+            deferred: parameters whose bucket waits for the end of backward.
+            needed: by parameter, whether its bucket waits for its gradient.
+        """
+        if not self.judges_order or not self._arrived or len(layout.buckets) == 1:
+            return False
+        arrived = [index for index in self._arrived if index not in deferred]  # what waits for the end goes last
+        self._wanted_order = better_layout_order(layout, self._config, arrived, needed)
+        return self._wanted_order is not None
+
+    def take_order_of_rank_zero(self, num_params: int) -> None:
+        """All ranks go by what rank 0 wants, which may be nothing. Collective, if any rank wants another order."""
+        order = torch.tensor(self._wanted_order or [-1] * num_params, dtype=torch.int64, device=self._device)
+        self._collectives.broadcast(order).wait()
+        agreed = [int(index) for index in order.tolist()]
+        self._agreed_order = None if agreed[0] < 0 else agreed
+
+    def finish(self, layout: BufferLayout) -> None:
+        """The reductions of a synchronised backward have ended. Collective where something moves or is measured."""
+        order, self._agreed_order, self._wanted_order, self.judges_order = self._agreed_order, None, None, False
+        if order is not None:
+            other = build_layout(layout.params, self._config, layout.dp_size, order)
+            layout = other if self._move(other) else layout
+        if self._tuner is not None and self._tuner.propose(layout, self._move):
+            self._tuner = None

@@ -1,0 +1,251 @@
+"""Everything that a layout cuts moves to another layout of the same parameters, in the midst of training.
+
+[Note: a move]
+Shards are cut at the ends of buckets, so other buckets are other shards: what each rank keeps of every parameter (the
+optimizers' state, main params, reduced gradients) goes to its new owner, bit by bit as it is. Ranks first tell each
+other what they keep, and leave everything where it is if somebody keeps what cannot be moved. Then the old layout's
+buckets are gathered one after the other, a tensor of each kind at a time, and each rank copies out what will be its
+own. When every rank has everything, each changes over by itself, so that a collective that fails leaves all of it in
+the old layout. Parameters are whole on every rank, and are copied.
+
+So a move takes, until it is over, one bucket, and this rank's shards a second time. The gradient buffer makes room for
+the parameters: of what it holds after a reduce-scatter only this rank's shards mean anything, and those are gathered by
+then.
+
+With all-reduce nothing is cut. Gradients are whole and are copied, without any communication; for that moment there are
+two of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..buffers import GradBuffers
+from ..events import EventKind
+from ..layout import BufferLayout
+from ..param_buffers import ParamBuffers
+
+if TYPE_CHECKING:
+    from ..distributed_data_parallel import DistributedDataParallel
+
+Contents = dict[int, dict[str, Any]]
+"""By parameter (index in the layout), what is kept of it under each name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerElement:
+    """Stands for a tensor with one number for each element of a parameter, of which a rank keeps its own part."""
+
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnDevice:
+    """A tensor that belongs on the rank's device, on its way through host memory."""
+
+    value: Tensor
+
+
+_GRADS = -1
+"""The number of the reduced gradients among what holds shards; optimizers count from 0."""
+_GRAD = "grad"
+
+
+class ShardHolder(ABC):
+    """Keeps tensors that the layout cuts, and can exchange them for those of another layout."""
+
+    @abstractmethod
+    def describe(self) -> Contents | None:
+        """What this rank keeps of each parameter: :class:`PerElement`, or a picklable value that belongs to the
+        parameter as a whole. None if it cannot be moved."""
+
+    @abstractmethod
+    def part(self, param: int, name: str) -> Tensor | None:
+        """The elements of a :class:`PerElement` that this rank owns (flat, in memory order), if it keeps them."""
+
+    def release(self) -> None:  # noqa: B027 - nothing to do where nothing is kept
+        """Everybody has what it will :meth:`take`: no view of the old buffers may keep their memory any longer."""
+
+    @abstractmethod
+    def take(self, contents: Contents) -> None:
+        """The model has another layout now, and this is what the rank keeps in it: of each parameter that any rank
+        described and of which this one owns a part, that part (in memory of its own) or the whole value."""
+
+
+class _ReducedGrads(ShardHolder):
+    """The reduce-scattered gradients themselves."""
+
+    def __init__(self, buffers: GradBuffers, rank: int) -> None:
+        self._buffers, self._rank = buffers, rank
+        self.shards: dict[int, Tensor] = {}
+
+    def describe(self) -> Contents:
+        layout = self._buffers.layout
+        return {
+            index: {_GRAD: PerElement(layout.buffers[layout.slots[index].buffer].sum_dtype)}
+            for index, has_grad in enumerate(self._buffers.has_grad)
+            if has_grad
+        }
+
+    def part(self, param: int, name: str) -> Tensor | None:
+        layout = self._buffers.layout
+        owned = layout.owned_range(param, self._rank)
+        return None if owned is None else self._buffers.reduced(layout.slots[param].bucket, *owned)
+
+    def take(self, contents: Contents) -> None:
+        self.shards = {index: values[_GRAD] for index, values in contents.items()}
+
+
+def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
+    """Moves the model, its gradients and the shards of its optimizers to another layout of the same parameters; see
+    [Note: a move].
+
+    Not while a backward runs, nor when gradients are accumulated that were not reduced. Collective with
+    reduce-scatter: all ranks pass the same layout.
+
+    Returns:
+        Whether it was done, on all ranks or on none: not where an optimizer may keep more than state of tensors.
+
+    Raises:
+        CollectiveError: if a collective failed; this rank is then as it was.
+    """
+    present, grads = model.layout, model.grad_buffers
+    assert layout.params == present.params, "of the same parameters"
+    assert (layout.dp_size, layout.num_shards) == (present.dp_size, present.num_shards)
+    assert not model.has_local_grads, "what is not reduced yet would be lost"
+    with torch.no_grad():
+        if model.param_buffers is None:
+            model.layout = layout
+            model.grad_buffers = model.make_grad_buffers()
+            model.grad_buffers.keep_views(grads)
+        else:
+            model.finish_param_gather()
+            model.param_buffers.recapture()
+            grads.adopt_written(range(len(model.params)))
+            reduced = _ReducedGrads(grads, model.collectives.rank)
+            optimizers = {number: holder for number, ref in enumerate(model.shard_holders) if (holder := ref())}
+            contents = _gather({_GRADS: reduced, **optimizers}, model, layout)
+            if contents is None:
+                return False
+            reduced.take(contents.pop(_GRADS))
+            for optimizer in optimizers.values():
+                optimizer.release()
+            _change_buffers(model, grads, layout, reduced.shards)
+            for number, optimizer in optimizers.items():
+                optimizer.take(contents[number])
+    model.reducer.follow(layout, model.grad_buffers)
+    model.emit(EventKind.LAYOUT_CHANGED, len(layout.buckets))
+    return True
+
+
+def _change_buffers(
+    model: DistributedDataParallel, grads: GradBuffers, layout: BufferLayout, shards: Mapping[int, Tensor]
+) -> None:
+    """The model's buffers become those of ``layout``; ``shards``: this rank's parts of the reduced gradients there."""
+    grads.close()  # frees as much as the parameters now take
+    model.layout = layout
+    model.param_buffers = ParamBuffers(layout, model.params, model.device)
+    model.param_gather.follow(model.param_buffers)
+    model.grad_buffers = model.make_grad_buffers()
+    model.grad_buffers.take_over(grads, shards)
+
+
+def _gather(
+    holders: Mapping[int, ShardHolder], model: DistributedDataParallel, layout: BufferLayout
+) -> dict[int, Contents] | None:
+    """What this rank will keep in ``layout``, by holder; None, on all ranks, if there is something that cannot be
+    moved. Collective; changes nothing."""
+    present, collectives, device = model.layout, model.collectives, model.device
+    described = {number: holder.describe() for number, holder in holders.items()}
+    by_rank = collectives.all_gather_objects(_on_host(described), device)
+    whole = _merge(by_rank)
+    if whole is None:
+        return None
+    own: dict[int, Contents] = {}
+    for number, contents in whole.items():
+        own[number] = {
+            index: {name: _from_host(value, device) for name, value in values.items()}
+            for index, values in contents.items()
+            if layout.owned_range(index, collectives.rank) is not None
+        }
+    scratch: dict[torch.dtype, Tensor] = {}
+    for bucket in present.buckets:
+        for number, contents in whole.items():
+            kept = [
+                (name, value) for i in bucket.params for name, value in contents.get(i, {}).items() if _is_cut(value)
+            ]
+            for name, kind in dict.fromkeys(kept):
+                members = [i for i in bucket.params if contents.get(i, {}).get(name) == kind]
+                if kind.dtype not in scratch:
+                    largest = max(other.numel for other in present.buckets)
+                    scratch[kind.dtype] = torch.empty(largest, dtype=kind.dtype, device=device)
+                flat = scratch[kind.dtype][: bucket.numel].zero_()
+                for index in members:
+                    owned = present.owned_range(index, collectives.rank)
+                    part = holders[number].part(index, name) if owned is not None else None
+                    if owned is not None and part is not None:
+                        flat[owned[0] - bucket.start : owned[1] - bucket.start] = part
+                model.shard_collectives.all_gather(flat).wait()
+                for index in members:
+                    if index in own[number]:
+                        own[number][index][name] = _cut(flat, index, bucket.start, present, layout, collectives.rank)
+    # nobody changes over before everybody can
+    collectives.all_reduce_max(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+    return own
+
+
+def _cut(flat: Tensor, param: int, first: int, present: BufferLayout, layout: BufferLayout, rank: int) -> Tensor:
+    """A copy of what ``rank`` owns of a parameter in ``layout``, out of a bucket of ``present`` that begins at
+    ``first``."""
+    owned = layout.owned_range(param, rank)
+    assert owned is not None
+    shift = present.slots[param].start - first - layout.slots[param].start
+    return flat[owned[0] + shift : owned[1] + shift].clone()
+
+
+def _merge(by_rank: Sequence[Mapping[int, Contents | None]]) -> dict[int, Contents] | None:
+    """What the ranks keep together; None if they do not keep the same, or something that cannot be moved."""
+    merged: dict[int, Contents] = {}
+    for number in by_rank[0]:
+        merged[number] = {}
+        for described in by_rank:
+            contents = described.get(number)
+            if contents is None:
+                return None
+            for index, values in contents.items():
+                known = merged[number].setdefault(index, dict(values))
+                for name, value in values.items():
+                    if (_is_cut(value) or _is_cut(known.get(name))) and known.get(name, value) != value:
+                        return None
+                    known.setdefault(name, value)
+    has_grad = [set(described[_GRADS] or ()) for described in by_rank]  # a user may write gradients on one rank alone
+    same_holders = all(described.keys() == by_rank[0].keys() for described in by_rank)
+    return merged if same_holders and has_grad.count(has_grad[0]) == len(has_grad) else None
+
+
+def _is_cut(value: Any) -> bool:
+    return isinstance(value, PerElement)
+
+
+def _on_host(described: Mapping[int, Contents | None]) -> dict[int, Contents | None]:
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach() if value.device.type == "cpu" else _OnDevice(value.detach().cpu())
+        return value
+
+    return {
+        number: contents
+        and {index: {name: moved(value) for name, value in values.items()} for index, values in contents.items()}
+        for number, contents in described.items()
+    }
+
+
+def _from_host(value: Any, device: torch.device) -> Any:
+    """A tensor of the rank's own for a value that came from another; what is cut keeps its place until it is there."""
+    return value.value.to(device) if isinstance(value, _OnDevice) else value
