@@ -37,7 +37,7 @@ BREAKAGES = (
         "            handle.wait()\n"
         "            self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)\n            if publish:",
         "            self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)\n            if publish:",
-        "tests/ranks/test_gradients.py",
+        "tests/ranks/test_every_pair_of_switches.py",
     ),
     Breakage(
         "the sum over ranks is not divided by their number",
@@ -51,14 +51,14 @@ BREAKAGES = (
         "core/reducer.py",
         "        has_grad[:] = [bool(flag) for flag in agreed[: len(local)]]\n",
         "",
-        "tests/ranks/test_gradients.py",
+        "tests/ranks/test_every_pair_of_switches.py",
     ),
     Breakage(
         "a gradient that comes after its bucket was launched is forgotten",
         "core/reducer.py",
         "        self._late.add(index)\n",
         "",
-        "tests/ranks/test_gradients.py",
+        "tests/ranks/test_backwards.py",
     ),
     Breakage(
         "a bucket is launched when its first gradient arrives",
@@ -193,7 +193,7 @@ BREAKAGES = (
         "core/collectives/collectives.py",
         '            raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")\n',
         "            return\n",
-        "tests/ranks/test_collectives.py tests/ranks/test_errors.py",
+        "tests/doors/test_lightning_failures.py",
     ),
     # --- the step ----------------------------------------------------------------------------------------------------
     Breakage(
@@ -265,7 +265,7 @@ BREAKAGES = (
         "core/checkpoint/hand_over.py",
         "            if lender.version() == wanted:\n",
         "            if lender.version():\n",
-        "tests/checkpoints/test_roll_call.py",
+        "tests/unit/test_hand_over.py",
     ),
     # --- doors -------------------------------------------------------------------------------------------------------
     Breakage(

@@ -78,6 +78,32 @@ def test_the_first_bucket_is_launched_before_the_last_gradient_exists() -> None:
         assert [event.time_ns for event in events] == sorted(event.time_ns for event in events)
 
 
+class _SecondFirst(torch.nn.Module):
+    """Registered 0, 1, 2, so that buckets are expected 2, 1, 0; the gradients arrive 1, 2, 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = torch.nn.ParameterList([torch.ones(3) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in (0, 2, 1):
+            x = torch.tanh(self.scales[number] * x)
+        return x.sum()
+
+
+def test_a_bucket_that_was_complete_before_its_turn_is_launched_with_the_one_that_it_waited_for() -> None:
+    def train(rank: int, group: ProcessGroup) -> list[tuple[EventKind, int]]:
+        events: list[Event] = []
+        model, _ = wrap(group, _SecondFirst(), events, bucket_size=1)
+        model(torch.ones(3)).backward()
+        model.close()
+        return [(e.kind, e.index) for e in events if e.kind in (EventKind.GRAD_READY, EventKind.REDUCE_START)]
+
+    ready, start = EventKind.GRAD_READY, EventKind.REDUCE_START
+    for events in run_ranks(2, train):
+        assert events == [(ready, 1), (ready, 2), (start, 0), (start, 1), (ready, 0), (start, 2)]
+
+
 def test_without_overlap_nothing_is_launched_before_the_last_gradient() -> None:
     def train(rank: int, group: ProcessGroup) -> list[EventKind]:
         events: list[Event] = []
