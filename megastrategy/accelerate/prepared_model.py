@@ -27,7 +27,7 @@ from ..core import (
 from .torch_ddp_by_name import NOT_USED, OF_TORCHS_REDUCER, TorchDDPByName, no_such_attribute
 
 if TYPE_CHECKING:
-    from ..core.collectives.collectives import Handle
+    from ..core.collectives import Handle
 
 
 class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives.collectives import Collectives
+from .collectives import Collectives
 
 
 def total_grad_norm(

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from .buffers import ContiguousGradBuffers, GradBuffers
 from .callers import check_not_a_stage, check_not_inside_torch_ddp
 from .clip_grads import norms_over_owners
-from .collectives.collectives import Collectives, make_collectives
+from .collectives import Collectives, make_collectives
 from .collectives.instanced import destroy_instances, shard_collectives
 from .collectives.process_groups import destroy_group, private_group
 from .config import DistributedDataParallelConfig
@@ -55,9 +55,9 @@ class DistributedDataParallel(nn.Module):
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
     :meth:`close` gives it back. At the end of the first synchronised backward it may move once more (see
-    rebucketing.planner's [Note: buckets in the order seen]): what was taken of it before (``p.data``, ``p.detach()``, an
-    address) is then not the parameter's any more. With ``overlap_grad_reduce=False`` and a fixed ``bucket_size`` it
-    never moves.
+    rebucketing.planner's [Note: buckets in the order seen]): what was taken of it before (``p.data``,
+    ``p.detach()``, an address) is then not the parameter's any more. With ``overlap_grad_reduce=False`` and a fixed
+    ``bucket_size`` it never moves.
 
     A copy (``deepcopy``, pickle) is closed from the start: it holds a copy of the module in memory of its own, and no
     engine. A closed wrapper evaluates its module, and refuses to train it.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from .collectives.collectives import Collectives
+from .collectives import Collectives
 from .config import DistributedDataParallelConfig
 from .errors import LayoutMismatchError
 from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, dense_stride, digest

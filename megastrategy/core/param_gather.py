@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from .collectives.collectives import Collectives, Handle
+from .collectives import Collectives, Handle
 from .errors import CollectiveError
 from .events import Event, EventKind, Listener
 from .param_buffers import ParamBuffers

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .buffers import GradBuffers
-from .collectives.collectives import Collectives, Handle, Handles
+from .collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener

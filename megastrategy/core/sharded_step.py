@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from .checkpoint.full_state import MAIN_PARAM, shard_state
 from .checkpoint.hand_over import STATE, AtRest, OwnParts, Version
 from .clip_grads import total_grad_norm
-from .collectives.collectives import Collectives
+from .collectives import Collectives
 from .distributed_data_parallel import DistributedDataParallel
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind

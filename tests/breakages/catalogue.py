@@ -190,7 +190,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a rank that waits in vain is never told",
-        "core/collectives/collectives.py",
+        "core/collectives/gloo.py",
         '            raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")\n',
         "            return\n",
         "tests/doors/test_lightning_failures.py",

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.checkpoint.flat_shard import FlatShard
-from megastrategy.core.collectives.collectives import GlooCollectives, Handle
+from megastrategy.core.collectives import GlooCollectives, Handle
 from tests.support.ranks import run_ranks
 
 SLACK = 0.02

@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core.collectives.collectives import GlooCollectives
+from megastrategy.core.collectives import GlooCollectives
 from megastrategy.core.errors import NotOnAllRanksError
 from tests.support.models import two_layers
 from tests.support.processes import run_processes

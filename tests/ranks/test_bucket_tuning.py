@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.collectives.collectives import Handle
+from megastrategy.core.collectives import Handle
 from megastrategy.core.rebucketing.tuning import measure_link
 from tests.support.doubles import RecordingCollectives
 from tests.support.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core.collectives.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
+from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
 from megastrategy.core.collectives.gloo_rings import SEGMENT_BYTES
 from megastrategy.core.errors import CollectiveError
 from tests.support.doubles import FailingCollectives

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core import layout
-from megastrategy.core.collectives.collectives import Collectives
+from megastrategy.core.collectives import Collectives
 from megastrategy.core.config import field_names
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core import describe_setup
-from megastrategy.core.collectives.collectives import BackendCollectives, GlooCollectives
+from megastrategy.core.collectives import BackendCollectives, GlooCollectives
 from megastrategy.core.errors import CollectiveError, LayoutMismatchError
 from tests.support.models import WholeGrads, awkward_model, images, two_layers, whole_numbers
 from tests.support.ranks import run_ranks, try_ranks, with_instances

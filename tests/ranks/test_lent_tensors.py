@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core.collectives.collectives import Collectives, GlooCollectives, Handle
+from megastrategy.core.collectives import Collectives, GlooCollectives, Handle
 from megastrategy.core.collectives.lent_tensors import LentTensors
 from tests.support.ranks import run_ranks, with_instances
 
@@ -87,7 +87,7 @@ import os, sys
 import torch
 import torch.distributed as dist
 from megastrategy.core import private_group
-from megastrategy.core.collectives.collectives import GlooCollectives
+from megastrategy.core.collectives import GlooCollectives
 
 cpu = torch.device("cpu")
 sys.setswitchinterval(100)  # who waits for the GIL gets it when another thread has nothing to do

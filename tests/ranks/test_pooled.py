@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core import describe_setup, memory_use
-from megastrategy.core.collectives.collectives import Handle
+from megastrategy.core.collectives import Handle
 from megastrategy.core.errors import CollectiveError, UnusedParameterError
 from megastrategy.core.events import Event, EventKind
 from tests.support.doubles import DelayingCollectives, RecordingCollectives

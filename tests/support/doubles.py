@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core.collectives.collectives import Collectives, Handle, make_collectives
+from megastrategy.core.collectives import Collectives, Handle, make_collectives
 
 
 @dataclasses.dataclass(frozen=True)

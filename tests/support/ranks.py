@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-from megastrategy.core.collectives.collectives import BackendCollectives, Collectives, GlooCollectives
+from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
 from megastrategy.core.collectives.instanced import make_instance_collectives
 
 T = TypeVar("T")

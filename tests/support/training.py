@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.collectives.collectives import Collectives, make_collectives
+from megastrategy.core.collectives import Collectives, make_collectives
 from megastrategy.core.events import Listener
 
 from .models import WholeGrads, awkward_model, images, whole_numbers

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..collectives.collectives import Collectives
+from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..layout import Bucket, BufferLayout, ParamSpec
 from ..param_shard import ParamShard

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from ..collectives.collectives import Collectives
+from ..collectives import Collectives
 from ..collectives.process_groups import Pair
 from ..collectives.roll_call import CALL_ON_EVERY_RANK, RollCall
 from ..errors import CollectiveError, NotOnAllRanksError

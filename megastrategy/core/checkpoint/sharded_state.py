@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..collectives.collectives import Collectives
+from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..layout import BufferLayout, ParamSpec
 from ..param_shard import ParamShard

@@ -1,1 +1,48 @@
-"""The only folder that calls torch.distributed."""
+"""Every byte that leaves a rank goes through here: the only folder that calls torch.distributed.
+
+``interface`` is what the engine sees; ``backend`` (NCCL and others), ``gloo`` (by way of ``gloo_rings``, in a
+``worker``), ``single_rank`` and ``instanced`` (an optimizer in several instances) are what stands behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from .backend import BackendCollectives
+from .gloo import GlooCollectives
+from .interface import Collectives, Handle, Handles
+from .process_groups import host_group
+from .roll_call import RollCall
+from .single_rank import LoneCollectives
+
+__all__ = [
+    "BackendCollectives",
+    "Collectives",
+    "GlooCollectives",
+    "Handle",
+    "Handles",
+    "LoneCollectives",
+    "host_collectives",
+    "make_collectives",
+]
+
+
+def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
+    """The implementation for the backend that ``group`` uses on ``device``; none is used where a rank is alone."""
+    if group.size() == 1:
+        return LoneCollectives(group)
+    backend = group._get_backend(device)
+    known = dist.distributed_c10d._world.pg_map.get(group)
+    roll_call = RollCall(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
+    return (GlooCollectives if backend.name() == "gloo" else BackendCollectives)(group, roll_call)
+
+
+def host_collectives() -> Collectives:
+    """Over all ranks on a gloo group made for it, for tensors and objects in host memory. All ranks call it together.
+
+    Raises:
+        ValueError: if torch.distributed is not initialised.
+    """
+    return make_collectives(host_group(), torch.device("cpu"))

@@ -23,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives import BackendCollectives, Collectives, GlooCollectives, Handle, WorkHandle
+from .backend import BackendCollectives, WorkHandle
+from .gloo import GlooCollectives
 from .gloo_rings import GlooRings
+from .interface import Collectives, Handle
 from .process_groups import destroy_group, part_of_group
 from .tensor_parts import add_parts_
 

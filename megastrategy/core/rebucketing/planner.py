@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from ..collectives.collectives import Collectives
+from ..collectives import Collectives
 from ..config import DistributedDataParallelConfig
 from ..layout import BufferLayout, build_layout
 from .arrival_order import better_layout_order

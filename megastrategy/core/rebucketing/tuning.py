@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..collectives.collectives import Collectives, Handle
+from ..collectives import Collectives, Handle
 from ..config import DistributedDataParallelConfig
 from ..layout import BufferLayout, build_layout, default_bucket_size
 from .size_choice import BackwardTimes, BucketSizeChoice, Link, choose_bucket_size, fit_link

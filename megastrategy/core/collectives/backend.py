@@ -1,0 +1,87 @@
+"""Collectives as the backend has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .interface import Collectives, Handle, did_not_complete
+from .tensor_parts import add_parts_
+
+
+class BackendCollectives(Collectives):
+    """The backend's own collectives (NCCL and others), asynchronous on its own streams."""
+
+    def _begun(self, what: str, work: Any, then: Callable[[], object] | None = None) -> Handle:
+        self._count(what)
+        return WorkHandle(what, work, self, then)
+
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        options = dist.AllreduceOptions()
+        options.reduceOp, then = self._reduction(tensor, tensor, scale, scale_sum)
+        return self._begun("all-reduce", self.group.allreduce([tensor], options), then)
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self._begun("all-reduce", self.group.allreduce([tensor], max_options()))
+
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        own = tensor.chunk(self.size)[self.rank]
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, then = self._reduction(tensor, own, scale, scale_sum)
+        return self._begun("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), then)
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        received = torch.empty_like(tensor)
+        work = self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
+        parts = received.chunk(self.size)
+        return self._begun("reduce-scatter", work, lambda: add_parts_(sums, parts, scale, scale_sum))
+
+    def _reduction(
+        self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
+    ) -> tuple[dist.ReduceOp, Callable[[], object] | None]:
+        """The operation for the backend, and what is left to be done when it has ended."""
+        if not scale_sum:
+            tensor.mul_(scale)
+            return dist.ReduceOp(dist.ReduceOp.SUM), None
+        if scale == 1.0 / self.size and self.group._get_backend(tensor.device).name() == "nccl":
+            return dist.ReduceOp(dist.ReduceOp.AVG), None
+        return dist.ReduceOp(dist.ReduceOp.SUM), lambda: result.mul_(scale)
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        own = tensor.chunk(self.size)[self.rank]
+        return self._begun("all-gather", self.group._allgather_base(tensor, own))
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return self._begun("broadcast", self.group.broadcast([tensor], dist.BroadcastOptions()))
+
+
+class WorkHandle(Handle):
+    """Of something with a ``wait()``, as backends return it."""
+
+    def __init__(
+        self, what: str, work: Any, collectives: Collectives, then: Callable[[], object] | None = None
+    ) -> None:
+        self._what, self._work, self._collectives, self._then = what, work, collectives, then
+
+    def wait(self) -> None:
+        if self._work is None:  # a second wait of gloo's would write the result once more
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise did_not_complete(self._what, self._collectives, error) from error
+        self._work = None
+        if self._then is not None:
+            self._then()
+            self._then = None  # and with it the memory that it reads
+
+
+def max_options() -> dist.AllreduceOptions:
+    """Of an all-reduce that leaves the element-wise maximum."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+    return options

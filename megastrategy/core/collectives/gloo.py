@@ -1,0 +1,134 @@
+"""Gloo, whose reduce-scatter and all-gather are rings of ours."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import CollectiveError
+from .backend import max_options
+from .gloo_rings import GlooRings
+from .interface import Collectives, Handle, did_not_complete
+from .lent_tensors import LentTensors
+from .roll_call import RollCall
+from .tensor_parts import add_parts_
+from .worker import Worker
+
+_PROBE_TAG = 2**31 - 1
+"""No exchange counts so far."""
+
+
+class GlooCollectives(Collectives):
+    """Gloo, with :class:`~.gloo_rings.GlooRings` for reduce-scatter and all-gather.
+
+    One thread carries out everything in order, so the caller's thread (autograd's, during backward) goes on; it mostly
+    waits outside the GIL.
+    """
+
+    def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
+        super().__init__(group, roll_call)
+        self._worker: Worker | None = None
+        self._lent = LentTensors()  # in the worker's thread
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._rings = GlooRings(group, self._scratch, self._lent)
+        self._probes: list[Any] = []  # kept, as gloo would wait for them
+
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        def run() -> None:
+            if not scale_sum:
+                tensor.mul_(scale)
+            self.group.allreduce([self._lend(tensor)]).wait()
+            if scale_sum:
+                tensor.mul_(scale)
+
+        return self._start("all-reduce", run)
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self._start("all-reduce", lambda: self.group.allreduce([self._lend(tensor)], max_options()).wait())
+
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self._start("reduce-scatter", lambda: self._rings.reduce_scatter(tensor, scale, scale_sum=scale_sum))
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self._start("reduce-scatter", lambda: add_parts_(sums, self._rings.all_to_all(tensor), scale, scale_sum))
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        return self._start("all-gather", lambda: self._rings.all_gather(tensor))
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return self._start("broadcast", lambda: self._broadcast(tensor))
+
+    def close(self) -> None:
+        super().close()
+        if self._worker is not None:
+            _end(self._worker, self._lent)
+            self._worker = None
+        self._scratch.clear()
+
+    def _start(self, what: str, run: Callable[[], object]) -> Handle:
+        if self._worker is None:
+            self._worker = Worker()
+            # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
+            weakref.finalize(self, _end, self._worker, self._lent)
+        self._count(what)
+        return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
+
+    def probe(self, rank: int) -> None:
+        """Gloo refuses to begin a message on a connection that the other end has closed. Nobody receives this one."""
+        self._probes.append(self.group.send([torch.zeros(1, dtype=torch.uint8)], rank, _PROBE_TAG))
+
+    def _finish_started(self) -> None:
+        if self._worker is not None:
+            concurrent.futures.wait([self._worker.submit(lambda: None)])
+
+    def glance(self, what: str, number: int) -> None:
+        """Called while the ``number``-th collective that was started takes long.
+
+        Raises:
+            CollectiveError: if it will not complete.
+        """
+        if self.roll_call is not None:
+            self.roll_call.say_where(f"waiting in {what}", number)
+        if self.why_give_up is not None and (reason := self.why_give_up(what, number)):
+            if self._worker is not None:
+                self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
+                self._worker = None
+            raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self.group.broadcast([self._lend(tensor)], dist.BroadcastOptions()).wait()
+
+    def _lend(self, tensor: Tensor) -> Tensor:
+        """What a thread of gloo's is given in place of ``tensor``."""
+        return self._lent.lend(tensor)
+
+
+class _FutureHandle(Handle):
+    _GLANCE_S = 1.0
+
+    def __init__(self, what: str, future: Future[tuple[int, int]], collectives: GlooCollectives, number: int) -> None:
+        self._what, self._future, self._collectives, self._number = what, future, collectives, number
+
+    def wait(self) -> None:
+        try:
+            while not (self._future.done() or concurrent.futures.wait([self._future], self._GLANCE_S).done):
+                self._collectives.glance(self._what, self._number)
+            self.ran_ns = self._future.result()
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise did_not_complete(self._what, self._collectives, error) from error
+
+
+def _end(worker: Worker, lent: LentTensors) -> None:
+    """See [Note: gloo lets go after it is done]."""
+    if worker.close():
+        lent.wait_until_returned(Worker.CLOSE_TIMEOUT_S)

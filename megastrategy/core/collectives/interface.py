@@ -1,0 +1,217 @@
+"""What the engine asks of a process group, whatever its backend.
+
+Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the
+default group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return
+at once with a :class:`Handle`; they run in the order in which they were started, which must be the same on every
+rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import CollectiveError, MegastrategyError
+from .roll_call import Meeting, Progress, RollCall
+from .tensor_parts import chunks_by_dtype
+
+BROADCAST_CHUNK_BYTES = 64 * 2**20
+
+
+class Handle(ABC):
+    """A started collective.
+
+    Attributes:
+        ran_ns: after :meth:`wait`, when it began and ended (``time.perf_counter_ns()``), where that is known (gloo).
+    """
+
+    ran_ns: tuple[int, int] | None = None
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when the result may be used (on CUDA: by work queued from now on). Raises CollectiveError if it
+        failed."""
+
+
+class Handles(Handle):
+    """Several collectives, in the order of their start, as one."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+        ran = [handle.ran_ns for handle in self._handles]
+        if ran[0] is not None and ran[-1] is not None:
+            self.ran_ns = ran[0][0], ran[-1][1]
+
+
+class Collectives(ABC):
+    """What the engine asks of a process group.
+
+    Args:
+        group: its ranks, and how they send.
+        roll_call: finds out before a collective that users call whether all ranks do; None where there is no store to
+            meet in, as for a group that torch.distributed does not know.
+
+    Attributes:
+        roll_call: as passed.
+        progress: counts the collectives that this rank starts.
+        instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
+        why_give_up: asked now and then by a caller that waits, with the collective's name and its number among those
+            started, from 1: why it waits in vain, or an empty string. A backend knows when a peer's process ends, but
+            not that it left what was begun together.
+    """
+
+    why_give_up: Callable[[str, int], str] | None = None
+
+    def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.roll_call = roll_call
+        self.progress = roll_call.progress if roll_call is not None else Progress()
+        self.instances: dict[int, Collectives] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In copies and pickles of what holds them, a Trainer in mid-fit for one, there is None: connections are of
+        this process, and a copy sends nothing."""
+        return type(None), ()
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this rank is the one that gets what is gathered for one."""
+        return self.rank == 0
+
+    @property
+    def num_started(self) -> int:
+        """How many collectives this rank has started."""
+        return self.progress.num_started
+
+    @property
+    def last_started(self) -> Sequence[str]:
+        """The kinds of the last of them, the newest last."""
+        return self.progress.last_started
+
+    def require_all_ranks(self, what: str) -> None:
+        """Returns when all ranks are about to do the same, which is collective and called ``what`` by the user.
+
+        Raises:
+            NotOnAllRanksError: if they are not, within bounded time.
+        """
+        with self.meeting(what):
+            pass
+
+    @contextlib.contextmanager
+    def meeting(self, what: str, **options: Any) -> Iterator[Meeting]:
+        """As :meth:`.RollCall.meeting`. Where there is no roll call, all ranks are taken to come."""
+        if self.roll_call is None or self.size == 1:
+            yield Meeting(True)
+            return
+        self._finish_started()
+        with contextlib.ExitStack() as stack:
+            with self.named_failures(what):
+                meeting = stack.enter_context(self.roll_call.meeting(what, self.probe, **options))
+            yield meeting
+
+    @contextlib.contextmanager
+    def named_failures(self, what: str) -> Iterator[None]:
+        """What a backend, or a store that ended with its process, raises becomes a CollectiveError."""
+        try:
+            yield
+        except MegastrategyError:
+            raise
+        except RuntimeError as error:
+            raise did_not_complete(what, self, error) from error
+
+    def _count(self, what: str) -> None:
+        """A collective is started."""
+        self.progress.start(what)
+        if self.roll_call is not None:
+            self.roll_call.resume()
+
+    def probe(self, rank: int) -> None:  # noqa: B027 - a backend that cannot tell leaves it to the patience
+        """Raises a RuntimeError if the rank's process has ended."""
+
+    def _finish_started(self) -> None:  # noqa: B027 - nothing is counted where waiting does not keep the host
+        """Waits for what this rank has started."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        """``tensor`` becomes the sum over ranks of ``scale * tensor``; with ``scale_sum``, ``scale`` times the sum."""
+
+    @abstractmethod
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        """``tensor`` becomes the element-wise maximum over ranks."""
+
+    @abstractmethod
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        """The rank-th of ``size`` equal parts of ``tensor`` becomes the sum over ranks of ``scale *`` that part (with
+        ``scale_sum``, ``scale`` times the sum); the rest is undefined."""
+
+    @abstractmethod
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        """Adds to ``sums`` what :meth:`reduce_scatter` would leave in this rank's part of ``tensor``, computed in the
+        dtype of ``sums`` and in the order of the ranks; ``tensor`` is sent as it is, and undefined afterwards."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> Handle:
+        """Every rank's own part (rank-th of ``size`` equal parts) reaches all ranks; ``tensor`` is then equal
+        everywhere."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor) -> Handle:
+        """``tensor`` becomes rank 0's."""
+
+    def close(self) -> None:
+        """Releases threads and scratch memory; the group stays the caller's. May be called again, and used again
+        afterwards."""
+        if self.roll_call is not None:
+            self.roll_call.dismiss()
+
+    def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
+        """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
+        for chunk in chunks_by_dtype(tensors, BROADCAST_CHUNK_BYTES):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+            self.broadcast(flat).wait()
+            start = 0
+            for tensor in chunk:
+                tensor.detach().copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+                start += tensor.numel()
+
+    def all_gather_bytes(self, data: bytes, device: torch.device) -> list[bytes]:
+        """Every rank's ``data``, by rank; lengths may differ."""
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
+        lengths[self.rank] = len(data)
+        self.all_gather(lengths).wait()
+        sizes = [int(size) for size in lengths.tolist()]
+        width = max(1, max(sizes))
+        table = torch.zeros(self.size, width, dtype=torch.uint8, device=device)
+        table[self.rank, : len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[
+            : len(data)
+        ].to(device)
+        self.all_gather(table.view(-1)).wait()
+        received = bytearray(width * self.size)
+        torch.frombuffer(received, dtype=torch.uint8).copy_(table.view(-1))
+        return [bytes(received[width * rank : width * rank + size]) for rank, size in enumerate(sizes)]
+
+    def all_gather_objects(self, value: Any, device: torch.device) -> list[Any]:
+        """Every rank's picklable ``value``, by rank. The bytes come from the group's own ranks and are trusted."""
+        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(value), device)]
+
+
+def did_not_complete(what: str, collectives: Collectives, error: RuntimeError) -> CollectiveError:
+    """The error for what a backend raised in a collective."""
+    return CollectiveError(
+        f"rank {collectives.rank} of {collectives.size}: {what} did not complete. Most often another rank ended with "
+        "an error, was killed, or is stuck longer than the group's timeout: look at the first error among the "
+        f"ranks. The backend said: {error}"
+    )
