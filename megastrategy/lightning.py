@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ._checkpoints.files import WholeFileIO
+from ._lightning.checkpoint_io import WholeFileIO
 from ._lightning.communication_monitor import TrainerMonitor
 from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.precision import EnginePrecision

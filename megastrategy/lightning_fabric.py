@@ -10,7 +10,7 @@ from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 
-from ._checkpoints.files import WholeFileIO
+from ._lightning.checkpoint_io import WholeFileIO
 from ._lightning.fabric_strategy import MAIN_PARAMS_KEY, FabricStrategy
 from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.signature import strategy_class

@@ -16,7 +16,7 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from ._checkpoints.files import WholeFileIO
+from ._lightning.checkpoint_io import WholeFileIO
 from ._lightning.communication_monitor import TrainerMonitor
 from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.precision import EnginePrecision

@@ -21,67 +21,16 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..core import CheckpointError, check_replaceable, replace_path, sync_directory
-
-if TYPE_CHECKING:
-    from lightning.fabric.plugins import CheckpointIO
-    from lightning.fabric.plugins import TorchCheckpointIO as _Base
-else:
-    _Base = object
 
 _ZIP_START = b"PK\x03\x04"
 _LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 """The number with which a file of ``torch.save(..., _use_new_zipfile_serialization=False)`` begins."""
-
-
-class WholeFileIO(_Base):
-    """Stands in front of a package's ``TorchCheckpointIO``, to which remote paths are left."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        local = local_path(path)
-        if local is None or storage_options is not None:  # options are refused by Lightning's
-            super().save_checkpoint(checkpoint, path, storage_options)
-        else:
-            save_file(checkpoint, local)
-
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        map_location: Any = lambda storage, location: storage,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        local = local_path(path)
-        if local is None or not local.exists():  # a missing file is reported by Lightning's
-            return super().load_checkpoint(path, map_location, weights_only)
-        loaded: dict[str, Any] = load_file(local, map_location, weights_only)
-        return loaded
-
-
-class WholeFilesByDefault:
-    """A strategy that uses its ``_default_io`` where the user gave no ``CheckpointIO``, or one to be put around it."""
-
-    _default_io: ClassVar[type[WholeFileIO]]
-    _checkpoint_io: CheckpointIO | None
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = self._default_io()
-        elif hasattr(self._checkpoint_io, "_base_checkpoint_io_configured"):  # Lightning's wrappers, like the async one
-            wrapper: Any = self._checkpoint_io
-            wrapper.checkpoint_io = self._default_io()  # taken if there is none in it yet
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
 
 def save_file(state: Any, path: str | Path) -> None:
@@ -137,117 +86,6 @@ def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | 
 def own_memory(value: Any) -> Any:
     """What was loaded, with no tensor of it in a mapped file; those that share memory still do."""
     return copy.deepcopy(value)
-
-
-def check_module_state(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, source: str) -> None:
-    """Finds out whether ``module.load_state_dict(state, strict)`` would fail, which it does half-way through.
-
-    Only where torch's own rules hold: a module that loads in ways of its own is left alone, with all in it, and
-    nothing is said where hooks may rename what is in the state, or forgive what is not.
-
-    Raises:
-        CheckpointError: naming ``source``, and every name that is missing, not wanted or of another shape.
-    """
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"{source} is no state of a module: it is {describe_foreign(state)}")
-    hooked = (child._load_state_dict_pre_hooks or child._load_state_dict_post_hooks for child in module.modules())
-    if any(hooked) or _is_custom(module):
-        return
-    custom = tuple(f"{name}." for name, child in module.named_modules() if name and _is_custom(child))
-    own = {name: tensor for name, tensor in _persistent_tensors(module).items() if not name.startswith(custom)}
-    skipped = ("_extra_state",)
-    saved = {name: value for name, value in state.items() if not (name.startswith(custom) or name.endswith(skipped))}
-    problems = [
-        f"{name!r} has shape {tuple(value.shape)} there, {tuple(own[name].shape)} in the model"
-        for name, value in saved.items()
-        if name in own and isinstance(value, Tensor) and not _fits(value, own[name])
-    ]
-    if strict:
-        missing = [name for name in own if name not in saved and not name.endswith("num_batches_tracked")]
-        problems += [f"{name!r} is missing there" for name in missing]  # BatchNorm's counter: as old versions saved it
-        problems += [f"{name!r} is there, and not in the model" for name in saved if name not in own]
-    if problems:
-        raise CheckpointError(
-            f"{source} holds the weights of another model, and nothing was loaded:\n  " + "\n  ".join(problems)
-        )
-
-
-def check_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
-    names: Mapping[torch.nn.Parameter, str],
-    source: str,
-    elementwise: bool,
-) -> None:
-    """Finds out whether the optimizer would refuse the state, before one of several optimizers has taken its own.
-
-    Args:
-        optimizer: its ``param_groups`` hold the model's parameters.
-        state: whole, as torch has it.
-        names: of the parameters.
-        source: where the state is from, for the error.
-        elementwise: what has more than one number must have the shape of its parameter, as when it will be sharded.
-
-    Raises:
-        CheckpointError: if groups or shapes differ, with the group or the parameter.
-    """
-    what = f"{source} is of another {type(optimizer).__name__}, and no optimizer state was loaded"
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise CheckpointError(f"{source} is no state of an optimizer: it is {describe_foreign(state)}")
-    groups, own_groups = state["param_groups"], optimizer.param_groups
-    if len(groups) != len(own_groups):
-        raise CheckpointError(f"{what}: it has {len(groups)} parameter group(s), the optimizer {len(own_groups)}")
-    keys = {key for values in state["state"].values() for key, value in values.items() if _numel(value) > 1}
-    for position, (saved, own) in enumerate(zip(groups, own_groups, strict=True)):
-        params = [(param, names.get(param, "a parameter")) for param in own["params"]]
-        if len(saved["params"]) != len(params):
-            raise CheckpointError(
-                f"{what}: group {position} has {len(saved['params'])} parameter(s) there, and {len(params)} in the "
-                f"optimizer: {', '.join(name for _, name in params[:20])}{', ...' if len(params) > 20 else ''}"
-            )
-        for number, (param, name) in zip(saved["params"], params, strict=True) if elementwise else ():
-            for key in keys & set(state["state"].get(number, ())):
-                shape = tuple(state["state"][number][key].shape)
-                if shape != tuple(param.shape):
-                    raise CheckpointError(f"{what}: {key!r} of {name!r} has shape {shape}, not {tuple(param.shape)}")
-
-
-def describe_foreign(value: Any) -> str:
-    """A few words on something that was expected to be another thing."""
-    if isinstance(value, Mapping):
-        keys = list(value)
-        return f"a {type(value).__name__} with {keys[:5]}{' and more' if len(keys) > 5 else ''}"
-    return f"a {type(value).__name__}"
-
-
-def _numel(value: Any) -> int:
-    return value.numel() if isinstance(value, Tensor) else 0
-
-
-def _fits(saved: Tensor, own: Tensor) -> bool:
-    """torch's rule: equal shapes, or a 0-dim tensor, which old versions saved with one dimension."""
-    return saved.shape == own.shape or (own.dim() == 0 and saved.dim() == 1)
-
-
-def _is_custom(module: torch.nn.Module) -> bool:
-    """Whether it has a way of its own to load its parameters and buffers."""
-    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
-        return True
-    functions = (module.load_state_dict, module._load_from_state_dict)
-    return any(not function.__module__.startswith("torch.nn.") for function in functions)
-
-
-def _persistent_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """What torch's ``load_state_dict`` asks for, whatever the module's ``state_dict`` leaves out. Tied ones twice."""
-    tensors: dict[str, Tensor] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        buffers = {
-            name: value for name, value in child._buffers.items() if name not in child._non_persistent_buffers_set
-        }
-        for name, value in [*child._parameters.items(), *buffers.items()]:
-            if value is not None:
-                tensors[f"{prefix}.{name}" if prefix else name] = value
-    return tensors
 
 
 def local_path(path: str | Path) -> Path | None:

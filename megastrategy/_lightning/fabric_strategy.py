@@ -33,14 +33,8 @@ from .._checkpoints.directories import (
     local_directory,
     of_rank_zero,
 )
-from .._checkpoints.files import (
-    WholeFilesByDefault,
-    check_module_state,
-    check_optimizer_state,
-    describe_foreign,
-    local_path,
-    own_memory,
-)
+from .._checkpoints.files import local_path, own_memory
+from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, engine_collectives
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
@@ -55,6 +49,7 @@ from ..core import (
     read_directory,
     save_directory,
 )
+from .checkpoint_io import WholeFilesByDefault
 from .signature import ALL_REDUCE_OPTION
 
 if TYPE_CHECKING:

@@ -33,14 +33,8 @@ from .._checkpoints.directories import (
     of_rank_zero,
     remove_directory,
 )
-from .._checkpoints.files import (
-    WholeFilesByDefault,
-    check_module_state,
-    check_optimizer_state,
-    describe_foreign,
-    local_path,
-    own_memory,
-)
+from .._checkpoints.files import local_path, own_memory
+from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import (
     agreement_collectives,
     begin_setup,
@@ -64,6 +58,7 @@ from ..core import (
     to_host,
 )
 from .checked_collectives import CollectivesTogether
+from .checkpoint_io import WholeFilesByDefault
 from .precision import EnginePrecision, lend, take_back
 from .schedulers import SchedulersHoldUsersOptimizers
 from .signals import SignalAgreement

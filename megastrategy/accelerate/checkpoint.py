@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from .._checkpoints.files import check_module_state, load_file, save_file
+from .._checkpoints.files import load_file, save_file
+from .._checkpoints.validation import check_module_state
 from ..core import (
     CheckpointError,
     Collectives,

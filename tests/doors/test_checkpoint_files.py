@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy._checkpoints import files as checkpoint_files
-from megastrategy._checkpoints.files import WholeFileIO, check_module_state, load_file, own_memory, save_file
+from megastrategy._checkpoints.files import load_file, own_memory, save_file
+from megastrategy._checkpoints.validation import check_module_state
+from megastrategy._lightning.checkpoint_io import WholeFileIO
 from megastrategy.core import CheckpointError
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 

@@ -18,6 +18,8 @@ FILES_OF_DOORS = [path for path in FILES if path not in FILES_OF_CORE]  # and of
 # The rooms: what each may import, besides itself. A name stands for a folder, or for a file at the top.
 MAY_IMPORT = {
     "core": set(),
+    "errors": {"core"},
+    "events": {"core"},
     "_versions": set(),
     "_whole_optimizers": {"core"},
     "_faults": {"core"},
@@ -177,7 +179,8 @@ def test_a_room_imports_its_own_and_what_it_may(path: Path) -> None:
         if name.startswith("."):
             target = resolved(path, name).split(".")
             assert target[0] == room(path) or target[0] in MAY_IMPORT[room(path)], f"it imports {name}"
-            assert target[0] != "core" or len(target) == 1, f"{name} is no public name of core"
+            public = room(path) in ("errors", "events") and target == ["core", room(path)]
+            assert target[0] != "core" or len(target) == 1 or public, f"{name} is no public name of core"
 
 
 def test_every_room_says_what_it_may_import() -> None:
@@ -236,6 +239,18 @@ def test_public_names() -> None:
         megastrategy.Nothing  # noqa: B018 - the access is the test
     for name in megastrategy.core.__all__:
         assert name.isupper() or getattr(megastrategy.core, name).__doc__
+
+
+def test_every_error_and_what_a_listener_needs_are_public() -> None:
+    import megastrategy.errors
+    import megastrategy.events
+    from megastrategy.core import errors
+
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert set(megastrategy.errors.__all__) == raised
+    assert megastrategy.errors.__all__ == sorted(raised)
+    assert all(getattr(megastrategy.errors, name) is getattr(errors, name) for name in raised)
+    assert megastrategy.events.__all__ == ["Event", "EventKind", "Listener"]
 
 
 def test_importing_it_imports_no_framework() -> None:

@@ -1,0 +1,38 @@
+"""The errors that training, saving and loading raise; all are :class:`MegastrategyError`, a ``RuntimeError``.
+
+What a user passed in wrongly is a ``ValueError``.
+"""
+
+from .core.errors import (
+    BucketInFlightError,
+    CheckpointError,
+    ClosedError,
+    CollectiveError,
+    DirectUseError,
+    LayoutMismatchError,
+    MegastrategyError,
+    MicrobatchMismatchError,
+    NonFiniteGradError,
+    NotOnAllRanksError,
+    OptimizerNotShardableError,
+    ParameterChangedError,
+    ReducedGradError,
+    UnusedParameterError,
+)
+
+__all__ = [
+    "BucketInFlightError",
+    "CheckpointError",
+    "ClosedError",
+    "CollectiveError",
+    "DirectUseError",
+    "LayoutMismatchError",
+    "MegastrategyError",
+    "MicrobatchMismatchError",
+    "NonFiniteGradError",
+    "NotOnAllRanksError",
+    "OptimizerNotShardableError",
+    "ParameterChangedError",
+    "ReducedGradError",
+    "UnusedParameterError",
+]
