@@ -1,11 +1,13 @@
 """python -m tests.breakages [--only WORDS] [--write FILE]: puts each fault in, one at a time, and runs its tests.
 
-In a copy of the tree. The exit status is the number of faults that no test saw.
+In a copy of the tree. ``--write`` makes docs/breakages.md. The exit status is the number of faults that no test saw.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import importlib.metadata
 import os
 import re
 import shutil
@@ -67,19 +69,41 @@ def first_red(breakage: Breakage, tree: Path) -> str | None:
             path.write_text(text, encoding="utf-8")
     if process.returncode == 0:
         return None
-    named = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE) or re.findall(r"(tests/\S+::\w+)", output)
+    named = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?)(?:\[| |$)", output, re.MULTILINE) or re.findall(
+        r"(tests/\S+::\w+)", output
+    )
     return named[0] if named else f"pytest ended with {process.returncode}:\n{output[-2000:]}"
 
 
-def table(reds: dict[str, str | None]) -> str:
-    """As Markdown."""
-    rows = [f"| {what} | `{b.file}` | `{red}` |" for b in BREAKAGES for what, red in [(b.what, reds[b.what])]]
-    return "\n".join(["| fault | in | the first test that fails |", "|---|---|---|", *rows])
+PAGE = """# What the tests see
+
+Each fault of [the catalogue](../tests/breakages/catalogue.py) was put into a copy of the package, alone, and the tests
+that it names were run, until the first failed:
+
+```bash
+.venv/bin/python -m tests.breakages
+```
+
+Written on {date}, with torch {torch}: {seen} of {all} were seen.
+
+| fault | in | the first test that fails |
+|---|---|---|
+{rows}
+"""
+
+
+def page(reds: dict[str, str | None]) -> str:
+    """What ``--write`` writes."""
+    rows = [f"| {b.what} | `{b.file}` | `{reds[b.what] or 'none'}` |" for b in BREAKAGES if b.what in reds]
+    seen = sum(red is not None for red in reds.values())
+    version = importlib.metadata.version("torch").partition("+")[0]
+    return PAGE.format(date=datetime.date.today(), torch=version, seen=seen, all=len(reds), rows="\n".join(rows))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="the faults whose words or file have this in them")
+    parser.add_argument("--write", type=Path, help="a page with what came of them")
     arguments = parser.parse_args()
     chosen = [b for b in BREAKAGES if arguments.only in b.what or arguments.only in b.file]
     reds: dict[str, str | None] = {}
@@ -98,6 +122,8 @@ def main() -> int:
                 f"{number}/{len(chosen)} {breakage.what} ({took:.0f} s): {reds[breakage.what] or 'NOT SEEN'}\n"
             )
             sys.stdout.flush()
+    if arguments.write is not None:
+        arguments.write.write_text(page(reds), encoding="utf-8")
     unseen = [what for what, red in reds.items() if red is None]
     sys.stdout.write(f"{len(reds) - len(unseen)} of {len(reds)} seen\n")
     return len(unseen)
