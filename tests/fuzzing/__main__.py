@@ -8,6 +8,7 @@ import time
 import torch
 
 from .runs import run_for
+from .tally import Tally
 
 
 def main() -> None:
@@ -17,12 +18,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.monotonic()
-    count = run_for(
-        60 * arguments.minutes,
-        arguments.seed,
-        tell=lambda seed, count: print(f"\rseed {seed}, {count} cases", end="", flush=True),  # noqa: T201
-    )
-    print(f"\n{count} cases in {time.monotonic() - begun:.0f} s, none of which failed")  # noqa: T201
+
+    def tell(seed: int, tally: Tally) -> None:
+        print(f"{time.monotonic() - begun:5.0f} s, seed {seed}: {tally.num_cases} cases", flush=True)  # noqa: T201
+
+    tally = run_for(60 * arguments.minutes, arguments.seed, tell=tell)
+    print(f"{tally}. None failed in {time.monotonic() - begun:.0f} s")  # noqa: T201
 
 
 if __name__ == "__main__":
