@@ -50,8 +50,8 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """``accumulate`` microbatches, then a step. ``synchronised``: each of the backwards, not the last alone; not on
-    three ranks, where an all-reduce takes a third of gradients that are a mean of thirds already, and rounds.
+    """``accumulate`` microbatches, then a step. ``synchronised``: each of the backwards, not the last alone, where
+    :meth:`Case.may_synchronise_each`.
 
     ``clip``: by "norm" measures only, for a norm over many elements is rounded; the norm of order infinity, "largest",
     is not, and its factor scales. ``infinite``: the rank whose last loss is, so that a scaler's step is skipped."""
@@ -147,6 +147,12 @@ class Case:
     def sums_in_fp32(self) -> bool:
         """Gradients have fp32 wherever they are clipped."""
         return self.is_fp32 or (self.config.grad_reduce_in_fp32 and self.config.use_contiguous_buffers)
+
+    def may_synchronise_each(self, ranks: int) -> bool:
+        """An all-reduce takes a mean of gradients that are a mean already: of thirds a third, which is rounded, and of
+        quarters a quarter, for which 16 bits are too few."""
+        shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
+        return ranks != 3 and (shards or self.sums_in_fp32)
 
     def instances(self, ranks: int) -> int:
         """As many as divide the ranks, and leave shards where there has to be one to sum into."""

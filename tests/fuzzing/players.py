@@ -123,7 +123,7 @@ class Player:
         infinite = {"none": None, "first": 0, "last": self.ranks - 1}[action.infinite]
         for number in range(action.accumulate):
             last = number == action.accumulate - 1
-            synchronised = last or (action.synchronised and self.ranks != 3)
+            synchronised = last or (action.synchronised and self.case.may_synchronise_each(self.ranks))
             self.backward(1 / action.accumulate, synchronised, infinite if last else None)
         if action.clip != "no":
             self.scaler.unscale_(self.optimizer)

@@ -8,40 +8,53 @@ from collections.abc import Callable
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
 
 from .cases import Case, cases
 from .comparison import check
 from .tally import Tally
 
 CASES_A_SEED = 50
+SHRINKING_S = 120.0
 
 Tell = Callable[[int, Tally], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Of one case; the first is as it was drawn, the others are ever smaller."""
+
+    case: Case
+    error: AssertionError
+    time_s: float
 
 
 def run_for(seconds: float, first_seed: int, *, shrinks: bool = True, tell: Tell = lambda number, tally: None) -> Tally:
     """Checks cases of one seed after the other until the time is over.
 
-    Raises what the first case that fails raises, with the smallest case that fails like it in its notes, as a test.
+    Raises an AssertionError with the smallest case that was found to fail in its notes, as a test.
 
     Args:
         tell: called with the seed and what was drawn so far, before each seed.
     """
     phases = [Phase.generate, *([Phase.shrink] if shrinks else [])]
-    deadline, number, tally = time.monotonic() + seconds, first_seed, Tally()
-    failed: list[Case] = []
+    begun, number, tally = time.monotonic(), first_seed, Tally()
+    failures: list[Failure] = []
 
     def count_and_check(case: Case) -> None:
-        if not failed:
-            if time.monotonic() > deadline:
+        if not failures:
+            if time.monotonic() > begun + seconds:
                 return
             tally.count(case)
+        elif time.monotonic() > failures[0].time_s + SHRINKING_S and case != failures[-1].case:
+            return  # small enough
         try:
             check(case)
-        except AssertionError:
-            failed.append(case)
+        except AssertionError as error:
+            failures.append(Failure(case, error, time.monotonic()))
             raise
 
-    while time.monotonic() < deadline:
+    while time.monotonic() < begun + seconds:
         tell(number, tally)
         options = settings(
             max_examples=CASES_A_SEED,
@@ -53,10 +66,12 @@ def run_for(seconds: float, first_seed: int, *, shrinks: bool = True, tell: Tell
         )
         try:
             seed(number)(options(given(cases())(count_and_check)))()
-        except BaseException as error:
-            if failed:  # the smallest comes last
-                error.add_note(f"Found after {tally.num_cases} cases. As a test:\n\n{as_test(failed[-1], number)}")
-            raise
+        except (AssertionError, Flaky):
+            # a race may be lost once and never again, which Flaky says, and not what differed
+            smallest = failures[-1]
+            found = f"Found with seed {number} in case {tally.num_cases}, after {failures[0].time_s - begun:.0f} s"
+            smallest.error.add_note(f"{found}. As a test:\n\n{as_test(smallest.case, number)}")
+            raise smallest.error from None
         number += 1
     return tally
 
@@ -65,7 +80,7 @@ def as_test(case: Case, number: int) -> str:
     """A file of its own, that fails as the case does."""
     fields = "".join(f"        {part},\n" for part in _arguments(case))
     return (
-        "from tests.fuzzing.cases import *\n"
+        "from tests.fuzzing.cases import *  # noqa: F403\n"
         "from tests.fuzzing.comparison import check\n\n\n"
         f"def test_found_with_seed_{number}() -> None:\n"
         f"    case = Case(\n{fields}    )\n    check(case)\n"
