@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -29,13 +30,22 @@ class Failure:
     time_s: float
 
 
-def run_for(seconds: float, first_seed: int, *, shrinks: bool = True, tell: Tell = lambda number, tally: None) -> Tally:
+def run_for(
+    seconds: float,
+    first_seed: int,
+    *,
+    shrinks: bool = True,
+    tell: Tell = lambda number, tally: None,
+    in_work: Path | None = None,
+) -> Tally:
     """Checks cases of one seed after the other until the time is over.
 
     Raises an AssertionError with the smallest case that was found to fail in its notes, as a test.
 
     Args:
         tell: called with the seed and what was drawn so far, before each seed.
+        in_work: where each case is written before it is checked, as a test. gloo ends the process where two ranks are
+            in different collectives, and then this is all that is left.
     """
     phases = [Phase.generate, *([Phase.shrink] if shrinks else [])]
     begun, number, tally = time.monotonic(), first_seed, Tally()
@@ -48,6 +58,8 @@ def run_for(seconds: float, first_seed: int, *, shrinks: bool = True, tell: Tell
             tally.count(case)
         elif time.monotonic() > failures[0].time_s + SHRINKING_S and case != failures[-1].case:
             return  # small enough
+        if in_work is not None:
+            in_work.write_text(as_test(case, number))
         try:
             check(case)
         except AssertionError as error:
