@@ -15,9 +15,15 @@ from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallelConfig
 
-from ..support.switches import GO_WITH_ALL, MAY_CONTRADICT
+from ..support import switches
 
 MAX_RANKS = 4
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
+SWITCHES: dict[str, list[Any]] = {"bucket_size": [None, 1, 60, 10**9, "auto"]} | {
+    name: sorted(values, key=lambda value, name=name: value != DEFAULTS[name])  # what a case shrinks to comes first
+    for name, values in switches.SWITCHES.items()
+    if name not in ("dtype", "bucket_size")
+}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
     "AdamW": {"lr": 0.01, "weight_decay": 0.1},
@@ -27,27 +33,33 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 Used = Literal["always", "odd steps", "rank 0", "never"]
+Clip = Literal["no", "value", "norm", "largest"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """One parameter. ``used``: in which forwards. ``group``: of the optimizer's two, with learning rates of their
-    own."""
+    own. ``tied``: another module has it too, and a forward that uses it uses it twice."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     used: Used = "always"
     group: int = 0
+    tied: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """``accumulate`` microbatches, then a step. ``synchronised``: each of the backwards, not the last alone; not on
-    three ranks, where an all-reduce takes a third of gradients that are a mean of thirds already, and rounds."""
+    """``accumulate`` microbatches, then a step. ``synchronised``: each of the backwards, not the last alone, where
+    :meth:`Case.may_synchronise_each`.
+
+    ``clip``: by "norm" measures only, for a norm over many elements is rounded; the norm of order infinity, "largest",
+    is not, and its factor scales. ``infinite``: the rank whose last loss is, so that a scaler's step is skipped."""
 
     accumulate: int = 1
     synchronised: bool = False
-    clip: Literal["no", "value", "norm"] = "no"
+    clip: Clip = "no"
+    infinite: Literal["none", "first", "last"] = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +106,11 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Resume:
-    """The script ends after a save, and another goes on with this many ranks."""
+    """The script ends after a save, and another goes on with this many ranks. ``directory``: from one that every rank
+    wrote its part of, not from what rank 0 has."""
 
     ranks: int
+    directory: bool = False
 
 
 Action = Train | Drop | Evaluate | Freeze | Thaw | Change | LearningRate | Save | Load | Resume
@@ -104,13 +118,21 @@ Action = Train | Drop | Evaluate | Freeze | Thaw | Change | LearningRate | Save 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Everything that decides what is computed."""
+    """Everything that decides what is computed.
+
+    ``autocast``: forwards run in bf16. ``scaled``: with a GradScaler. ``buffer``: the module has one, which every
+    forward of a rank changes. ``late``: collectives are on the wire for a while.
+    """
 
     ranks: int
     layers: tuple[Layer, ...]
     options: dict[str, Any]
     optimizer: str
     program: tuple[Action, ...]
+    autocast: bool = False
+    scaled: bool = False
+    buffer: bool = False
+    late: bool = False
 
     @property
     def config(self) -> DistributedDataParallelConfig:
@@ -120,6 +142,17 @@ class Case:
     def is_fp32(self) -> bool:
         """torch DDP can be the reference."""
         return all(layer.dtype == "float32" for layer in self.layers)
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Gradients have fp32 wherever they are clipped."""
+        return self.is_fp32 or (self.config.grad_reduce_in_fp32 and self.config.use_contiguous_buffers)
+
+    def may_synchronise_each(self, ranks: int) -> bool:
+        """An all-reduce takes a mean of gradients that are a mean already: of thirds a third, which is rounded, and of
+        quarters a quarter, for which 16 bits are too few."""
+        shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
+        return ranks != 3 and (shards or self.sums_in_fp32)
 
     def instances(self, ranks: int) -> int:
         """As many as divide the ranks, and leave shards where there has to be one to sum into."""
@@ -132,32 +165,67 @@ class Model(nn.Module):
     """The layers as parameters; ``forward`` takes the step, the microbatch's number and the rank, and returns a
     scalar fp32 loss whose gradients are :func:`coefficients`."""
 
-    def __init__(self, layers: tuple[Layer, ...]) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__()
-        self.layers = layers
+        self.layers = case.layers
         generator = torch.Generator().manual_seed(0)
         self.weights = nn.ParameterList()
-        for layer in layers:
+        self.again = nn.ParameterDict()
+        for index, layer in enumerate(case.layers):
             values = torch.randn(layer.shape, generator=generator).bfloat16()  # the same values in every dtype
             self.weights.append(nn.Parameter(values.to(getattr(torch, layer.dtype))))
+            if layer.tied:
+                self.again[str(index)] = self.weights[index]
+        if case.buffer:
+            self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, step: int, number: int, rank: int) -> Tensor:
+        if self.training and hasattr(self, "seen"):
+            self.seen.copy_(after_forward(self.seen, number, rank))
         loss = torch.zeros(())
-        for index, (layer, weight) in enumerate(zip(self.layers, self.weights, strict=True)):
+        for index, layer in enumerate(self.layers):
             if is_used(layer, step, rank):
-                loss = loss + (coefficients(layer, index, number, rank).to(weight.dtype) * weight).float().sum()
+                loss = loss + _term(self.weights[index], *factors(layer, index, number, rank))
+                if layer.tied:
+                    loss = loss + _term(self.again[str(index)], *factors(layer, index, number, rank + MAX_RANKS))
         return loss
+
+
+def _term(weight: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """A scalar. What autocast casts is a matrix's product with a vector."""
+    if weight.dim() != 2:
+        return (left.to(weight.dtype) * weight).float().sum()
+    product = nn.functional.linear(right.to(weight.dtype), weight)
+    return (left.to(product.dtype) * product).float().sum()
 
 
 def is_used(layer: Layer, step: int, rank: int) -> bool:
     return {"always": True, "odd steps": step % 2 == 1, "rank 0": rank == 0, "never": False}[layer.used]
 
 
-def coefficients(layer: Layer, index: int, number: int, rank: int) -> Tensor:
-    """Multiples of three up to 15 in size: bf16 has the bits for the sums of four ranks' four microbatches, and a third
-    of each, for the mean of three ranks, is a whole number again."""
+def after_forward(seen: Tensor, number: int, rank: int) -> Tensor:
+    """What a forward in training makes of the module's buffer: another value on each rank."""
+    return seen * 0.5 + torch.tensor([1.0, number, 3.0 * rank])
+
+
+def factors(layer: Layer, index: int, number: int, rank: int) -> tuple[Tensor, Tensor]:
+    """A column and a row, of a matrix; else all :func:`coefficients`, and 1."""
     generator = torch.Generator().manual_seed(1_000_003 * number + 1_009 * index + rank)
-    return 3.0 * torch.randint(-5, 6, layer.shape, generator=generator)
+    shape = layer.shape[1:] if len(layer.shape) == 2 else layer.shape
+    threes = 3.0 * torch.randint(-5, 6, shape, generator=generator)
+    if len(layer.shape) != 2:
+        return threes, torch.ones(())
+    return torch.randint(-1, 2, layer.shape[:1], generator=generator).float(), threes
+
+
+def coefficients(layer: Layer, index: int, number: int, rank: int) -> Tensor:
+    """Multiples of three up to 15 in size, and of a tied layer up to 30: bf16 has the bits for the sums of four ranks'
+    four microbatches, and a third of each, for the mean of three ranks, is a whole number again."""
+    total = torch.zeros(layer.shape)
+    for use in [rank, rank + MAX_RANKS] if layer.tied else [rank]:
+        left, right = factors(layer, index, number, use)
+        total += torch.outer(left, right) if len(layer.shape) == 2 else left
+    return total
 
 
 def _shapes() -> st.SearchStrategy[tuple[int, ...]]:
@@ -176,34 +244,48 @@ DTYPES = {
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     dtypes = DTYPES[draw(st.sampled_from(list(DTYPES)))]
-    switches = {name: values for name, values in {**MAY_CONTRADICT, **GO_WITH_ALL}.items() if name != "dtype"}
-    # "auto" measures, and so differs from one run to the next
-    switches["bucket_size"] = [1, 60, 10**9]
     options: dict[str, Any] = {}
-    for name, values in switches.items():
+    for name, values in SWITCHES.items():
         value = draw(st.sampled_from(list(values)))
-        is_default = value == DistributedDataParallelConfig.__dataclass_fields__[name].default
-        if not is_default and _is_allowed({**options, name: value}):
+        if value != DEFAULTS[name] and is_allowed({**options, name: value}):
             options[name] = value
     config = DistributedDataParallelConfig(**options)
     used: list[Used] = ["always"]
     if config.find_unused_parameters:
         used += ["rank 0", "never"] if config.static_graph else ["odd steps", "rank 0", "never"]
-    layer = st.builds(Layer, _shapes(), st.sampled_from(dtypes), st.sampled_from(used), st.integers(0, 1))
-    first = st.builds(Layer, _shapes(), st.sampled_from(dtypes), st.just("always"), st.just(0))
+    sometimes = st.sampled_from([False, False, False, True])
+    kind = st.sampled_from(dtypes)
+    layer = st.builds(Layer, _shapes(), kind, st.sampled_from(used), st.integers(0, 1), sometimes)
+    first = st.builds(Layer, _shapes(), kind, st.just("always"), st.just(0), sometimes)
     layers = (draw(first), *draw(st.lists(layer, max_size=4)))
-    ranks = st.integers(1, MAX_RANKS)
-    other = st.integers(1, max(1, len(layers) - 1))  # the first is always trained
-    train = st.builds(Train, st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from(["no", "value", "norm"]))
-    actions = [train, train, train, st.builds(Drop), st.builds(Evaluate), st.builds(Change, other)]
-    actions += [st.builds(LearningRate), st.builds(Save), st.builds(Load), st.builds(Resume, ranks)]
+    optimizer = draw(st.sampled_from(list(OPTIMIZERS)))
+    case = Case(draw(st.integers(1, MAX_RANKS)), layers, options, optimizer, ())
+    autocast, scaled, buffer = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    case = dataclasses.replace(case, autocast=autocast, scaled=scaled, buffer=buffer, late=draw(sometimes))
+    actions = _actions(case)  # two lists, since one has six actions on average
+    program = [*draw(st.lists(actions, min_size=1, max_size=12)), *draw(st.lists(actions, max_size=12))]
+    return dataclasses.replace(case, program=tuple(program))
+
+
+def _actions(case: Case) -> st.SearchStrategy[Action]:
+    config = case.config
+    other = st.integers(1, max(1, len(case.layers) - 1))  # the first is always trained
+    clips: list[Clip] = ["no", "value", "norm", *(["largest"] if case.sums_in_fp32 else [])]
+    infinite = ["none", "none", "first", "last"] if case.scaled and not config.check_for_nan_in_grad else ["none"]
+    train = st.builds(
+        Train, st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from(clips), st.sampled_from(infinite)
+    )
+    actions: list[st.SearchStrategy[Any]] = [st.builds(Drop), st.builds(Evaluate)]
+    actions += [st.builds(Change, other), st.builds(LearningRate), st.builds(Save), st.builds(Load)]
+    actions += [st.builds(Resume, st.integers(1, MAX_RANKS), st.booleans())]
     if not config.static_graph:
         actions += [st.builds(Freeze, other), st.builds(Thaw, other)]
-    program = draw(st.lists(st.one_of(actions), min_size=1, max_size=12))
-    return Case(draw(ranks), layers, options, draw(st.sampled_from(list(OPTIMIZERS))), tuple(program))
+    # half of them: four synchronised backwards are what bucket_size="auto" watches
+    return st.booleans().flatmap(lambda another: st.one_of(actions) if another else train)
 
 
-def _is_allowed(options: dict[str, Any]) -> bool:
+def is_allowed(options: dict[str, Any]) -> bool:
+    """Whether they may be chosen together."""
     try:
         DistributedDataParallelConfig(**options)
     except ValueError:

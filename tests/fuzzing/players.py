@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import pickle
-from collections.abc import Callable
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
+from megastrategy.core import read_directory, save_directory
+from megastrategy.core.collectives import make_collectives
 
-from ..support.ranks import run_ranks, with_instances
-from ..support.training import assert_same_state
+from ..support.directories import gather_objects
+from ..support.doubles import EVERYTHING, DelayingCollectives
+from ..support.ranks import with_instances
 from .cases import (
     OPTIMIZERS,
     Action,
@@ -29,24 +32,32 @@ from .cases import (
     LearningRate,
     Load,
     Model,
-    Resume,
     Save,
     Thaw,
     Train,
+    after_forward,
     coefficients,
     is_used,
 )
 
 CLIP_VALUE, CLIP_NORM = 1.5, 1e9  # a norm that is exceeded would scale by a rounded factor
+LARGEST = 1.25  # of the norm of order infinity, which is exceeded
+INITIAL_SCALE, STEPS_TO_GROW = 16.0, 5  # up to 2**8 in a program: fp16 ends at 65,504
+LATE_S = 0.002
+
+_reading = threading.Lock()
+"""Reading a directory replaces the list of warnings that are ignored, and puts it back."""
 
 
 @dataclasses.dataclass
 class Saved:
-    """Copies. ``main``: fp32, by parameter name, of 16-bit weights."""
+    """Copies of what rank 0 has. ``weights``: module buffers too. ``main``: fp32, by parameter name, of 16-bit
+    weights."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     main: dict[str, Tensor]
+    scaler: dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -73,21 +84,15 @@ class Player:
     def __init__(self, case: Case, rank: int, ranks: int, clock: Clock) -> None:
         self.case, self.rank, self.ranks, self.clock = case, rank, ranks, clock
         self.norms: list[Tensor] = []
-        self.model = Model(case.layers)
+        self.model = Model(case)
+        kind = GradScaler if isinstance(self, Ours) else torch.amp.GradScaler
+        options: dict[str, Any] = {"init_scale": INITIAL_SCALE, "growth_interval": STEPS_TO_GROW}
+        self.scaler = kind("cpu", enabled=case.scaled, **options)
 
     def play(self, action: Action) -> None:
         clock = self.clock
         if isinstance(action, Train):
-            self.zero_grad()
-            for number in range(action.accumulate):
-                last = number == action.accumulate - 1
-                self.backward(1 / action.accumulate, last or (action.synchronised and self.ranks != 3))
-            if action.clip == "value":
-                self.clip_value()
-            elif action.clip == "norm":
-                self.norms.append(self.clip_norm())
-            self.step()
-            clock.step += 1
+            self.train(action)
         elif isinstance(action, Drop):
             self.backward(1.0, True)
             self.zero_grad()
@@ -113,59 +118,90 @@ class Player:
             self.zero_grad()
             self.load(clock.saved)
 
+    def train(self, action: Train) -> None:
+        self.zero_grad()
+        infinite = {"none": None, "first": 0, "last": self.ranks - 1}[action.infinite]
+        for number in range(action.accumulate):
+            last = number == action.accumulate - 1
+            synchronised = last or (action.synchronised and self.case.may_synchronise_each(self.ranks))
+            self.backward(1 / action.accumulate, synchronised, infinite if last else None)
+        if action.clip != "no":
+            self.scaler.unscale_(self.optimizer)
+        if action.clip == "value":
+            self.clip_value()
+        elif action.clip != "no":
+            by = (CLIP_NORM, 2.0) if action.clip == "norm" else (LARGEST, float("inf"))
+            self.norms.append(self.clip_norm(*by).clone())
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.clock.step += 1
+
     # --- what the engines do differently --------------------------------------------------------------------------
 
     optimizer: Any
     wrapped: Any
 
-    def backward(self, scale: float, synchronised: bool) -> None:
+    def backward(self, scale: float, synchronised: bool, infinite: int | None = None) -> None:
+        """``infinite``: the rank whose loss is."""
         with contextlib.nullcontext() if synchronised else self.wrapped.no_sync():
-            (self.wrapped(self.clock.step, self.clock.number, self.rank) * scale).backward()
+            loss = self.forward() * scale
+            if infinite == self.rank:
+                loss = loss * float("inf")
+            self.scaler.scale(loss).backward()
         self.clock.number += 1
+
+    def forward(self) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.case.autocast):
+            loss: Tensor = self.wrapped(self.clock.step, self.clock.number, self.rank)
+        return loss
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
-    def step(self) -> None:
-        self.optimizer.step()
-
     def evaluate(self) -> None:
         self.wrapped.eval()
         with torch.no_grad():
-            self.wrapped(self.clock.step, self.clock.number, self.rank)
+            self.forward()
         self.wrapped.train()
 
     def clip_value(self) -> None:
         torch.nn.utils.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
 
-    def clip_norm(self) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM).clone()
+    def clip_norm(self, largest: float, order: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest, order)
 
     def trainable_changed(self) -> None:
         raise NotImplementedError
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, rank: int) -> dict[str, Tensor]:
+        """A copy of what this rank has, with the module's buffer."""
         return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
 
     def main(self) -> dict[str, Tensor]:
         return {}
 
     def save(self) -> Saved:
-        return Saved(self.weights(), copy.deepcopy(self.optimizer.state_dict()), self.main())
+        optimizer, scaler = copy.deepcopy(self.optimizer.state_dict()), dict(self.scaler.state_dict())
+        return Saved(self.weights(0), optimizer, self.main(), scaler)
 
     def load(self, saved: Saved) -> None:
         self.model.load_state_dict(saved.weights)
         self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
+        self.scaler.load_state_dict(saved.scaler)
 
 
 class Ours(Player):
     def __init__(self, case: Case, rank: int, clock: Clock, group: ProcessGroup) -> None:
         super().__init__(case, rank, group.size(), clock)
-        self.group, self.num_saves = group, 0
+        self.group = group
         instances = case.instances(group.size())
         config = dataclasses.replace(case.config, num_distributed_optimizer_instances=instances)
         collectives = with_instances(group, instances) if 1 < instances < group.size() else None
+        if case.late and group.size() > 1:
+            real = collectives or make_collectives(group, torch.device("cpu"))
+            collectives = DelayingCollectives(group, LATE_S, EVERYTHING, real)
         self.wrapped = DistributedDataParallel(self.model, config, group, collectives=collectives)
+        self.wrapped.on_message = lambda text: None
         self.optimizer = DistributedOptimizer(make_optimizer(case, list(self.model.weights)), self.wrapped)
 
     def trainable_changed(self) -> None:
@@ -174,25 +210,30 @@ class Ours(Player):
     def clip_value(self) -> None:
         self.optimizer.clip_grad_value_(CLIP_VALUE)
 
-    def clip_norm(self) -> Tensor:
-        norm: Tensor = self.optimizer.clip_grad_norm_(CLIP_NORM)
-        return norm.clone()
+    def clip_norm(self, largest: float, order: float) -> Tensor:
+        norm: Tensor = self.optimizer.clip_grad_norm_(largest, order)
+        return norm
 
     def main(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.optimizer.main_params().items()}
 
     def save(self) -> Saved:
-        """What rank 0 has, on every rank."""
-        saved, store = super().save(), self.group.get_group_store()
-        key = f"saved {self.clock.step} {self.clock.number} {self.num_saves}"
-        self.num_saves += 1
-        if self.rank == 0:
-            store.set(key, pickle.dumps(saved))
-        return pickle.loads(store.get(key))  # type: ignore[no-any-return]
+        return gather_objects(self.group, super().save())[0]
 
     def load(self, saved: Saved) -> None:
         super().load(saved)
         self.optimizer.load_main_params(saved.main)
+
+    def save_directory(self, path: Path) -> None:
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.sharded_state_dict()}
+        save_directory(state, {}, path, self.wrapped.collectives, of_rank_zero=[("model", "seen")])
+
+    def load_directory(self, path: Path, saved: Saved) -> None:
+        with _reading:
+            self.model.load_state_dict(read_directory(path, "model"))
+            apply = self.optimizer.read_sharded(path)
+        apply()
+        self.scaler.load_state_dict(saved.scaler)
 
 
 class OfTorchDDP(Player):
@@ -200,11 +241,24 @@ class OfTorchDDP(Player):
         super().__init__(case, rank, group.size(), clock)
         self.group = group
         self.optimizer = make_optimizer(case, list(self.model.weights))
-        self.trainable_changed()
+        self.wrapped = self.wrap()
+
+    def wrap(self) -> TorchDDP:
+        wrapped = TorchDDP(self.model, process_group=self.group, find_unused_parameters=True)
+        wrapped.broadcast_buffers = self.case.config.broadcast_buffers  # as an argument it warns, its follower is new
+        return wrapped
 
     def trainable_changed(self) -> None:
-        """It is told by a new wrapper."""
-        self.wrapped = TorchDDP(self.model, process_group=self.group, find_unused_parameters=True)
+        """It is told by a new wrapper, which broadcasts no module buffer that the old one would not have."""
+        own = [buffer.clone() for buffer in self.model.buffers()]
+        will_broadcast = self.wrapped.require_forward_param_sync
+        self.wrapped = self.wrap()
+        self.wrapped.require_forward_param_sync = will_broadcast
+        for buffer, value in zip(self.model.buffers(), own, strict=True):
+            buffer.copy_(value)
+
+    def save(self) -> Saved:
+        return gather_objects(self.group, super().save())[0]
 
 
 class Emulation(Player):
@@ -214,125 +268,68 @@ class Emulation(Player):
         super().__init__(case, 0, ranks, clock)
         self.mains = [weight.detach().float().requires_grad_() for weight in self.model.weights]
         self.optimizer = make_optimizer(case, list(self.mains))
+        self.optimizer.register_step_pre_hook(lambda *_: self.take_changes())
+        self.optimizer.register_step_post_hook(lambda *_: self.round())
+        self.seen = [torch.zeros(3) for _ in range(ranks)]
+        self.will_broadcast = True
 
-    def backward(self, scale: float, synchronised: bool) -> None:
+    def backward(self, scale: float, synchronised: bool, infinite: int | None = None) -> None:
+        self.before_forward()
+        self.will_broadcast = synchronised
+        scale *= float(self.scaler.scale(torch.ones(())))
         for rank in range(self.ranks):
+            self.seen[rank] = after_forward(self.seen[rank], self.clock.number, rank)
             for index, layer in enumerate(self.case.layers):
                 if is_used(layer, self.clock.step, rank) and self.model.weights[index].requires_grad:
                     main = self.mains[index]
                     grad = coefficients(layer, index, self.clock.number, rank) * (scale / self.ranks)
+                    grad = grad * float("inf") if rank == infinite else grad
                     main.grad = grad if main.grad is None else main.grad + grad
         self.clock.number += 1
 
-    def step(self) -> None:
+    def before_forward(self) -> None:
+        if self.will_broadcast and self.case.config.broadcast_buffers:
+            self.seen = [self.seen[0]] * self.ranks
+
+    @torch.no_grad()
+    def take_changes(self) -> None:
         for weight, main in zip(self.model.weights, self.mains, strict=True):
-            changed = weight.detach() != main.detach().to(weight.dtype)
-            with torch.no_grad():
-                main.copy_(torch.where(changed, weight.float(), main))
-        self.optimizer.step()
+            main.copy_(torch.where(weight != main.to(weight.dtype), weight.float(), main))
+
+    @torch.no_grad()
+    def round(self) -> None:
         for weight, main in zip(self.model.weights, self.mains, strict=True):
             if main.grad is not None:
-                with torch.no_grad():
-                    weight.copy_(main)
+                weight.copy_(main)
 
     def evaluate(self) -> None:
-        """Changes nothing."""
+        self.before_forward()
+        self.will_broadcast = False
 
     def clip_value(self) -> None:
         torch.nn.utils.clip_grad_value_(self.mains, CLIP_VALUE)
 
-    def clip_norm(self) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.mains, CLIP_NORM).clone()
+    def clip_norm(self, largest: float, order: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.mains, largest, order)
 
     def trainable_changed(self) -> None:
         """Read where it matters."""
 
+    def weights(self, rank: int) -> dict[str, Tensor]:
+        return super().weights(rank) | ({"seen": self.seen[rank].clone()} if self.case.buffer else {})
+
+    def named_mains(self) -> list[tuple[str, Tensor]]:
+        names = {id(param): name for name, param in self.model.named_parameters()}
+        return [(names[id(weight)], main) for weight, main in zip(self.model.weights, self.mains, strict=True)]
+
     def main(self) -> dict[str, Tensor]:
-        named = zip(self.model.state_dict(), self.mains, self.case.layers, strict=True)
-        return {name: main.detach().clone() for name, main, layer in named if layer.dtype != "float32"}
+        named = zip(self.named_mains(), self.case.layers, strict=True)
+        return {name: main.detach().clone() for (name, main), layer in named if layer.dtype != "float32"}
 
     def load(self, saved: Saved) -> None:
-        self.model.load_state_dict(saved.weights)
-        for (name, weight), main in zip(self.model.state_dict().items(), self.mains, strict=True):
+        super().load(saved)
+        for name, main in self.named_mains():
             with torch.no_grad():
-                main.copy_(saved.main.get(name, weight.float()))
-        self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
-
-
-@dataclasses.dataclass
-class Outcome:
-    """Of one script on one rank."""
-
-    saved: Saved
-    norms: list[Tensor]
-    clock: Clock
-
-
-def scripts(case: Case) -> list[tuple[int, tuple[Action, ...]]]:
-    """(ranks, actions) of each, divided where the program resumes; nothing is resumed with something frozen."""
-    made: list[tuple[int, tuple[Action, ...]]] = []
-    ranks, actions, frozen = case.ranks, list[Action](), set[int]()
-    for action in case.program:
-        if isinstance(action, Resume):
-            if not frozen:
-                made.append((ranks, tuple(actions)))
-                ranks, actions = action.ranks, []
-            continue
-        actions.append(action)
-        if isinstance(action, Freeze) and action.layer < len(case.layers):
-            frozen.add(action.layer)
-        elif isinstance(action, Thaw):
-            frozen.discard(action.layer)
-    return [*made, (ranks, tuple(actions))]
-
-
-def play(case: Case, *, reference: bool) -> list[list[Outcome]]:
-    """By script and rank. The reference for 16 bits has one rank, which stands for all."""
-    outcomes: list[list[Outcome]] = []
-    for ranks, actions in scripts(case):
-        before = outcomes[-1][0] if outcomes else None
-
-        def run(make: Callable[[Clock], Player], actions: tuple[Action, ...], before: Outcome | None) -> Outcome:
-            player = make(dataclasses.replace(before.clock) if before else Clock())
-            if before is not None:
-                player.load(before.saved)
-            for action in actions:
-                player.play(action)
-            outcome = Outcome(player.save(), player.norms, player.clock)
-            if isinstance(player, Ours):
-                player.wrapped.close()
-            return outcome
-
-        def on_rank(rank: int, group: ProcessGroup, actions: Any = actions, before: Any = before) -> Outcome:
-            kind = OfTorchDDP if reference else Ours
-            return run(lambda clock: kind(case, rank, clock, group), actions, before)
-
-        if reference and not case.is_fp32:
-            outcomes.append([run(lambda clock, ranks=ranks: Emulation(case, clock, ranks), actions, before)])
-        else:
-            outcomes.append(run_ranks(ranks, on_rank))
-    return outcomes
-
-
-def main_that_counts(saved: Saved, name: str) -> Tensor:
-    """Whoever loads takes the weight where the main param does not round to it: somebody changed it since."""
-    weight, main = saved.weights[name], saved.main[name]
-    return torch.where(main.to(weight.dtype) == weight, main, weight.float())
-
-
-def check(case: Case) -> None:
-    """Raises an AssertionError that says what differs, in which script."""
-    both = zip(play(case, reference=False), play(case, reference=True), strict=True)
-    for number, (ours, reference) in enumerate(both):
-        expected = reference[0]
-        for rank, outcome in enumerate(ours):
-            where = f"script {number}, rank {rank}"
-            for name, value in expected.saved.weights.items():
-                assert torch.equal(outcome.saved.weights[name], value), f"{where}: {name} differs"
-            for mine, theirs in zip(outcome.norms, expected.norms, strict=True):
-                # of 16-bit gradients it has 16 bits, as torch's
-                assert torch.allclose(mine.float(), theirs, rtol=4 * torch.finfo(mine.dtype).eps), where
-        for name in expected.saved.main:
-            mine, theirs = (main_that_counts(saved, name) for saved in (ours[0].saved, expected.saved))
-            assert torch.equal(mine, theirs), f"script {number}: main param of {name} differs"
-        assert_same_state(ours[0].saved.optimizer, expected.saved.optimizer)
+                main.copy_(saved.main.get(name, saved.weights[name].float()))
+        if self.case.buffer:
+            self.seen = [saved.weights["seen"]] * self.ranks

@@ -2,39 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
 
 from .cases import Case, cases
-from .players import check
+from .comparison import check
+from .tally import Tally
 
-CASES_A_SEED = 25
+CASES_A_SEED = 50
+SHRINKING_S = 120.0
 
-Tell = Callable[[int, int], object]
+Tell = Callable[[int, Tally], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Of one case; the first is as it was drawn, the others are ever smaller."""
+
+    case: Case
+    error: AssertionError
+    time_s: float
 
 
 def run_for(
-    seconds: float, first_seed: int, *, shrinks: bool = True, tell: Callable[[int, int], object] = print
-) -> int:
-    """Checks cases of one seed after the other until the time is over, and returns how many.
+    seconds: float,
+    first_seed: int,
+    *,
+    shrinks: bool = True,
+    tell: Tell = lambda number, tally: None,
+    in_work: Path | None = None,
+) -> Tally:
+    """Checks cases of one seed after the other until the time is over.
 
-    Raises what the first case that fails raises, with the smallest case that fails like it in its notes.
+    Raises an AssertionError with the smallest case that was found to fail in its notes, as a test.
 
     Args:
-        tell: called with the seed and the number of cases so far, before each seed.
+        tell: called with the seed and what was drawn so far, before each seed.
+        in_work: where each case is written before it is checked, as a test. gloo ends the process where two ranks are
+            in different collectives, and then this is all that is left.
     """
     phases = [Phase.generate, *([Phase.shrink] if shrinks else [])]
-    deadline, number, count = time.monotonic() + seconds, first_seed, 0
+    begun, number, tally = time.monotonic(), first_seed, Tally()
+    failures: list[Failure] = []
 
     def count_and_check(case: Case) -> None:
-        nonlocal count
-        count += 1
-        check(case)
+        if not failures:
+            if time.monotonic() > begun + seconds:
+                return
+            tally.count(case)
+        elif time.monotonic() > failures[0].time_s + SHRINKING_S and case != failures[-1].case:
+            return  # small enough
+        if in_work is not None:
+            in_work.write_text(as_test(case, number))
+        try:
+            check(case)
+        except AssertionError as error:
+            failures.append(Failure(case, error, time.monotonic()))
+            raise
 
-    while time.monotonic() < deadline:
-        tell(number, count)
+    while time.monotonic() < begun + seconds:
+        tell(number, tally)
         options = settings(
             max_examples=CASES_A_SEED,
             deadline=None,
@@ -43,6 +76,38 @@ def run_for(
             suppress_health_check=list(HealthCheck),
             report_multiple_bugs=False,
         )
-        seed(number)(options(given(cases())(count_and_check)))()
+        try:
+            seed(number)(options(given(cases())(count_and_check)))()
+        except (AssertionError, Flaky):
+            # a race may be lost once and never again, which Flaky says, and not what differed
+            smallest = failures[-1]
+            found = f"Found with seed {number} in case {tally.num_cases}, after {failures[0].time_s - begun:.0f} s"
+            smallest.error.add_note(f"{found}. As a test:\n\n{as_test(smallest.case, number)}")
+            raise smallest.error from None
         number += 1
-    return count
+    return tally
+
+
+def as_test(case: Case, number: int) -> str:
+    """A file of its own, that fails as the case does."""
+    fields = "".join(f"        {part},\n" for part in _arguments(case))
+    return (
+        "from tests.fuzzing.cases import *  # noqa: F403\n"
+        "from tests.fuzzing.comparison import check\n\n\n"
+        f"def test_found_with_seed_{number}() -> None:\n"
+        f"    case = Case(\n{fields}    )\n    check(case)\n"
+    )
+
+
+def _arguments(value: Any) -> list[str]:
+    """Those that are not the defaults."""
+    given = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [f"{field.name}={_source(present)}" for field, present in given if present != field.default]
+
+
+def _source(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return f"{type(value).__name__}({', '.join(_arguments(value))})"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_source, value))}{',' if len(value) == 1 else ''})"
+    return repr(value)

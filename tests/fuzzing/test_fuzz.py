@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import datetime
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from megastrategy.core import sharded_step
+from megastrategy.core.config import field_names
 from megastrategy.core.layout import BufferLayout
 from megastrategy.core.reducer import Reducer
 
+from ..support.patience import HANG_S
+from .cases import Case
 from .runs import run_for
+from .tally import possible_pairs
 
 
-def test_half_a_minute_of_random_programs() -> None:
+def test_a_minute_of_random_programs() -> None:
     """Others each day. An hour of them: ``python -m tests.fuzzing --minutes 60``."""
-    assert run_for(30.0, 1000 * datetime.datetime.now(datetime.UTC).date().toordinal()) > 0
+    assert run_for(60.0, 1000 * datetime.datetime.now(datetime.UTC).date().toordinal()).num_cases > 0
 
 
 def no_wait_for_reductions(patch: pytest.MonkeyPatch) -> None:
@@ -45,10 +51,54 @@ def padding_that_takes_an_element(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BufferLayout, "owned_range", planted)
 
 
-@pytest.mark.parametrize(
-    "plant", [no_wait_for_reductions, main_params_that_stay_as_they_are, padding_that_takes_an_element]
-)
+def _fails(test: Callable[[], None]) -> bool:
+    try:
+        test()
+    except AssertionError:
+        return True
+    return False
+
+
+PLANTS = [no_wait_for_reductions, main_params_that_stay_as_they_are, padding_that_takes_an_element]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found_within_two_minutes(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this process: a loaded machine takes longer."""
     plant(monkeypatch)
+    begun = time.process_time()
     with pytest.raises(AssertionError):
-        run_for(120.0, 0, shrinks=False)
+        run_for(HANG_S, 0, shrinks=False)
+    assert time.process_time() - begun < 120.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_planted_fault_shrinks_to_few_actions_and_prints_as_a_test(plant: Any) -> None:
+    """Which fails with the fault, and passes without. Run with ``-m long -s`` to see it."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        with pytest.raises(AssertionError) as found:
+            run_for(HANG_S, 0)
+        printed = found.value.__notes__[-1]
+        print(printed)  # noqa: T201
+        names: dict[str, Any] = {}
+        exec(printed.split("As a test:\n\n")[1], names)
+        (test,) = (value for name, value in names.items() if name.startswith("test_"))
+        assert any(_fails(test) for _ in range(20)), "a race need not be lost each time, but in 20 times it is"
+    assert not _fails(test)
+    played: list[Case] = []
+    names["check"] = played.append
+    test()
+    assert len(played[0].program) <= 3
+    assert len(played[0].layers) <= 2
+
+
+def test_pairs_that_the_configuration_refuses_are_not_missing() -> None:
+    """What it refuses whatever else is chosen cannot be met."""
+    possible = possible_pairs()
+    assert ("use_distributed_optimizer", True, "grad_buffer", "pooled") in possible
+    assert ("use_distributed_optimizer", False, "grad_buffer", "pooled") not in possible
+    assert ("bucket_size", "auto", "optimizer", "Adagrad") in possible
+    assert ("bucket_size", "auto", "use_contiguous_buffers", False) not in possible
+    assert {name for pair in possible for name in (pair[0], pair[2])} >= set(field_names())

@@ -1,0 +1,160 @@
+"""A case under megastrategy and under its reference, compared."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy.core import bucket_choice, bucket_tuning, layout
+from megastrategy.core.bucket_choice import Link
+
+from ..support.directories import saving_among_threads
+from ..support.ranks import run_ranks
+from ..support.training import assert_same_state
+from .cases import Action, Case, Freeze, Resume, Thaw
+from .players import Clock, Emulation, OfTorchDDP, Ours, Player, Saved
+
+
+@dataclasses.dataclass
+class Outcome:
+    """Of one script on one rank. ``weights``: the rank's own, with module buffers."""
+
+    weights: dict[str, Tensor]
+    saved: Saved
+    norms: list[Tensor]
+    clock: Clock
+
+
+@dataclasses.dataclass
+class Script:
+    """From its start to its end or to a :class:`Resume`. ``directory``: whether the next goes on from one."""
+
+    ranks: int
+    actions: list[Action] = dataclasses.field(default_factory=list)
+    directory: bool = False
+
+
+def scripts(case: Case) -> list[Script]:
+    """Divided where the program resumes; nothing is resumed with something frozen."""
+    made, frozen = [Script(case.ranks)], set[int]()
+    for action in case.program:
+        if isinstance(action, Resume):
+            if not frozen:
+                made[-1].directory = action.directory
+                made.append(Script(action.ranks))
+            continue
+        made[-1].actions.append(action)
+        if isinstance(action, Freeze) and action.layer < len(case.layers):
+            frozen.add(action.layer)
+        elif isinstance(action, Thaw):
+            frozen.discard(action.layer)
+    return made
+
+
+def play(case: Case, kind: Callable[..., Any], folder: Path) -> list[list[Outcome]]:
+    """By script and rank. ``folder``: where directories are written."""
+    outcomes: list[list[Outcome]] = []
+    loads: Path | None = None
+    for number, script in enumerate(scripts(case)):
+        before = outcomes[-1][0] if outcomes else None
+        saves = folder / f"script {number}" if script.directory and kind is Ours else None
+
+        def on_rank(
+            rank: int,
+            group: ProcessGroup,
+            script: Script = script,
+            before: Outcome | None = before,
+            saves: Path | None = saves,
+            loads: Path | None = loads,
+        ) -> Outcome:
+            player = kind(case, rank, dataclasses.replace(before.clock) if before else Clock(), group)
+            if before is not None and loads is not None:
+                player.load_directory(loads, before.saved)
+            elif before is not None:
+                player.load(before.saved)
+            return finish(player, script, saves)
+
+        if kind is Emulation:
+            player = Emulation(case, dataclasses.replace(before.clock) if before else Clock(), script.ranks)
+            if before is not None:
+                player.load(before.saved)
+            outcome = finish(player, script, None)
+            own = [player.weights(rank) for rank in range(script.ranks)]
+            outcomes.append([dataclasses.replace(outcome, weights=weights) for weights in own])
+        else:
+            outcomes.append(run_ranks(script.ranks, on_rank))
+        loads = saves
+    return outcomes
+
+
+def finish(player: Player, script: Script, saves: Path | None) -> Outcome:
+    for action in script.actions:
+        player.play(action)
+    if isinstance(player, Ours) and saves is not None:
+        player.save_directory(saves)
+    outcome = Outcome(player.weights(player.rank), player.save(), player.norms, player.clock)
+    if isinstance(player, Ours):
+        player.wrapped.close()
+    return outcome
+
+
+@contextlib.contextmanager
+def measured_alike() -> Iterator[None]:
+    """``bucket_size="auto"`` begins with several buckets, and what it measures is the same in every run: each byte
+    takes a second, so that one bucket is best, and everything moves."""
+    link = Link(latency_s=0.0, seconds_per_byte=1.0)
+    with contextlib.ExitStack() as patches:
+        for module in (layout, bucket_tuning):
+            patches.enter_context(mock.patch.object(module, "default_bucket_size", lambda numel, _: max(1, numel // 8)))
+        patches.enter_context(mock.patch.object(bucket_choice, "MIN_BUCKET_NUMEL", 16))
+        patches.enter_context(mock.patch.object(bucket_tuning, "measure_link", return_value=link))
+        yield
+
+
+def main_that_counts(saved: Saved, name: str) -> Tensor:
+    """Whoever loads takes the weight where the main param does not round to it: somebody changed it since."""
+    weight, main = saved.weights[name], saved.main[name]
+    return torch.where(main.to(weight.dtype) == weight, main, weight.float())
+
+
+def check(case: Case) -> None:
+    """Raises an AssertionError that says what differs, in which script."""
+    with tempfile.TemporaryDirectory() as folder, saving_among_threads(), measured_alike():
+        ours = play(case, Ours, Path(folder))
+        reference = play(case, OfTorchDDP if case.is_fp32 else Emulation, Path(folder))
+    for number, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
+        for rank, (outcome, expected) in enumerate(zip(mine, theirs, strict=True)):
+            where = f"script {number}, rank {rank}"
+            assert outcome.weights.keys() == expected.weights.keys(), where
+            for name, value in expected.weights.items():
+                assert torch.equal(outcome.weights[name], value), f"{where}: {name} differs"
+            assert_same_norms(case, outcome.norms, expected.norms, where)
+        assert_same_saved(mine[0].saved, theirs[0].saved, f"script {number}")
+
+
+def assert_same_norms(case: Case, ours: list[Tensor], expected: list[Tensor], where: str) -> None:
+    """Within some last bits, of the coarsest dtype that any gradient may have."""
+    dtypes = [torch.float32] if case.sums_in_fp32 else [getattr(torch, layer.dtype) for layer in case.layers]
+    relative = 4 * max(torch.finfo(dtype).eps for dtype in dtypes)
+    for mine, theirs in zip(ours, expected, strict=True):
+        if bool(torch.isfinite(theirs)):
+            assert torch.allclose(mine.float(), theirs, rtol=relative), f"{where}: norm {mine}, expected {theirs}"
+        else:
+            assert not bool(torch.isfinite(mine)), f"{where}: norm {mine}, expected {theirs}"
+
+
+def assert_same_saved(ours: Saved, expected: Saved, where: str) -> None:
+    for name in expected.main:
+        mine, theirs = (main_that_counts(saved, name) for saved in (ours, expected))
+        assert torch.equal(mine, theirs), f"{where}: main param of {name} differs"
+    assert ours.scaler == expected.scaler, where
+    assert_same_state(ours.optimizer, expected.optimizer)
