@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import random
 import threading
 import time
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy.core import layout
 from megastrategy.core.collectives import Collectives
@@ -45,6 +47,9 @@ EVERY_SWITCH = pairwise()
 WHERE_ALL_ROUNDS = pairwise(dtype=torch.float32, grad_reduce_in_fp32=True, num_distributed_optimizer_instances=1)
 """With these three as they are a row trains the awkward model."""
 ROWS = list(dict.fromkeys([*EVERY_SWITCH, *WHERE_ALL_ROUNDS]))
+IN_FORWARD = "forward_sync_buffers"
+BROADCAST_BUFFERS = IN_FORWARD if IN_FORWARD in inspect.signature(TorchDDP).parameters else "broadcast_buffers"
+"""The switch of torch DDP, which has a newer name since 2.13 and warns of the older."""
 
 
 @pytest.fixture(autouse=True)
@@ -236,7 +241,7 @@ def assert_torch_ddps(row: Row, ours: list[Outcome]) -> None:
     With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding.
     """
     run = dataclasses.replace(row.run, dtype=torch.float32)
-    options = {} if row.config.broadcast_buffers else {"forward_sync_buffers": False}
+    options = {} if row.config.broadcast_buffers else {BROADCAST_BUFFERS: False}
     reference = train_with_ddp(run, row.num_ranks, **options)
     if row.dtype == torch.bfloat16:
         for name, value in ours[0].main_params.items():

@@ -4,6 +4,7 @@ by name."""
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ def test_torch_ddp_inside_is_refused_by_the_name_of_the_submodule(options: dict[
 @pytest.mark.parametrize("direct", [True, False])
 def test_torch_ddp_around_is_refused_in_the_first_forward(options: dict[str, Any], direct: bool) -> None:
     """Its constructor asks nothing of a submodule, so a forward is the first that can tell."""
+    one_at_a_time = threading.Lock()  # torch notes whose forward is under way once for all threads of a process
 
     def run(rank: int, group: ProcessGroup) -> None:
         module = nested()
@@ -63,7 +65,8 @@ def test_torch_ddp_around_is_refused_in_the_first_forward(options: dict[str, Any
         model = inner = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
         outer = TorchDDP(inner if direct else nn.Sequential(nn.Linear(10, 10), inner), process_group=group)
         with pytest.raises(ValueError, match=r"inside a DistributedDataParallel of torch's \(around a \w+\)"):
-            outer(torch.ones(2, 10))
+            with one_at_a_time:
+                outer(torch.ones(2, 10))
         model(torch.ones(2, 10)).sum().backward()  # the way out: without it
         assert inner.full_grad(module[1].bias) is not None
 

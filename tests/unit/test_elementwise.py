@@ -307,6 +307,26 @@ def test_an_optimizer_that_counts_on_state_from_its_construction_is_tried_with_s
     assert "KeyError: 'step'" in str(probe(without, CPU, torch.float32).reason)
 
 
+def test_state_that_has_grown_since_is_none_to_try_with() -> None:
+    """Beside a large sum, gradients move nothing and a coupling hides: a trial begins where training does."""
+    optimizer = optimizers.CountsOnState(params())
+    for state in optimizer.state.values():
+        state["total"].fill_(1e9)
+    assert probe(optimizer, CPU, torch.float32).reason is None
+    hiding = optimizers.SumsItsState(params())
+    for state in hiding.state.values():
+        state["sum"].fill_(1e9)
+    assert "a trial tensor" in str(probe(hiding, CPU, torch.float32).reason)
+
+
+def test_state_is_that_of_another_parameter_where_the_constructor_wants_more() -> None:
+    class Named(optimizers.CountsOnState):
+        def __init__(self, params: Any, name: str) -> None:
+            super().__init__(params)
+
+    assert probe(Named(params(), "a"), CPU, torch.float32).reason is None
+
+
 def test_one_group_of_many_that_is_not_element_wise_is_named() -> None:
     class Mixed(Lamb):
         @torch.no_grad()

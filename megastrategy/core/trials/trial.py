@@ -20,6 +20,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -209,11 +210,14 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
 
     @classmethod
     def like(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateAtStart:
-        """As an optimizer keeps it for the first tensor of a group; what has its shape is the same everywhere, since
-        other tensors have other elements."""
+        """As the optimizer's constructor makes it, else as it keeps it for the first tensor of a group; what has the
+        tensor's shape is the same everywhere, since other tensors have other elements."""
         for param in group["params"]:
             if param.numel() > 1 and (values := optimizer.state.get(param)):  # of one, nobody knows which has its shape
-                return cls(param, values)
+                fresh = Parameter(param.new_zeros((2,) * param.dim()))
+                made = _state_at_construction(optimizer, group, fresh)
+                # beside a sum that has grown, gradients move nothing and a coupling hides
+                return cls(fresh, made) if made.keys() == values.keys() else cls(param, values)
         return cls(None, {})
 
     def copy(self) -> StateAtStart:
@@ -230,6 +234,18 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
             dtype = tensor.dtype if value.dtype == param.dtype else value.dtype
             return torch.full_like(tensor, value.flatten()[0].item(), dtype=dtype)
         return own(value)
+
+
+def _state_at_construction(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Parameter
+) -> dict[str, Any]:
+    """What the optimizer's class makes for a parameter under the options of a group; nothing if it asks for more."""
+    try:
+        names = inspect.signature(type(optimizer)).parameters.keys() & (group.keys() - {"params"})
+        another = type(optimizer)([param], **{name: own(group[name]) for name in names})
+    except Exception:  # noqa: BLE001 - whatever an unknown constructor raises, there is other state to try with
+        return {}
+    return dict(another.state.get(param, {}))
 
 
 def enter_training(optimizer: torch.optim.Optimizer) -> None:
