@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core import bucket_choice, bucket_tuning, layout
-from megastrategy.core.bucket_choice import Link
+from megastrategy.core.rebucketing.size_choice import Link
 
 from ..support.directories import saving_among_threads
 from ..support.ranks import run_ranks
