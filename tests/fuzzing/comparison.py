@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core import bucket_choice, bucket_tuning, layout
+from megastrategy.core import layout
+from megastrategy.core.rebucketing import size_choice, tuning
 from megastrategy.core.rebucketing.size_choice import Link
 
 from ..support.directories import saving_among_threads
@@ -113,10 +114,10 @@ def measured_alike() -> Iterator[None]:
     takes a second, so that one bucket is best, and everything moves."""
     link = Link(latency_s=0.0, seconds_per_byte=1.0)
     with contextlib.ExitStack() as patches:
-        for module in (layout, bucket_tuning):
+        for module in (layout, tuning):
             patches.enter_context(mock.patch.object(module, "default_bucket_size", lambda numel, _: max(1, numel // 8)))
-        patches.enter_context(mock.patch.object(bucket_choice, "MIN_BUCKET_NUMEL", 16))
-        patches.enter_context(mock.patch.object(bucket_tuning, "measure_link", return_value=link))
+        patches.enter_context(mock.patch.object(size_choice, "MIN_BUCKET_NUMEL", 16))
+        patches.enter_context(mock.patch.object(tuning, "measure_link", return_value=link))
         yield
 
 
