@@ -302,6 +302,8 @@ def test_an_optimizer_that_counts_on_state_from_its_construction_is_tried_with_s
     assert "a trial tensor" in str(probe(optimizers.SumsItsState(params()), CPU, torch.float32).reason)
     of_a_scalar_first = optimizers.CountsOnState([torch.nn.Parameter(torch.ones(())), *params()])
     assert probe(of_a_scalar_first, CPU, torch.float32) == found
+    of_scalars = optimizers.CountsOnState([torch.nn.Parameter(torch.ones(()))])
+    assert probe(of_scalars, CPU, torch.float32) == found
     without = optimizers.CountsOnState(params())
     without.state.clear()
     assert "KeyError: 'step'" in str(probe(without, CPU, torch.float32).reason)

@@ -213,11 +213,13 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
         """As the optimizer's constructor makes it, else as it keeps it for the first tensor of a group; what has the
         tensor's shape is the same everywhere, since other tensors have other elements."""
         for param in group["params"]:
-            if param.numel() > 1 and (values := optimizer.state.get(param)):  # of one, nobody knows which has its shape
-                fresh = Parameter(param.new_zeros((2,) * param.dim()))
-                made = _state_at_construction(optimizer, group, fresh)
+            if values := optimizer.state.get(param):
+                fresh = Parameter(param.new_zeros((2,) * max(param.dim(), 1)))
                 # beside a sum that has grown, gradients move nothing and a coupling hides
-                return cls(fresh, made) if made.keys() == values.keys() else cls(param, values)
+                if (made := _state_at_construction(optimizer, group, fresh)).keys() == values.keys():
+                    return cls(fresh, made)
+                if param.numel() > 1:  # of one element, nobody knows which has its shape
+                    return cls(param, values)
         return cls(None, {})
 
     def copy(self) -> StateAtStart:
