@@ -1,0 +1,71 @@
+"""The code that pages show runs, and their table of options is complete."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from megastrategy.core import field_names
+
+from ..support.patience import HANG_S
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def blocks(page: Path) -> list[str]:
+    return [textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
+
+
+def run(command: list[str], cwd: Path) -> str:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")
+    }
+    done = subprocess.run(
+        command, cwd=cwd, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_lightning_block(tmp_path: Path) -> None:
+    [block] = blocks(ROOT / "docs" / "lightning.md")
+    (tmp_path / "block.py").write_text(block)
+    printed = run([sys.executable, "block.py"], tmp_path)
+    assert printed.count("megatron_ddp on 2 rank(s)") == 2, "two fits, printed by rank 0 alone"
+
+
+def test_the_plain_loop(tmp_path: Path) -> None:
+    [block] = blocks(ROOT / "docs" / "plain_loop.md")
+    (tmp_path / "block.py").write_text(block)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert "state of 4 parameters" in run([*launcher, "block.py"], tmp_path)
+
+
+def test_no_block_is_left_out() -> None:
+    """But for two parts of loops that are the reader's. tests/doors/test_accelerate_alone.py has the first in a
+    script; the second writes what tests/tools/test_conversion.py reads."""
+    by_page = {page.name: blocks(page) for page in PAGES if blocks(page)}
+    assert {name: len(found) for name, found in by_page.items()} == {
+        "lightning.md": 1,
+        "plain_loop.md": 1,
+        "checkpoints.md": 2,
+    }
+    for block in by_page["checkpoints.md"]:
+        ast.parse(block)
+
+
+def test_the_table_of_options_is_complete() -> None:
+    page = (ROOT / "docs" / "options.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(field_names())
+
+
+def test_the_front_page_is_short() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 100
