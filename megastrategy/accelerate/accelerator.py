@@ -33,11 +33,10 @@ from torch.optim import Optimizer
 
 from .._faults.process_collectives import checkpoint_collectives, engine_collectives
 from .._whole_optimizers import WholeOptimizers
-from ..core import DistributedOptimizer, GradScaler, describe_setup
+from ..core import DistributedOptimizer, GradScaler, LoneCollectives, describe_setup
 from . import checkpoint
 from .plugin import MegatronDDPPlugin, refuse_other_engines
 from .prepared_model import (
-    Alone,
     PreparedModel,
     clip_norm_,
     clip_value_,
@@ -140,7 +139,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         with self._compiling_regions_only(model):
             placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         del placed._is_accelerate_prepared  # which it is not, if it comes again without its wrapper
-        collectives = engine_collectives(self.device) if self.use_distributed else Alone()
+        collectives = engine_collectives(self.device) if self.use_distributed else LoneCollectives()
         way_out = self.megatron_ddp_plugin.all_reduce_option
         engine = PreparedModel(placed, self.megatron_ddp_config, collectives=collectives, all_reduce_option=way_out)
         if not engine.steps_params_themselves() and (early := self._whole_optimizers.of(engine)) is not None:
@@ -417,7 +416,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
                     raise ValueError(
                         "a directory has the optimizers of one model each, and here one has parameters of several"
                     )
-                models.append(PreparedModel(owner[0], self.megatron_ddp_config, collectives=Alone()))
+                models.append(PreparedModel(owner[0], self.megatron_ddp_config, collectives=LoneCollectives()))
                 known = DistributedOptimizer(item.optimizer, models[-1])
             loading += [known] if known is not None else []
         try:

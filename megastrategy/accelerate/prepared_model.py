@@ -10,7 +10,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from ..core import (
-    Collectives,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     scale_to_norm_,
@@ -26,12 +25,9 @@ from ..core import (
 )
 from .torch_ddp_by_name import NOT_USED, OF_TORCHS_REDUCER, TorchDDPByName, no_such_attribute
 
-if TYPE_CHECKING:
-    from ..core.collectives import Handle
-
 
 class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[misc]
-    """The engine around a prepared module; see _torch_ddp_by_name's [Note: an instance of torch's DDP].
+    """The engine around a prepared module; see torch_ddp_by_name's [Note: an instance of torch's DDP].
 
     Attributes that it has not are the module's, so that ``model.generate`` and the like work.
     """
@@ -185,43 +181,3 @@ def clip_value_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], clip_val
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
-
-
-# --- one process -----------------------------------------------------------------------------------------------------
-
-
-class _Done:
-    ran_ns: tuple[int, int] | None = None
-
-    def wait(self) -> None:
-        pass
-
-
-_DONE = cast("Handle", _Done())
-
-
-class Alone(Collectives):
-    """One rank without a process group, where every collective is complete before it starts."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-        self.roll_call = None
-
-    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        tensor.mul_(scale)
-        return _DONE
-
-    def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return _DONE
-
-    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self.all_reduce(tensor, scale)
-
-    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        raise AssertionError("one rank has no shards")
-
-    def all_gather(self, tensor: Tensor) -> Handle:
-        return _DONE
-
-    def broadcast(self, tensor: Tensor) -> Handle:
-        return _DONE

@@ -20,7 +20,7 @@ from .checkpoint.sharded_state import (
     to_host,
 )
 from .clip_grads import GradScaler, scale_to_norm_, total_grad_norm
-from .collectives import Collectives, host_collectives, make_collectives
+from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
@@ -43,6 +43,7 @@ __all__ = [
     "EventKind",
     "GradScaler",
     "KnownFindings",
+    "LoneCollectives",
     "NotOnAllRanksError",
     "check_replaceable",
     "config_from_arguments",
