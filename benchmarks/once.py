@@ -12,10 +12,7 @@ import functools
 import gc
 import io
 import json
-import logging
-import os
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +31,7 @@ import megastrategy
 from .measure import order_of_round
 from .processes import Rank, loopback_places, run_ranks
 from .results import Spread
+from .trainer_overhead import make_trainers_find
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +88,7 @@ def _fit(strategy: str) -> None:
 
 
 def _fits(rank: Rank) -> dict[str, Turn]:
-    warnings.simplefilter("ignore")  # the Trainer's advice on data loaders
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    os.environ.update(
-        {"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(rank.size)}
-        | {"RANK": str(rank.number), "LOCAL_RANK": str(rank.number), "WORLD_SIZE": str(rank.size)}
-    )
+    make_trainers_find(rank)
     return {f'fit of one step, "{name}"': Turn(functools.partial(_fit, name)) for name in ("ddp", "megatron_ddp")}
 
 

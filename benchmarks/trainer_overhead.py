@@ -128,14 +128,19 @@ def _loop(strategy: str, case: Case, batches: Tensor, num_steps: int) -> Block:
     return block
 
 
-def time_in_turns(rank: Rank, case: Case, num_rounds: int, num_steps: int) -> dict[str, list[Block]]:
-    """This rank's blocks by name: a strategy's, and the strategy's with " loop" for the loop without a Trainer."""
+def make_trainers_find(rank: Rank) -> None:
+    """Trainers of this process start no processes of their own: they read what torchrun would have written."""
     warnings.simplefilter("ignore")  # the Trainer's advice on data loaders
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     os.environ.update(
         {"TORCHELASTIC_RUN_ID": "benchmark", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": str(rank.size)}
         | {"RANK": str(rank.number), "LOCAL_RANK": str(rank.number), "WORLD_SIZE": str(rank.size)}
     )
+
+
+def time_in_turns(rank: Rank, case: Case, num_rounds: int, num_steps: int) -> dict[str, list[Block]]:
+    """This rank's blocks by name: a strategy's, and the strategy's with " loop" for the loop without a Trainer."""
+    make_trainers_find(rank)
     batches = case.batches(rank.number)
     blocks: dict[str, list[Block]] = {}
     kinds: dict[str, Callable[[], Block]] = {}

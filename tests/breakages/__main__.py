@@ -1,6 +1,7 @@
 """python -m tests.breakages [--only WORDS] [--write FILE]: puts each fault in, one at a time, and runs its tests.
 
 In a copy of the tree. ``--write`` makes docs/breakages.md. The exit status is the number of faults that no test saw.
+A test sees a fault if it fails or ends the process. Tests that hang, are not found or cannot be read have seen nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import importlib.metadata
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import pytest
 
 from .catalogue import BREAKAGES, Breakage
 
@@ -31,7 +35,7 @@ COPIED = (
     "README.md",
 )
 LIMIT_S = 300
-"""Of the tests of one fault. Ranks that wait for each other are a sign of it too."""
+"""Of the tests of one fault; each test alone is ended after 120 s, which counts as its failure."""
 
 
 def first_red(breakage: Breakage, tree: Path) -> str | None:
@@ -64,15 +68,20 @@ def first_red(breakage: Breakage, tree: Path) -> str | None:
             output = process.communicate(timeout=LIMIT_S)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            return f"none ended within {LIMIT_S} s"
+            process.communicate()
+            return None
         finally:
             path.write_text(text, encoding="utf-8")
-    if process.returncode == 0:
+    if process.returncode == pytest.ExitCode.OK:
         return None
+    if process.returncode != pytest.ExitCode.TESTS_FAILED and process.returncode > 0:
+        raise RuntimeError(
+            f"{breakage.what}: pytest ended with {process.returncode}, before any test:\n{output[-2000:]}"
+        )
     named = re.findall(r"^(?:FAILED|ERROR) (tests/\S+?)(?:\[| |$)", output, re.MULTILINE) or re.findall(
         r"(tests/\S+::\w+)", output
     )
-    return named[0] if named else f"pytest ended with {process.returncode}:\n{output[-2000:]}"
+    return named[0] if named else f"the process ends by {signal.Signals(-process.returncode).name}"
 
 
 PAGE = """# What the tests see
@@ -106,6 +115,8 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="a page with what came of them")
     arguments = parser.parse_args()
     chosen = [b for b in BREAKAGES if arguments.only in b.what or arguments.only in b.file]
+    if not chosen:
+        parser.error(f"no fault has {arguments.only!r} in its words or its file")
     reds: dict[str, str | None] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:

@@ -13,9 +13,7 @@ from pathlib import Path
 from megastrategy.core import field_names
 
 from ..support.patience import HANG_S
-
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+from . import PAGES, ROOT
 
 
 def blocks(page: Path) -> list[str]:

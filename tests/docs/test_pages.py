@@ -10,8 +10,7 @@ import pytest
 
 import megastrategy
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+from . import PAGES, ROOT
 
 
 def links(page: Path) -> list[str]:
