@@ -42,7 +42,7 @@ from .errors import CheckpointError, OptimizerNotShardableError
 from .forwarded import forwarding_members
 from .optimizer_copies import StateOfCopy, same
 from .sharded_step import ShardedStep
-from .trials.elementwise import Findings, why_not_main_params
+from .trials.elementwise import Findings, why_not_in_fp32, why_not_main_params
 from .trials.step_arguments import StepArguments
 
 
@@ -435,20 +435,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> Findings | None:
     """What trial steps showed, if the optimizer is to be sharded; raises if it cannot step what it would be given."""
-    params = model.layout.params
-    if model.layout.num_shards > 1:
-        findings = model.known_findings.probe(optimizer, model.device, model.layout.main_dtype)
-        if findings.reason is not None:
-            raise OptimizerNotShardableError(
-                f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {model.all_reduce_option}: "
-                "every rank then steps whole parameters, as under torch DDP"
-            )
-        return findings
-    if any(spec.has_main_param for spec in params):
-        reason = why_not_main_params(optimizer)
-        if reason is not None:
-            raise OptimizerNotShardableError(
-                f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
-                "weights in fp32 (autocast for the forward), or use another optimizer"
-            )
-    return None
+    dtypes = {spec.dtype for spec in model.layout.params if spec.has_main_param}
+    is_sharded = model.layout.num_shards > 1
+    reason = why_not_main_params(optimizer) if dtypes and not is_sharded else None
+    if reason is not None or (reason := why_not_in_fp32(optimizer, dtypes)) is not None:
+        raise OptimizerNotShardableError(
+            f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
+            "weights in fp32 (autocast for the forward), or use another optimizer"
+        )
+    if not is_sharded:
+        return None
+    findings = model.known_findings.probe(optimizer, model.device, model.layout.main_dtype)
+    if findings.reason is not None:
+        raise OptimizerNotShardableError(
+            f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {model.all_reduce_option}: every "
+            "rank then steps whole parameters, as under torch DDP"
+        )
+    return findings

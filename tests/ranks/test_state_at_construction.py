@@ -3,6 +3,7 @@ are stepped: as in plain torch with fp32 main params of one's own."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import make_collectives, read_directory, save_directory
+from megastrategy.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
 from tests.support.optimizers import CountsOnState, Prepared
@@ -223,5 +225,93 @@ def test_state_of_a_dtype_of_its_own_keeps_it_when_the_optimizer_is_wrapped(shar
         assert {values["sum"].dtype for values in ours.optimizer.state.values()} == {torch.float32}
         assert {values["total"].dtype for values in ours.optimizer.state.values()} == {torch.float64}
         assert {values["mask"].dtype for values in ours.optimizer.state.values()} == {torch.bool}
+
+    run_ranks(2, run)
+
+
+@dataclasses.dataclass
+class Sums:
+    by_number: dict[str, list[Tensor]]
+
+
+def in_attribute(optimizer: Any, params: list[Tensor]) -> None:
+    optimizer.sums = [torch.zeros_like(param) for param in params]
+
+
+def in_dataclass(optimizer: Any, params: list[Tensor]) -> None:
+    optimizer.sums = Sums({"first": [torch.zeros_like(param) for param in params]})
+
+
+def in_itself(optimizer: Any, params: list[Tensor]) -> None:
+    optimizer.sums = []
+    optimizer.sums += [optimizer.sums, torch.zeros_like(params[0])]
+
+
+def in_group(optimizer: Any, params: list[Tensor]) -> None:
+    optimizer.param_groups[0]["count"] = params[0].new_zeros(())
+
+
+def under_a_name(optimizer: Any, params: list[Tensor]) -> None:
+    optimizer.state["all"]["sums"] = [torch.zeros_like(param) for param in params]
+
+
+def in_list_of_state(optimizer: Any, params: list[Tensor]) -> None:
+    for param in params:
+        optimizer.state[param]["sums"] = [torch.zeros_like(param)]
+
+
+def in_dictionary_of_state(optimizer: Any, params: list[Tensor]) -> None:
+    for param in params:
+        optimizer.state[param]["sums"] = {"fast": {"mean": torch.zeros_like(param)}}
+
+
+class KeepsSums(torch.optim.SGD):
+    """Has made them when it is constructed, by ``make``, in the dtype of its parameters."""
+
+    def __init__(self, params: Any, make: Callable[[Any, list[Tensor]], None], **options: Any) -> None:
+        super().__init__(params, lr=0.02, **options)
+        make(self, self.param_groups[0]["params"])
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (in_attribute, "its attribute 'sums' has bfloat16 tensors"),
+        (in_dataclass, "its attribute 'sums' has bfloat16 tensors"),
+        (in_itself, "its attribute 'sums' has bfloat16 tensors"),
+        (in_group, "entry 'count' of parameter group 0 has bfloat16 tensors"),
+        (under_a_name, "state 'all' has bfloat16 tensors"),
+        (in_list_of_state, "state 'sums' of a parameter has bfloat16 tensors"),
+        (in_dictionary_of_state, "state 'sums' of a parameter has bfloat16 tensors"),
+    ],
+)
+def test_state_that_would_stay_in_16_bits_is_refused_by_name(
+    make: Callable[[Any, list[Tensor]], None], where: str, sharded: bool
+) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = make_collectives(group, torch.device("cpu"))
+        with pytest.raises(OptimizerNotShardableError, match=f"KeepsSums cannot .*{where}.*autocast"):
+            Ours(lambda params: KeepsSums(params, make), torch.bfloat16, sharded, collectives=collectives)
+
+    run_ranks(2, run)
+
+
+def test_options_in_16_bits_and_what_is_in_32_are_the_users() -> None:
+    class KeepsHalves(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=torch.tensor(0.02, dtype=torch.bfloat16))
+            self.sums = [torch.zeros(3), torch.zeros(3, dtype=torch.float16)]
+
+    class Counts(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            self.counted = list(params)
+            super().__init__(self.counted, lr=0.02)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        for sharded in (True, False):
+            collectives = make_collectives(group, torch.device("cpu"))
+            Ours(KeepsHalves, torch.bfloat16, sharded, collectives=collectives).train(range(2))
+        Ours(Counts, torch.bfloat16, True, collectives=collectives).train(range(2))  # whole, it might step what it has
 
     run_ranks(2, run)

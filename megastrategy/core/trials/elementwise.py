@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .step_arguments import StepArguments
-from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, double_of, values_of
+from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, double_of, tensors_in, values_of
 
 _NUM_STEPS, _NUM_MORE_STEPS = 6, 12  # RAdam's first five are not yet its own
 _RELATIVE = 1e-5
@@ -93,12 +93,47 @@ def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         return f"its step() cannot be called without arguments ({error}), and a closure would read the 16-bit weights"
-    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    params = _params_of(optimizer)
     for name, value in optimizer.__dict__.items():
-        held = value if isinstance(value, list | tuple) else [value]
-        if name != "param_groups" and any(id(item) in params for item in held):
+        if name not in ("param_groups", "state") and any(id(tensor) in params for tensor in tensors_in(value)):
             return f"its attribute {name!r} holds the 16-bit weights themselves, which it would step in their place"
     return None
+
+
+def why_not_in_fp32(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.dtype]) -> str | None:
+    """What the optimizer made in the 16-bit ``dtypes`` of its weights when it was constructed, where nobody can tell
+    that it is state of a weight; None if nothing.
+
+    Beside fp32 main params it would stay as it is: in bf16 a count ends at 256, and a sum where the next term is less
+    than its rounding. A tensor in ``state[param]`` becomes fp32. Options are the user's, whatever their dtype.
+    """
+    params = _params_of(optimizer)
+    for name, value in _kept_elsewhere(optimizer) if dtypes else ():
+        for tensor in tensors_in(value):
+            if tensor.dtype in dtypes and id(tensor) not in params:
+                return f"{name} has {str(tensor.dtype).removeprefix('torch.')} tensors, which would stay in 16 bits"
+    return None
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Names in words and values of all but options and the tensors in the state of each parameter."""
+    for name, value in optimizer.__dict__.items():
+        if name not in ("defaults", "param_groups", "state"):
+            yield f"its attribute {name!r}", value
+    for number, group in enumerate(optimizer.param_groups):
+        for name in group.keys() - optimizer.defaults.keys() - {"params"}:
+            yield f"entry {name!r} of parameter group {number}", group[name]
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            yield f"state {key!r}", value
+            continue
+        for name, item in value.items():
+            if not isinstance(item, Tensor):
+                yield f"state {name!r} of a parameter", item
 
 
 class _GroupProbe:

@@ -23,7 +23,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -282,6 +282,26 @@ def own(value: Any, memo: dict[int, Any] | None = None) -> Any:
             vars(copied).update({name: own(item, memo) for name, item in vars(value).items()})
     memo[id(value)] = copied
     return copied
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """The tensors in nested containers and dataclasses, keys of dictionaries too. Not in other objects: one may lead to
+    everything that a program has."""
+    seen = set() if seen is None else seen
+    if isinstance(value, Tensor):
+        yield value
+        return
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    if id(value) not in seen:  # one may hold itself
+        seen.add(id(value))
+        for item in items:
+            yield from tensors_in(item, seen)
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
