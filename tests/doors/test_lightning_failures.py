@@ -555,14 +555,23 @@ class Signals(pl.Callback):
             os.kill(os.getpid(), self.number)
 
 
-def fit_with(callback: pl.Callback, directory: Path, **options: Any) -> None:
+def fit_with(callback: pl.Callback, directory: Path, strategy: str = "megatron_ddp", **options: Any) -> None:
     WaitsInVain.GRACE_S = 0.5  # this process ends with the exception
     log = logging.FileHandler(directory.with_name(f"rank{os.environ['LOCAL_RANK']}.log"))
     logging.getLogger("megastrategy").addHandler(log)
     checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
-    strategy = make_strategy("megatron_ddp")
-    trainer = make_trainer(strategy, callbacks=[callback, checkpoint], enable_checkpointing=True, **options)
+    trainer = make_trainer(
+        make_strategy(strategy), callbacks=[callback, checkpoint], enable_checkpointing=True, **options
+    )
     trainer.fit(AwkwardModule(), loader())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "megatron_ddp"])
+def test_ctrl_c_ends_one_rank_and_saves(one_rank: Ranks, tmp_path: Path, strategy: str) -> None:
+    [outcome] = one_rank.outcomes(fit_with, Signals(signal.SIGINT), tmp_path / "run", strategy, devices=1)
+    assert outcome.kind == "SystemExit"
+    [path] = (tmp_path / "run").glob("*.ckpt")
+    assert torch.load(path, weights_only=True)["global_step"] == BATCH
 
 
 def test_ctrl_c_ends_all_ranks_and_saves(ranks: Ranks, tmp_path: Path) -> None:
