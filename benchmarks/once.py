@@ -1,5 +1,5 @@
 """What is paid once: a fit of one step, under "ddp" and "megatron_ddp", and the optimizer's state of thousands of
-parameters on its way into a checkpoint. In turns, in the same processes.
+parameters on its way into a checkpoint. In turns, in the same processes. And a look for signals, five a second.
 
     python -m benchmarks.once --help
 """
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import megastrategy
+from megastrategy._lightning import posted_signals
 
 from .measure import order_of_round
 from .processes import Rank, loopback_places, run_ranks
@@ -92,6 +93,17 @@ def _fits(rank: Rank) -> dict[str, Turn]:
     return {f'fit of one step, "{name}"': Turn(functools.partial(_fit, name)) for name in ("ddp", "megatron_ddp")}
 
 
+def _looks() -> dict[str, Turn]:
+    posted = posted_signals.PostedSignals()
+    posted_signals.LOOK_S = 0.0  # no looks are left out
+
+    def look() -> None:
+        for _ in range(1000):
+            posted.look(0)
+
+    return {"a thousand looks for a signal": Turn(look)}
+
+
 def _saves(rank: Rank, num_params: int) -> dict[str, Turn]:
     """Ways to have the whole state of AdamW on rank 0, in tensors that the next step does not change."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own use of torch.jit when imported
@@ -130,7 +142,7 @@ def _saves(rank: Rank, num_params: int) -> dict[str, Turn]:
 def time_in_turns(rank: Rank, num_params: int, num_rounds: int) -> dict[str, list[Cost]]:
     """This rank's costs by name; what happens for the first time in a process is left out."""
     costs: dict[str, list[Cost]] = {}
-    turns = _saves(rank, num_params) | _fits(rank)
+    turns = _saves(rank, num_params) | _fits(rank) | _looks()
     for number in range(-1, num_rounds):
         for name in order_of_round(list(turns), max(number, 0)):
             rank.say(f"round {number + 1} of {num_rounds}: {name}")
@@ -157,16 +169,17 @@ def main(*, params: int, ranks: int, rounds: int, out: Path) -> None:
         results = run_ranks(
             loopback_places(ranks), time_in_turns, params, rounds, on_word=lambda word: status.update(word)
         )
-    table = Table("rank 0", "ms", "processor time, ms")
+    table = Table("", "rank 0, ms", "processor time, ms", "the last rank, ms")  # rank 0 holds the store
     figures: dict[str, dict[str, Any]] = {}
     for name, costs in results[0].items():
         spreads = {field: Spread.of([getattr(cost, field) for cost in costs]) for field in ("wall_ms", "cpu_ms")}
+        spreads["last_rank_wall_ms"] = Spread.of([cost.wall_ms for cost in results[-1][name]])
         figures[name] = {field: dataclasses.asdict(spread) for field, spread in spreads.items()}
         table.add_row(name, *(f"{s.median:.0f} ({s.q1:.0f} to {s.q3:.0f})" for s in spreads.values()))
     Console().print(table)
     out.mkdir(parents=True, exist_ok=True)
     versions = {"torch": torch.__version__, "lightning": pl.__version__, "megastrategy": megastrategy.__version__}
-    content = {"params": params, "ranks": ranks, "rounds": rounds, "versions": versions, "rank 0": figures}
+    content = {"params": params, "ranks": ranks, "rounds": rounds, "versions": versions, "costs": figures}
     (out / "once.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 

@@ -29,7 +29,7 @@ def test_what_is_paid_once_is_measured_for_both_strategies_and_three_ways_to_a_s
     command = [sys.executable, "-m", "benchmarks.once", "--params", "3", "--rounds", "2", "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / "once.json").read_text())["rank 0"]
+    figures = json.loads((tmp_path / "once.json").read_text())["costs"]
     for words in ('"ddp"', '"megatron_ddp"', "copy.deepcopy", "consolidated", "ours"):
         (name,) = (name for name in figures if words in name)
         assert len(figures[name]["wall_ms"]["samples"]) == 2
