@@ -170,6 +170,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in tensors_in(item)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("reader", WORLDS, ids=str)
 def test_every_reader_gathers_what_every_writer_saved(reader: World) -> None:
     """12 writers x 12 readers x 4 optimizers. One engine reads all files, so what it had before must be gone; the
@@ -433,6 +434,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("shapes", "optimizers"), cases())
 def test_parameters_of_one_element_and_of_none(shapes: list[tuple[int, ...]], optimizers: list[MakeOptimizer]) -> None:
     """A counter and the state of one element have one shape; still everything comes back, from DDP and from ours."""

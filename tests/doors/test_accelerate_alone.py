@@ -65,6 +65,7 @@ def train_and_save_on_main(
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "script", "plugin", "size"),
     [
@@ -195,6 +196,7 @@ if accelerator.is_main_process:
 """
 
 
+@pytest.mark.long
 def test_a_script_that_ends_with_a_save_on_the_main_process(tmp_path: Path) -> None:
     """The others stay for it, although they have nothing left to do, and end with it."""
     script = tmp_path / "script.py"

@@ -107,6 +107,7 @@ def assert_same_weights(folder: Path, expected: Path) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("job", [with_trainer, with_directories, with_loop])
 def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job: Job, tmp_path: Path) -> None:
     """Losses of all steps and the last weights to the bit; the rank that is left says why it ends.
@@ -146,6 +147,7 @@ def test_a_rank_that_dies_before_a_save_is_not_waited_for(ranks: Ranks) -> None:
     assert waiting.seconds < 20
 
 
+@pytest.mark.long
 def test_torchrun_restarts_and_resumes_by_itself(tmp_path: Path) -> None:
     """A rank dies within a step, then one within a save; ``ckpt_path="last"`` finds the last whole file each time."""
     calm, fire = tmp_path / "calm", tmp_path / "fire"

@@ -216,6 +216,7 @@ def train_a_little(fabric: Fabric, model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.sample(1)
 @both_modes
 def test_the_many_ways_to_save_and_to_load(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
     """The user's own module and optimizer may stand for Fabric's wrappers, as they may under "ddp"."""

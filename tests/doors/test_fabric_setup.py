@@ -540,7 +540,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("start_method", "ends"), [("popen", 2), ("spawn", 1), ("fork", 1)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("start_method", "ends"), [("fork", 1), ("popen", 2), ("spawn", 1)])
 def test_a_script_ends_by_itself(tmp_path: Path, start_method: str, ends: int) -> None:
     """Nobody tears a Fabric down: the engine's threads must not keep a process from ending, nor fail at its end.
 

@@ -178,6 +178,7 @@ def test_an_unmodified_script_trains_to_the_bits_of_torch_ddp(stock: list[dict[s
     assert "__main__.TheirAccelerator is a subclass" in said
 
 
+@pytest.mark.long
 def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path: Path) -> None:
     write_script(tmp_path)
     (tmp_path / "one.yaml").write_text(ACCELERATES + OPTIONS)
@@ -188,6 +189,7 @@ def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path
     assert found == [(OURS, 100, True, "true")] * 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "command",
     [("-m", "megastrategy.launch"), ("-c", MEGASTRATEGY, "launch", "--num_processes", "1")],

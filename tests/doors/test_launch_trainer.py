@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from megastrategy.accelerate.checkpoint import MAIN_PARAMS_FILE
@@ -75,6 +76,7 @@ def train(folder: Path, *before: str, arguments: tuple[str, ...] = ()) -> list[d
     return [torch.load(folder / f"runs.{rank}") for rank in range(2)]
 
 
+@pytest.mark.long
 def test_a_trainer_trains_saves_and_resumes_to_the_bits_of_torch_ddp(tmp_path: Path) -> None:
     stock_folder, folder = tmp_path / "stock", tmp_path / "ours"
     stock_folder.mkdir()

@@ -112,6 +112,7 @@ def rows(output: str) -> dict[str, Any]:
     return table
 
 
+@pytest.mark.long
 def test_fork_notebook_and_spawn_in_one_process(tmp_path: Path) -> None:
     """The launchers that start the processes anew for each fit and bring the weights back to the main process."""
     script = write_script(tmp_path, imported=True)
@@ -120,6 +121,7 @@ def test_fork_notebook_and_spawn_in_one_process(tmp_path: Path) -> None:
     assert_results(output, environment="LightningEnvironment", launcher="_MultiProcessingLauncher", ours=3)
 
 
+@pytest.mark.long
 def test_torchrun(tmp_path: Path) -> None:
     """The script does not import megastrategy: every process that torchrun starts has the names by torch."""
     script = write_script(tmp_path, imported=False)
@@ -128,6 +130,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert_results(output, environment="TorchElasticEnvironment", launcher="_SubprocessScriptLauncher")
 
 
+@pytest.mark.long
 def test_slurm(tmp_path: Path) -> None:
     """As ``srun --ntasks-per-node=2`` starts it; Lightning reads all it needs from SLURM's variables."""
     script = write_script(tmp_path, imported=True)

@@ -109,6 +109,7 @@ def test_an_unfrozen_backbone_is_synchronised(ranks: Ranks, mode: str, optimizer
     assert rates[-1] == [1e-2, pytest.approx(1e-2 * 0.2 * 1.5 * 1.5)], "the new group's rate follows its schedule"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "second"), [(mode, mode) for mode in MODES] + [("ddp", "reduce-scatter")])
 def test_finetuning_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
     """BaseFinetuning assigns ``optimizer.param_groups`` while the backbone is frozen; then their state is loaded."""

@@ -249,6 +249,7 @@ def short_grace() -> Iterator[None]:
         WaitsInVain.GRACE_S = before
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_next_fit_works_after_an_exception_on_one_rank_alone(ranks: Ranks, place: str) -> None:
     """Rank 1 looks at its exception and goes on; rank 0 gives up waiting for it, says why, and goes on too."""
@@ -294,6 +295,7 @@ HOOKS = [
 """After each of them Lightning has a collective of its own, or makes its first ones."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_exception_outside_of_batches_is_noticed_by_all_and_the_next_fit_works(
     ranks: Ranks, tmp_path: Path, hook: str

@@ -92,6 +92,7 @@ assert len([finder for finder in sys.meta_path if "megastrategy" in type(finder)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", IMPORTS)
 def test_the_names_are_there_in_every_order_of_imports(tmp_path: Path, order: str) -> None:
     """In all four packages; ``import megastrategy`` must not cost Lightning's seconds, and leaves no trace in it."""
@@ -99,6 +100,7 @@ def test_the_names_are_there_in_every_order_of_imports(tmp_path: Path, order: st
     run_python("-c", start + CHECK_NAMES, cwd=tmp_path)
 
 
+@pytest.mark.long
 def test_without_lightning_the_class_is_pytorch_lightnings(tmp_path: Path) -> None:
     """A project that has kept the old package has the same public name."""
     code = """
@@ -174,6 +176,7 @@ assert said("ddp") == (theirs, text)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("package", DOORS)
 def test_in_a_notebook_the_remedy_is_a_name_of_ours(tmp_path: Path, package: str) -> None:
     """Lightning's error names 'ddp_notebook', by which the user would leave with the problem solved and no sharding."""

@@ -21,10 +21,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..support.scripts import run_script
+from ..support.scripts import Done, run_script
 from .fits import BUCKET_SIZE, make_strategy, make_trainer
-from .python_processes import run_python, run_pythons
-from .rank_processes import Failure, Ranks, free_port
+from .rank_processes import Failure, Ranks
 from .test_slurm_requeue import slurm_job
 
 LIMIT_S = 3.0
@@ -216,6 +215,15 @@ def test_all_ranks_save_in_a_validation_and_the_job_resumes(
         assert (saved_at, steps) == ([], 10)
 
 
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_all_ranks_save_before_the_same_batch_of_training(ranks: Ranks, tmp_path: Path, rank: int | None) -> None:
+    job = slurm_job(tmp_path, num_tasks=2)
+    for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "training", rank):
+        assert (saved_at, steps) == ([(SENT_IN + 1, 0)], 10)
+    assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == SENT_IN + 1
+
+
 # --- between two fits ------------------------------------------------------------------------------------------------
 
 TWO_FITS = """
@@ -241,15 +249,17 @@ fit(pathlib.Path("second"))
 def test_sigterm_between_two_fits_ends_the_process_at_once(tmp_path: Path, devices: int) -> None:
     """As without any Trainer: a fit gives back the handlers that it found."""
     (tmp_path / "script.py").write_text(TWO_FITS)
-    shared = {"PYTHONPATH": str(Path(__file__).parents[2]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    tasks = [
-        shared | {"WORLD_SIZE": str(devices), "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "fits"}
-        for rank in range(devices)
-    ]
-    outputs = run_pythons(["script.py", str(devices)], tasks, cwd=tmp_path, returncode=-signal.SIGTERM)
+    launched = {"TORCHELASTIC_RUN_ID": "fits"}
+    done = run_script(tmp_path / "script.py", devices, cwd=tmp_path, ranks=devices, environment=launched)
+    assert_died_of_sigterm_at_once(done, devices)
+
+
+def assert_died_of_sigterm_at_once(done: Done, num_ranks: int) -> None:
+    """Called when they have ended. Each has said when the signal was sent."""
     ended_at = time.time()
-    sent_at = [float(line.split()[1]) for output in outputs for line in output.splitlines() if line.startswith("SENT")]
-    assert len(sent_at) == devices
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    sent_at = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("SENT")]
+    assert len(sent_at) == num_ranks
     assert ended_at - min(sent_at) < LIMIT_S
 
 
@@ -284,12 +294,7 @@ for batch in range(100):
 def test_sigterm_ends_an_accelerate_loop_at_once(tmp_path: Path, size: int, module: str) -> None:
     """Nobody handles it there: a process that gets it ends, with accelerate's own class as with ours."""
     (tmp_path / "loop.py").write_text(LOOP)
-    done = run_script(tmp_path / "loop.py", module, cwd=tmp_path, ranks=size)
-    ended_at = time.time()
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    sent_at = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("SENT")]
-    assert len(sent_at) == size
-    assert ended_at - min(sent_at) < LIMIT_S
+    assert_died_of_sigterm_at_once(run_script(tmp_path / "loop.py", module, cwd=tmp_path, ranks=size), size)
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
@@ -314,7 +319,7 @@ for stage in STAGES:
 def test_sigterm_ends_one_rank_soon_in_every_stage(tmp_path: Path) -> None:
     """One after the other in one process, so that none leaves anything to the next."""
     (tmp_path / "script.py").write_text(ONE_RANK)
-    output = run_python("script.py", cwd=tmp_path, environment={"PYTHONPATH": str(Path(__file__).parents[2])})
-    lines = [line.split() for line in output.splitlines() if line.startswith(("STAGE", "ENDED"))]
+    done = run_script(tmp_path / "script.py", cwd=tmp_path, ranks=1)
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("STAGE", "ENDED"))]
     assert [line[:2] for line in lines] == [["STAGE", stage] for stage in STAGES]
     assert max(float(line[2]) for line in lines) < LIMIT_S

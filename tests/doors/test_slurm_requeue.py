@@ -130,6 +130,7 @@ finally:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["training", "validation"])
 def test_sigterm_ends_a_fit_on_one_rank_after_the_batch(tmp_path: Path, when: str) -> None:
     """Lightning compares no notes there, and the fit would go on to its end."""
@@ -143,6 +144,7 @@ def test_sigterm_ends_a_fit_on_one_rank_after_the_batch(tmp_path: Path, when: st
     assert ended == "SIGTERMException"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["training", "validation"])
 def test_one_rank_saves_before_the_next_batch_and_the_job_resumes(tmp_path: Path, when: str) -> None:
     job = slurm_job(tmp_path, num_tasks=1)
@@ -161,6 +163,7 @@ def test_one_rank_saves_before_the_next_batch_and_the_job_resumes(tmp_path: Path
     assert [line.split()[3] for line in lines] == ["20", "20"]
 
 
+@pytest.mark.long
 def test_all_ranks_save_before_the_same_batch_and_the_job_resumes(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     job = slurm_job(tmp_path, num_tasks=2)

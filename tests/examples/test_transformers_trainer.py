@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -32,6 +33,7 @@ def told_right(printed: str) -> float:
     return float(percent)
 
 
+@pytest.mark.long
 def test_it_learns_as_under_torch_ddp_and_resumes(tmp_path: Path) -> None:
     options = ("--clip", "0", "--epochs", "3")
     theirs = run_example(SCRIPT, *options, "--out", "theirs", cwd=tmp_path)

@@ -62,6 +62,7 @@ def _fails(test: Callable[[], None]) -> bool:
 PLANTS = [no_wait_for_reductions, main_params_that_stay_as_they_are, padding_that_takes_an_element]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found_within_two_minutes(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this process: a loaded machine takes longer."""

@@ -137,6 +137,7 @@ def test_training_is_the_same_to_the_bit_across_the_change() -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -409,6 +409,7 @@ def test_ranks_with_other_numbers_of_instances_are_told() -> None:
     run_ranks(4, run)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rank_of_either_instance_that_dies_ends_all(kind: Any, victim: int) -> None:

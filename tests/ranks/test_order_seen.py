@@ -342,6 +342,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_training_is_the_same_to_the_bit(case: Case) -> None:
     assert_same_bits(train(case, 2, moving=True), train(case, 2, moving=False))

@@ -81,6 +81,7 @@ def test_without_contiguous_buffers_to_the_bit() -> None:
 WAYS = [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_other_numbers_of_ranks(size: int, way: dict[str, Any]) -> None:

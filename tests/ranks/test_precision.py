@@ -36,6 +36,7 @@ def wrap(
     return model, DistributedOptimizer(make(model.parameters()), model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "sharded", "updates"),
     [(torch.bfloat16, True, 1000), (torch.bfloat16, False, 100), (torch.float16, True, 100)],

@@ -60,7 +60,11 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         _call("scancel", self.id)
-        self.await_("its end", lambda: not _call("squeue", "--noheader", f"--jobs={self.id}"))
+        self.await_("its end", lambda: not self.state())
+
+    def state(self) -> str:
+        """With its reason, as ``squeue`` has them; nothing where the job has ended."""
+        return _call("squeue", "--noheader", f"--jobs={self.id}", "--format=%t %r").strip()
 
     def signal(self, *options: str) -> float:
         """When it was sent."""
@@ -94,7 +98,8 @@ def requeue(case: Case, job: Job) -> str:
     job.signal("--signal=USR1")
     job.await_("a checkpoint of all ranks", lambda: all(job.words("saved")))
     # Slurm lets a job wait for two minutes before it runs again
-    job.await_("the job in the queue", lambda: not _call("scontrol", "update", f"jobid={job.id}", "starttime=now"))
+    job.await_("the job in the queue", lambda: job.state() == "PD BeginTime")
+    _call("scontrol", "update", f"jobid={job.id}", "starttime=now")
     job.await_("its second start", lambda: all(len(starts) == 2 for starts in job.words("started")))
     [saved] = {step for lines in job.words("saved") for _, step in lines}
     [resumed] = {lines[-1][1] for lines in job.words("started")}

@@ -58,6 +58,7 @@ PEERS = ("deepspeed-1", "deepspeed-2", "megatron-core")
 MISSING = {name: reason for name in PEERS if (reason := ENGINES[name].why_skipped(CASES["tiny"]))}
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not MISSING, reason="all peers are installed")
 def test_peers_that_are_not_installed_are_named(tmp_path: Path) -> None:
     skipped = run(tmp_path, "--engines", ",".join(["ddp", *MISSING]))["skipped"]
@@ -79,6 +80,7 @@ def test_peers_are_measured_where_they_are_installed(name: str, tmp_path: Path) 
     assert results["failed"] == results["skipped"] == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("network", ["loopback", pytest.param("1gbit", marks=needs_namespaces)])
 def test_it_measures_and_writes_what_it_measured(network: str, tmp_path: Path) -> None:
     network_arguments = [] if network == "loopback" else ["--network", network]

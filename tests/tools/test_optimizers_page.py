@@ -23,6 +23,7 @@ def results_on_the_page() -> dict[tuple[str, str], str]:
     return {(package, name): result for name, package, result in rows}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", TORCH.names)
 def test_what_the_page_says_of_torchs_optimizers_is_what_the_script_finds(name: str) -> None:
     found = " ".join(try_optimizer(TORCH, name).split()).replace("|", "\\|")

@@ -610,6 +610,7 @@ def read_records(folder: Path) -> list[RankEvents]:
     return [RankEvents.from_json(json.loads(path.read_text())) for path in sorted(folder.glob("events.rank*.json"))]
 
 
+@pytest.mark.long
 def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(PLAIN_LOOP)
