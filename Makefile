@@ -12,7 +12,7 @@ WORKERS ?= 2
 PYTEST += --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-full test test-long fuzz lint fast clean
+.PHONY: help setup demo bench bench-full check test test-rest test-long fuzz lint fast clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,7 +38,10 @@ bench: $(STAMP)  ## measure against torch DDP and other peers, a few minutes, in
 bench-full: $(STAMP)  ## more cases, engines and ranks, hours (ARGS="--help" lists the options)
 	$(BIN)/python -m benchmarks --full $(ARGS)
 
-test: lint  ## lint, types and the whole test suite (ARGS go to pytest)
+check: lint  ## lint, types, structure and the tests that need no ranks: under a minute (ARGS go to pytest)
+	$(PYTEST) tests/unit $(ARGS)
+
+test: lint  ## lint, types and the suite: every test, and every value of its parameters (ARGS go to pytest)
 	$(PYTEST) $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
@@ -52,7 +55,10 @@ fast: $(STAMP)  ## the engine's own tests but those of checkpoints, without any 
 fuzz: $(STAMP)  ## random programs against torch DDP and plain torch, a minute (ARGS="--minutes 60 --seed 7")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzzing $(ARGS)
 
-test-long: lint  ## the whole suite, the long tests and scripts in interpreters of their own among it (ARGS go to pytest)
+test-rest: $(STAMP)  ## what `make test` leaves out, or a part of it (ARGS="--part 2/7"; ARGS go to pytest)
+	$(PYTEST) -m long $(ARGS)
+
+test-long: lint  ## everything, scripts in interpreters of their own (ARGS go to pytest)
 	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays

@@ -302,7 +302,7 @@ BREAKAGES = (
         "_lightning/signals.py",
         "        self._requeue(num_requeues, requeue_signal)\n        if terminated:",
         "        self._requeue(self._num_requeues, requeue_signal)\n        if terminated:",
-        "tests/doors/test_slurm_requeue.py",
+        "tests/doors/test_signals_in_evaluation.py",
     ),
     Breakage(
         "Lightning's clipping reads the stand-ins of scattered gradients",

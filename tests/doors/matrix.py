@@ -111,7 +111,7 @@ def table() -> str:
         "",
         'Each line is trained on two ranks under `"ddp"` and under `"megatron_ddp"`, with the sharded optimizer',
         "(reduce-scatter) and without (all-reduce), and weights, losses, metrics and what callbacks saw are compared:",
-        "`python -m pytest tests/doors/test_matrix.py`. *To the bit* means that no bit differs; a number is the",
+        "`python -m pytest -m 'long or not long' tests/doors/test_matrix.py`. *To the bit* means that no bit differs; a number is the",
         "relative difference allowed where the order of a sum differs. This file is written from the tests",
         "(`python -m tests.doors.matrix`), which fail if it is not.",
         "",

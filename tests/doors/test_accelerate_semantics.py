@@ -375,7 +375,7 @@ def train_regions_compiled(name: str, mode: dict[str, Any]) -> Any:
     return train_compiled(name, mode, True)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @both_modes
 @pytest.mark.parametrize("job", [train_whole_compiled, train_regions_compiled])
 def test_compiled_models(worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any]) -> None:

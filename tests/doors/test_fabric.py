@@ -373,7 +373,7 @@ def test_small_updates_of_bf16_weights_add_up(ranks: Ranks, options: dict[str, A
 # --- modules --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @both_modes
 def test_a_model_compiled_by_autograd_too_trains_alike(ranks: Ranks, options: dict[str, Any]) -> None:
     """The matrix has dynamo alone; here backward is traced as well. Forward and backward still meet the engine."""

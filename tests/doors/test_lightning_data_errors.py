@@ -21,9 +21,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from megastrategy import MegatronDDPStrategy
 
+from ..support.scripts import run_script
 from .fits import BATCH_SIZE, AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer
-from .python_processes import run_python
-from .rank_processes import Failure, Ranks, free_port
+from .rank_processes import Failure, Ranks
 
 BATCH = 3
 PATIENCE_S = 2
@@ -198,13 +198,12 @@ SCRIPT = """
 """
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("broken", [IN_THE_SAME_BATCH, [first_sample(1)]], ids=["all", "one"])
 def test_an_error_in_a_dataloaders_worker_ends_all_ranks(tmp_path: Path, broken: list[int]) -> None:
-    """In a script, which Lightning starts once more for rank 1; the worker's traceback comes with the error."""
+    """The worker's traceback comes with the error."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    output = run_python(str(script), *map(str, broken), environment={"MASTER_PORT": str(free_port())})
+    output = run_script(script, *broken, cwd=tmp_path).stdout
     assert "rank 1 ended with BrokenSampleError: Caught BrokenSampleError in DataLoader worker process 0" in output
     if len(broken) == 2:
         assert "rank 0 ended with BrokenSampleError" in output

@@ -176,7 +176,7 @@ assert said("ddp") == (theirs, text)
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("package", DOORS)
 def test_in_a_notebook_the_remedy_is_a_name_of_ours(tmp_path: Path, package: str) -> None:
     """Lightning's error names 'ddp_notebook', by which the user would leave with the problem solved and no sharding."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from .python_processes import run_python, run_pythons
+from ..support.scripts import run_script
+from .python_processes import run_pythons
 from .rank_processes import free_port
 
 SCRIPT = """
@@ -130,13 +131,12 @@ finally:
 """
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["training", "validation"])
 def test_sigterm_ends_a_fit_on_one_rank_after_the_batch(tmp_path: Path, when: str) -> None:
     """Lightning compares no notes there, and the fit would go on to its end."""
     (tmp_path / "script.py").write_text(ONE_RANK)
-    output = run_python("script.py", when, str(int(signal.SIGTERM)), cwd=tmp_path)
-    [line] = [line for line in output.splitlines() if line.startswith("SENT")]
+    done = run_script(tmp_path / "script.py", when, int(signal.SIGTERM), cwd=tmp_path, ranks=1)
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("SENT")]
     _, sent, _, steps, _, waited, _, ended = line.split()
     assert int(sent) >= 3
     assert int(steps) == int(sent) + (when == "training"), "the batch that was under way is done, and no other"
@@ -144,16 +144,16 @@ def test_sigterm_ends_a_fit_on_one_rank_after_the_batch(tmp_path: Path, when: st
     assert ended == "SIGTERMException"
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["training", "validation"])
 def test_one_rank_saves_before_the_next_batch_and_the_job_resumes(tmp_path: Path, when: str) -> None:
     job = slurm_job(tmp_path, num_tasks=1)
     (tmp_path / "script.py").write_text(ONE_RANK)
     lines = []
-    for arguments in ([], ["resumed"]):
-        environment = {**job, "MASTER_PORT": str(free_port()), "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-        [output] = run_pythons(["script.py", when, str(int(signal.SIGUSR1)), *arguments], [environment], cwd=tmp_path)
-        lines += [line for line in output.splitlines() if line.startswith("SENT")]
+    for resumed in ([], ["resumed"]):
+        arguments = [when, int(signal.SIGUSR1), *resumed]
+        environment = {**job, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+        done = run_script(tmp_path / "script.py", *arguments, cwd=tmp_path, ranks=1, environment=environment)
+        lines += [line for line in done.printed.splitlines() if line.startswith("SENT")]
     assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
     sent = int(lines[0].split()[1])
     checkpoint = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,10 @@ def losses(run_dir: Path, column: str) -> list[float]:
         return [float(row[column]) for row in csv.DictReader(file) if row[column]]
 
 
-def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(tmp_path: Path) -> None:
-    for run in (start_example, run_example):  # the second replaces the first in its directory and does not complain
-        done = run(*TINY, cwd=tmp_path)
-        printed = done.printed
+@pytest.mark.parametrize("run", [run_example, pytest.param(start_example, marks=pytest.mark.long)])
+def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(tmp_path: Path, run: Callable[..., Done]) -> None:
+    for _ in range(2):  # the second replaces the first in its directory and does not complain
+        printed = run(*TINY, cwd=tmp_path).printed
     out, run_dir = tmp_path / "runs" / "gpt", tmp_path / "runs" / "gpt" / "megatron_ddp"
     assert {path.name for path in out.iterdir()} == {"loss.png", "megatron_ddp"}
     assert {path.name for path in run_dir.iterdir()} == {"metrics.csv", "hparams.yaml", "best.ckpt", "last.ckpt"}

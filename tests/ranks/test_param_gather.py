@@ -107,6 +107,7 @@ def train(rank: int, group: ProcessGroup, overlap: bool | str, dtype: torch.dtyp
     return result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [2, 3])
 def test_fifty_steps_with_all_that_loops_do_are_the_same_to_the_bit(size: int, dtype: torch.dtype) -> None:

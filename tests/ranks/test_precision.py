@@ -36,10 +36,13 @@ def wrap(
     return model, DistributedOptimizer(make(model.parameters()), model)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "sharded", "updates"),
-    [(torch.bfloat16, True, 1000), (torch.bfloat16, False, 100), (torch.float16, True, 100)],
+    [
+        pytest.param(torch.bfloat16, True, 1000, marks=pytest.mark.long),
+        (torch.bfloat16, False, 100),
+        (torch.float16, True, 100),
+    ],
 )
 def test_tiny_updates_add_up(dtype: torch.dtype, sharded: bool, updates: int) -> None:
     """Together they are 0.01; a weight of 1 in 16 bits rounds each of them away."""
