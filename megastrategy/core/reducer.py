@@ -22,7 +22,6 @@ gradients cannot accumulate on a rank, so that with them every backward synchron
 from __future__ import annotations
 
 import collections
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from .agreement import Agreement
+from .backward import BackwardPhase, backward_starts
 from .buffers import GradBuffers
 from .collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
@@ -79,10 +79,8 @@ class Reducer:
         self._should_sync = should_sync
         self._listener = listener
 
-        self._active = False  # a backward is under way and has reached a parameter
-        self._syncing = False
+        self._phase = BackwardPhase.IDLE
         self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
-        self._is_finishing = False  # between the WAIT_START and the WAIT_END at the end of a reduction
         self._forward_decision: bool | None = None
         self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
         self._ends: list[weakref.ref[Callable[[], None]]] = []  # what was queued with backwards, while they last
@@ -151,8 +149,8 @@ class Reducer:
 
     def _drop_unfinished(self) -> None:
         """What a backward that ended in an exception left behind, sealed in part, is waited for and dropped."""
-        if self._active or self._is_unfinished:
-            self._active = self._syncing = self._is_unfinished = False
+        if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
+            self._phase, self._is_unfinished = BackwardPhase.IDLE, False
             self._wait_for_launched()
             self._late.clear()
             self._has_local_grads = False
@@ -170,11 +168,8 @@ class Reducer:
         Callbacks queued inside a nested (re-entrant checkpoint) backward run when that ends, too early to send what
         is left.
         """
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(self._on_output_grad)
-            elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-                self.watch([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        for output in backward_starts(outputs):
+            output.register_hook(self._on_output_grad)
 
     def _on_output_grad(self, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
@@ -193,35 +188,36 @@ class Reducer:
 
     def _on_grad_accumulated(self, index: int, param: Tensor) -> None:
         bucket = self._bucket_of[index]
-        if not self._active:
+        if self._phase is BackwardPhase.IDLE:
             self._begin_backward()
         elif param.grad is not self.buffers.views[index]:
-            if self._syncing and bucket < len(self._handles):
+            if self._phase is BackwardPhase.SYNCHRONISING and bucket < len(self._handles):
                 self._on_late_grad(index)
                 return
             self.buffers.adopt(index)
         self.buffers.has_grad[index], self._kept[index] = True, False
-        if self._planner is not None and self._syncing:
+        syncs = self._phase is BackwardPhase.SYNCHRONISING
+        if syncs and self._planner is not None:
             self._planner.note(index)
         if self._listener is not None:
             self._listener(Event(EventKind.GRAD_READY, index))
-        if self._syncing and self._seen[index] != self._epoch:
+        if syncs and self._seen[index] != self._epoch:
             self._seen[index] = self._epoch
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
                 self._launch_ready()
 
     def _begin_backward(self) -> None:
-        self._active = True
+        syncs = self._should_sync(self._forward_decision) or self.buffers.reduces_every_backward
+        self._phase = BackwardPhase.SYNCHRONISING if syncs else BackwardPhase.ACCUMULATING
         self._epoch += 1
-        self._syncing = self._should_sync(self._forward_decision) or self.buffers.reduces_every_backward
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
         if needed != self._needed:
             self._needed, self._static_used = needed, None
         deferred = {self._bucket_of[index] for index in self._deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
         self._has_local_grads = True
-        if self._planner is not None and self._syncing:
+        if syncs and self._planner is not None:
             self._planner.start()
         self.buffers.open()
         if self._watched == NO_TASK:
@@ -238,10 +234,9 @@ class Reducer:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
-        if not self._active:
+        if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             return
-        self._active = False
-        synced, self._syncing = self._syncing, False
+        synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
         if synced:
             if self._planner is not None:
                 self._planner.stop()
@@ -289,9 +284,9 @@ class Reducer:
         while len(self._handles) < len(self.layout.buckets):
             self._launch(len(self._handles))
         self._emit(EventKind.WAIT_START, 0)
-        self._is_finishing = True
+        self._phase = BackwardPhase.WAITING
         try:
-            late_buckets = self._agree()
+            late_buckets, moves = self._agree()
             for index, used in enumerate(self.buffers.has_grad):
                 self.num_reductions[index] += used
             self._wait_for_launched(publish=True)
@@ -299,14 +294,14 @@ class Reducer:
                 self._reduce_again(bucket)
             self._kept[:] = self.buffers.has_grad
         finally:
-            self._is_finishing = False
+            self._phase = BackwardPhase.IDLE
             self._emit(EventKind.WAIT_END, 0)
             self._in_flight.clear()
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
         if self._planner is not None:
-            self._planner.finish(self.layout)
+            self._planner.finish(self.layout, moves=moves)
             if self._planner.is_done:
                 self._planner = None
         self._is_unfinished = False
@@ -334,7 +329,7 @@ class Reducer:
         return pieces[0] if len(pieces) == 1 else Handles(pieces)
 
     def _wait_for_oldest(self) -> None:
-        waits_anyhow = self._is_finishing
+        waits_anyhow = self._phase is BackwardPhase.WAITING
         if not waits_anyhow:
             self._emit(EventKind.WAIT_START, 0)
         try:
@@ -365,8 +360,9 @@ class Reducer:
         for handle in pieces:  # of a bucket that did not get as far as having a handle
             handle.wait()
 
-    def _agree(self) -> list[int]:
-        """Makes ``has_grad`` say what any rank used, and returns the buckets in which any rank has late gradients.
+    def _agree(self) -> tuple[list[int], bool]:
+        """Makes ``has_grad`` say what any rank used. Returns the buckets in which any rank has late gradients, and
+        whether any wants another order of buckets.
 
         Raises, on all ranks alike:
             MicrobatchMismatchError: if the ranks are not at the same microbatch.
@@ -380,33 +376,28 @@ class Reducer:
         wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
         judges = planner is not None and planner.judges_order
         if not (agrees or judges or self._config.check_for_nan_in_grad):
-            return []
-        local, used = list(has_grad), self._used_locally()
+            return [], False
+        used = self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
-        late = [bucket.index in late_buckets for bucket in self.layout.buckets]
         if self._config.check_for_nan_in_grad:
             self._note_nonfinite_late_grads()
-        microbatch = self.microbatch % 256
-        # the maximum over ranks of a number and of its complement are complements only if all ranks have the same
-        flags = [*local, *late, microbatch, 255 - microbatch, bool(self._nonfinite), wants]
-        *agreed, last, complement, has_nonfinite, moves = self._max_over_ranks(flags)
-        if last != 255 - complement:
+        agreement = Agreement(
+            used=list(has_grad),
+            late=[bucket.index in late_buckets for bucket in self.layout.buckets],
+            microbatch=self.microbatch,
+            has_nonfinite=bool(self._nonfinite),
+            wants_other_order=wants,
+        ).over_ranks(self._collectives, self._device)
+        if agreement.microbatch is None:
             self._raise_microbatch_mismatch()
-        if has_nonfinite:
+        if agreement.has_nonfinite:
             self._raise_nonfinite()
-        if moves and planner is not None:
-            planner.take_order_of_rank_zero(len(self._params))
         if not agrees:
-            return []
-        has_grad[:] = [bool(flag) for flag in agreed[: len(local)]]
+            return [], agreement.wants_other_order
+        has_grad[:] = agreement.used
         if self._config.static_graph:
             self._static_used, self._static_local = list(has_grad), used
-        return [bucket for bucket, flag in enumerate(agreed[len(local) :]) if flag]
-
-    def _max_over_ranks(self, numbers: Sequence[int]) -> list[int]:
-        tensor = torch.tensor(numbers, dtype=torch.uint8, device=self._device)
-        self._collectives.all_reduce_max(tensor).wait()
-        return [int(number) for number in tensor.tolist()]
+        return [bucket for bucket, flag in enumerate(agreement.late) if flag], agreement.wants_other_order
 
     def _agrees(self) -> bool:
         """Whether a synchronised backward ends with an exchange of what was used."""

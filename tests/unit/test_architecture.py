@@ -41,6 +41,7 @@ RANKS = [
     {"checkpoint", "rebucketing", "trials"},  # folders that say what they are for, and no more
     {"trials.step_arguments"},
     {
+        "backward",
         "config",
         "events",
         "errors",
@@ -70,7 +71,7 @@ RANKS = [
     {"collectives.backend", "collectives.single_rank"},
     {"collectives.gloo"},
     {"collectives", "collectives.instanced"},
-    {"rebucketing.tuning", "flattened_buffers", "pooled_buffers", "param_buffers"},
+    {"agreement", "rebucketing.tuning", "flattened_buffers", "pooled_buffers", "param_buffers"},
     {"rebucketing.planner"},
     {"reducer", "param_gather", "clip_grads", "checkpoint.full_state", "step_tensors", "rebucketing.relayout"},
     {"checkpoint.sharded_state", "module_plan", "checkpoint.hand_over"},

@@ -45,7 +45,6 @@ class BucketPlanner:
         """Whether the first synchronised backward has not ended yet."""
         self._arrived: list[int] = []
         self._wanted_order: list[int] | None = None
-        self._agreed_order: list[int] | None = None  # until the buckets are laid out in it
 
     @property
     def is_done(self) -> bool:
@@ -83,18 +82,19 @@ class BucketPlanner:
         self._wanted_order = better_layout_order(layout, self._config, arrived, needed)
         return self._wanted_order is not None
 
-    def take_order_of_rank_zero(self, num_params: int) -> None:
-        """All ranks go by what rank 0 wants, which may be nothing. Collective, if any rank wants another order."""
-        order = torch.tensor(self._wanted_order or [-1] * num_params, dtype=torch.int64, device=self._device)
-        self._collectives.broadcast(order).wait()
-        agreed = [int(index) for index in order.tolist()]
-        self._agreed_order = None if agreed[0] < 0 else agreed
+    def finish(self, layout: BufferLayout, *, moves: bool) -> None:
+        """The reductions of a synchronised backward have ended. Collective where something moves or is measured.
 
-    def finish(self, layout: BufferLayout) -> None:
-        """The reductions of a synchronised backward have ended. Collective where something moves or is measured."""
-        order, self._agreed_order, self._wanted_order, self.judges_order = self._agreed_order, None, None, False
-        if order is not None:
-            other = build_layout(layout.params, self._config, layout.dp_size, order)
-            layout = other if self._move(other) else layout
+        Args:
+            layout: the present one.
+            moves: whether any rank wants another order; then all go by what rank 0 wants, which may be nothing.
+        """
+        wanted, self._wanted_order, self.judges_order = self._wanted_order, None, False
+        if moves:
+            order = torch.tensor(wanted or [-1] * len(layout.params), dtype=torch.int64, device=self._device)
+            self._collectives.broadcast(order).wait()
+            if order[0] >= 0:
+                other = build_layout(layout.params, self._config, layout.dp_size, order.tolist())
+                layout = other if self._move(other) else layout
         if self._tuner is not None and self._tuner.propose(layout, self._move):
             self._tuner = None
