@@ -106,67 +106,15 @@ class DistributedDataParallelConfig:
     Not with a GradScaler, which meets infinite gradients on purpose."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "overlap_param_gather":
-                if not isinstance(value, bool) and value not in ("step", "forward"):
-                    raise ValueError(f"{field.name}={value!r}: expected 'step', 'forward' or False")
-            elif field.name == "grad_buffer":
-                if value not in ("contiguous", "pooled"):
-                    raise ValueError(f"{field.name}={value!r}: expected 'contiguous' or 'pooled'")
-            elif field.name not in _NUMBERS and not isinstance(value, bool):
-                raise ValueError(f"{field.name}={value!r}: expected True or False")
+        _check_values(self)
         if self.overlap_param_gather is True:
             object.__setattr__(self, "overlap_param_gather", "forward")
-        size = self.bucket_size
-        is_number = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        if size is not None and size != "auto" and not is_number:
-            raise ValueError(
-                f"bucket_size={size!r}: expected a positive number of elements, 'auto' for a measured one, or None for "
-                "the default (an eighth of the model, between 2**18 and 40 million elements)"
-            )
-        if self.grad_buffer == "pooled":
-            for name in ("use_distributed_optimizer", "use_contiguous_buffers"):
-                if not getattr(self, name):
-                    raise ValueError(
-                        f"grad_buffer='pooled' contradicts {name}=False: pooled gradients are summed in the shards of "
-                        f"the distributed optimizer. Leave {name} on, or grad_buffer='contiguous'"
-                    )
-        instances = self.num_distributed_optimizer_instances
-        if not isinstance(instances, int) or isinstance(instances, bool) or instances <= 0:
-            raise ValueError(
-                f"num_distributed_optimizer_instances={instances!r}: expected a positive number that divides the "
-                "number of ranks, or 1 for one optimizer sharded over all of them"
-            )
-        if instances > 1 and not self.use_distributed_optimizer:
-            raise ValueError(
-                f"num_distributed_optimizer_instances={instances} contradicts use_distributed_optimizer=False: with an "
-                "all-reduce every rank has a whole optimizer already. Pass one of the two"
-            )
+        _check_numbers(self)
+        _check_pooled(self)
         if not self.use_contiguous_buffers:
-            if size == "auto":
-                raise ValueError(
-                    "use_contiguous_buffers=False contradicts bucket_size='auto': nothing overlaps there that another "
-                    "size could hide. Pass a number of elements, or None"
-                )
-            for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
-                if getattr(self, name):
-                    raise ValueError(
-                        f"use_contiguous_buffers=False contradicts {name}=True: without persistent buffers gradients "
-                        f"are flattened and all-reduced after backward. Pass {name}=False as well, or leave "
-                        "use_contiguous_buffers on"
-                    )
+            _check_flattened(self)
         if self.reduce_scatter_with_fp32_accumulation:
-            if self.grad_reduce_in_fp32:
-                raise ValueError(
-                    "reduce_scatter_with_fp32_accumulation=True contradicts grad_reduce_in_fp32=True: gradients are "
-                    "sent as fp32 already. Pass grad_reduce_in_fp32=False as well"
-                )
-            if not self.use_distributed_optimizer:
-                raise ValueError(
-                    "reduce_scatter_with_fp32_accumulation=True contradicts use_distributed_optimizer=False: an "
-                    "all-reduce has no shard to sum into. Pass one of the two"
-                )
+            _check_fp32_accumulation(self)
         if self.static_graph and not self.find_unused_parameters:
             raise ValueError(
                 "static_graph=True contradicts find_unused_parameters=False: a static graph agrees once on the used "
@@ -176,6 +124,79 @@ class DistributedDataParallelConfig:
 
 _NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
 """The fields that are no switches."""
+
+
+def _check_values(config: DistributedDataParallelConfig) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name == "overlap_param_gather":
+            if not isinstance(value, bool) and value not in ("step", "forward"):
+                raise ValueError(f"{field.name}={value!r}: expected 'step', 'forward' or False")
+        elif field.name == "grad_buffer":
+            if value not in ("contiguous", "pooled"):
+                raise ValueError(f"{field.name}={value!r}: expected 'contiguous' or 'pooled'")
+        elif field.name not in _NUMBERS and not isinstance(value, bool):
+            raise ValueError(f"{field.name}={value!r}: expected True or False")
+
+
+def _check_numbers(config: DistributedDataParallelConfig) -> None:
+    size, instances = config.bucket_size, config.num_distributed_optimizer_instances
+    if size is not None and size != "auto" and not _is_positive_number(size):
+        raise ValueError(
+            f"bucket_size={size!r}: expected a positive number of elements, 'auto' for a measured one, or None for "
+            "the default (an eighth of the model, between 2**18 and 40 million elements)"
+        )
+    if not _is_positive_number(instances):
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances!r}: expected a positive number that divides the "
+            "number of ranks, or 1 for one optimizer sharded over all of them"
+        )
+    if instances > 1 and not config.use_distributed_optimizer:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances} contradicts use_distributed_optimizer=False: with an "
+            "all-reduce every rank has a whole optimizer already. Pass one of the two"
+        )
+
+
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _check_pooled(config: DistributedDataParallelConfig) -> None:
+    for name in ("use_distributed_optimizer", "use_contiguous_buffers"):
+        if config.grad_buffer == "pooled" and not getattr(config, name):
+            raise ValueError(
+                f"grad_buffer='pooled' contradicts {name}=False: pooled gradients are summed in the shards of "
+                f"the distributed optimizer. Leave {name} on, or grad_buffer='contiguous'"
+            )
+
+
+def _check_flattened(config: DistributedDataParallelConfig) -> None:
+    if config.bucket_size == "auto":
+        raise ValueError(
+            "use_contiguous_buffers=False contradicts bucket_size='auto': nothing overlaps there that another "
+            "size could hide. Pass a number of elements, or None"
+        )
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        if getattr(config, name):
+            raise ValueError(
+                f"use_contiguous_buffers=False contradicts {name}=True: without persistent buffers gradients "
+                f"are flattened and all-reduced after backward. Pass {name}=False as well, or leave "
+                "use_contiguous_buffers on"
+            )
+
+
+def _check_fp32_accumulation(config: DistributedDataParallelConfig) -> None:
+    if config.grad_reduce_in_fp32:
+        raise ValueError(
+            "reduce_scatter_with_fp32_accumulation=True contradicts grad_reduce_in_fp32=True: gradients are "
+            "sent as fp32 already. Pass grad_reduce_in_fp32=False as well"
+        )
+    if not config.use_distributed_optimizer:
+        raise ValueError(
+            "reduce_scatter_with_fp32_accumulation=True contradicts use_distributed_optimizer=False: an "
+            "all-reduce has no shard to sum into. Pass one of the two"
+        )
 
 
 def field_names() -> tuple[str, ...]:
@@ -196,6 +217,22 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
             engine has no counterpart for, with the reason; torch's default of it may be spelled out.
     """
+    chosen = _fields_in(arguments)
+    if arguments.get("forward_sync_buffers") is not None:
+        chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
+    cap = arguments.get("bucket_cap_mb")
+    if cap is not None:
+        if chosen.get("bucket_size") is not None:
+            raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
+        chosen["bucket_size"] = _bucket_size_from_mib(cap)
+    if chosen.get("static_graph") and arguments.get("find_unused_parameters") is False:
+        # torch DDP's own default spelled out beside static_graph=True; there the pair means static_graph alone.
+        del chosen["find_unused_parameters"]
+    return DistributedDataParallelConfig(**chosen)
+
+
+def _fields_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The config's fields among the arguments; raises for what is neither one nor torch's."""
     known = field_names()
     chosen: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -215,17 +252,7 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
             # the whole list after the one name would bury it
             hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ValueError(f"unknown argument {name!r}: {hint}")
-    if arguments.get("forward_sync_buffers") is not None:
-        chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
-    cap = arguments.get("bucket_cap_mb")
-    if cap is not None:
-        if chosen.get("bucket_size") is not None:
-            raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
-        chosen["bucket_size"] = _bucket_size_from_mib(cap)
-    if chosen.get("static_graph") and arguments.get("find_unused_parameters") is False:
-        # torch DDP's own default spelled out beside static_graph=True; there the pair means static_graph alone.
-        del chosen["find_unused_parameters"]
-    return DistributedDataParallelConfig(**chosen)
+    return chosen
 
 
 def _bucket_size_from_mib(value: Any) -> int:

@@ -99,16 +99,9 @@ class Player:
         elif isinstance(action, Evaluate):
             self.evaluate()
         elif isinstance(action, Freeze | Thaw):
-            if action.layer < len(self.case.layers):
-                self.zero_grad()  # what is frozen with a gradient is stepped once more
-                self.model.weights[action.layer].requires_grad_(isinstance(action, Thaw))
-                changed = {action.layer}
-                clock.frozen = clock.frozen | changed if isinstance(action, Freeze) else clock.frozen - changed
-                self.trainable_changed()
+            self.freeze_or_thaw(action)
         elif isinstance(action, Change):
-            if action.layer < len(self.case.layers):
-                with torch.no_grad():
-                    self.model.weights[action.layer].mul_(0.5)
+            self.halve(action.layer)
         elif isinstance(action, LearningRate):
             for group in self.optimizer.param_groups:
                 group["lr"] *= 0.5
@@ -117,6 +110,20 @@ class Player:
         elif isinstance(action, Load) and clock.saved is not None and not clock.frozen:
             self.zero_grad()
             self.load(clock.saved)
+
+    def halve(self, layer: int) -> None:
+        if layer < len(self.case.layers):
+            with torch.no_grad():
+                self.model.weights[layer].mul_(0.5)
+
+    def freeze_or_thaw(self, action: Freeze | Thaw) -> None:
+        clock = self.clock
+        if action.layer < len(self.case.layers):
+            self.zero_grad()  # what is frozen with a gradient is stepped once more
+            self.model.weights[action.layer].requires_grad_(isinstance(action, Thaw))
+            changed = {action.layer}
+            clock.frozen = clock.frozen | changed if isinstance(action, Freeze) else clock.frozen - changed
+            self.trainable_changed()
 
     def train(self, action: Train) -> None:
         self.zero_grad()

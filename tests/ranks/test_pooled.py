@@ -579,31 +579,34 @@ def test_scaling_clipping_and_unfreezing() -> None:
         assert all(map(torch.equal, weights, pooled_weights))
 
 
+def start_leg(module: nn.Module, options: dict[str, Any] | None, group: ProcessGroup) -> tuple[Any, Any]:
+    inner = torch.optim.AdamW(module.parameters(), lr=0.01)
+    if options is None:
+        return TorchDDP(module, process_group=group, find_unused_parameters=True), inner
+    model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=200, **options), group)
+    return model, DistributedOptimizer(inner, model)
+
+
+def train_leg(rank: int, model: Any, optimizer: Any, leg: int) -> None:
+    for step in range(3 * leg, 3 * leg + 3):
+        optimizer.zero_grad()
+        model(images(rank, step, 0), step, rank).backward()
+        optimizer.step()
+
+
 def test_checkpoints_cross() -> None:
     """Three steps each as pooled, contiguous and torch DDP, one after the other by checkpoint, are 15 of torch DDP."""
     legs: list[dict[str, Any] | None] = [POOLED, {}, POOLED, None, POOLED]
-
-    def steps(rank: int, model: Any, optimizer: Any, leg: int) -> None:
-        for step in range(3 * leg, 3 * leg + 3):
-            optimizer.zero_grad()
-            model(images(rank, step, 0), step, rank).backward()
-            optimizer.step()
 
     def run(rank: int, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any]]:
         weights, state = awkward_model().state_dict(), None
         for leg, options in enumerate(legs):
             module = awkward_model()
             module.load_state_dict(weights)
-            if options is None:
-                model: Any = TorchDDP(module, process_group=group, find_unused_parameters=True)
-                optimizer: Any = torch.optim.AdamW(module.parameters(), lr=0.01)
-            else:
-                own = DistributedDataParallelConfig(bucket_size=200, **options)
-                model = DistributedDataParallel(module, own, group)
-                optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.01), model)
+            model, optimizer = start_leg(module, options, group)
             if state is not None:
                 optimizer.load_state_dict(copy.deepcopy(state))
-            steps(rank, model, optimizer, leg)
+            train_leg(rank, model, optimizer, leg)
             saved = optimizer.state_dict()
             if rank == 0:
                 shared[leg] = saved
@@ -620,7 +623,7 @@ def test_checkpoints_cross() -> None:
         model = TorchDDP(module, process_group=group, find_unused_parameters=True)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         for leg in range(len(legs)):
-            steps(rank, model, optimizer, leg)
+            train_leg(rank, model, optimizer, leg)
         return module.state_dict(), optimizer.state_dict()
 
     shared: dict[int, dict[str, Any]] = {}

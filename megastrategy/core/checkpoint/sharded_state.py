@@ -336,6 +336,18 @@ def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
         here = here[step]
 
 
+def _sizes_of_state(metadata: Any, key: str) -> dict[int, dict[str, Tensor]]:
+    """By number, each tensor in the state of the optimizer under ``key``, without its elements."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    sizes: dict[int, dict[str, Tensor]] = {}
+    for number, (name, place) in enumerate((metadata.planner_data or {}).items()):
+        saved = metadata.state_dict_metadata[name]
+        if isinstance(saved, TensorStorageMetadata) and tuple(map(str, place[:2])) == (key, "state"):
+            sizes[number] = {str(place[-1]): torch.empty(saved.size, device="meta")}
+    return sizes
+
+
 def read_optimizer(
     path: Path,
     key: str,
@@ -349,17 +361,10 @@ def read_optimizer(
     Raises:
         CheckpointError: if the directory cannot be read, or a parameter in it is not in ``names``, or of another shape.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     laid_out = {spec.name: (index, spec) for index, spec in enumerate(layout.params)}
     present = {*names, *laid_out}
     metadata = read_metadata(path)
-    sizes: dict[int, dict[str, Tensor]] = {}
-    for number, (name, place) in enumerate((metadata.planner_data or {}).items()):
-        saved = metadata.state_dict_metadata[name]
-        if isinstance(saved, TensorStorageMetadata) and tuple(map(str, place[:2])) == (key, "state"):
-            sizes[number] = {str(place[-1]): torch.empty(saved.size, device="meta")}
-    per_element = per_element_keys(sizes, known)
+    per_element = per_element_keys(_sizes_of_state(metadata, key), known)
 
     def make(place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
         dtype, size = saved.properties.dtype, tuple(saved.size)

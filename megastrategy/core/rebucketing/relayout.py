@@ -187,10 +187,7 @@ def _gather(
                     scratch[kind.dtype] = torch.empty(largest, dtype=kind.dtype, device=device)
                 flat = scratch[kind.dtype][: bucket.numel].zero_()
                 for index in members:
-                    owned = present.owned_range(index, collectives.rank)
-                    part = holders[number].part(index, name) if owned is not None else None
-                    if owned is not None and part is not None:
-                        flat[owned[0] - bucket.start : owned[1] - bucket.start] = part
+                    _fill(flat, holders[number], name, index, bucket.start, present, collectives.rank)
                 model.shard_collectives.all_gather(flat).wait()
                 for index in members:
                     if index in own[number]:
@@ -198,6 +195,16 @@ def _gather(
     # nobody changes over before everybody can
     collectives.all_reduce_max(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
     return own
+
+
+def _fill(
+    flat: Tensor, holder: ShardHolder, name: str, param: int, first: int, present: BufferLayout, rank: int
+) -> None:
+    """Puts what ``rank`` has of a parameter into a bucket of ``present`` that begins at ``first``."""
+    owned = present.owned_range(param, rank)
+    part = holder.part(param, name) if owned is not None else None
+    if owned is not None and part is not None:
+        flat[owned[0] - first : owned[1] - first] = part
 
 
 def _cut(flat: Tensor, param: int, first: int, present: BufferLayout, layout: BufferLayout, rank: int) -> Tensor:

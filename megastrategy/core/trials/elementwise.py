@@ -241,27 +241,34 @@ class _GroupProbe:
 
     def _keeps_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> str | None:
         """Where the optimizer keeps other things for flat pieces, or what a checkpoint of pieces cannot hold."""
-        expected = dict(values_of(whole.optimizer))
         for piece, spans in zip(pieces, self.problem.spans(), strict=True):
-            for number, param in enumerate(piece.params):
-                values, kept = piece.state(number).items(), whole.state(number).keys()
-                for name, value in values:
-                    if (reason := why_not_saved(name, value, param.shape)) is not None:
-                        return f"for a flat piece of {param.numel()} elements {self.where} keeps {reason}"
-                if kept != piece.state(number).keys():
-                    return (
-                        f"{self.where} keeps {sorted(map(str, kept))} for a whole trial tensor and "
-                        f"{sorted(map(str, piece.state(number)))} for flat pieces of it"
-                    )
-            found = dict(values_of(piece.optimizer))
-            for name in dict.fromkeys((*expected, *found)):  # in order, so that ranks say the same
-                one, other = _not_of_tensors(expected.get(name)), _not_of_tensors(found.get(name))
-                if name not in expected or name not in found or not equal(one, other):
-                    return self._otherwise(name, expected.get(name), found.get(name))
-            for number, span in enumerate(spans):
-                for name, value in piece.state(number).items():
-                    if not self._is_same_state(whole, number, name, value, span):
-                        return self._otherwise(f"state {name!r}", whole.state(number)[name], value)
+            if (reason := self._names_differ(whole, piece) or self._values_differ(whole, piece, spans)) is not None:
+                return reason
+        return None
+
+    def _names_differ(self, whole: Trial, piece: Trial) -> str | None:
+        for number, param in enumerate(piece.params):
+            kept, of_piece = whole.state(number).keys(), piece.state(number)
+            for name, value in of_piece.items():
+                if (reason := why_not_saved(name, value, param.shape)) is not None:
+                    return f"for a flat piece of {param.numel()} elements {self.where} keeps {reason}"
+            if kept != of_piece.keys():
+                return (
+                    f"{self.where} keeps {sorted(map(str, kept))} for a whole trial tensor and "
+                    f"{sorted(map(str, of_piece))} for flat pieces of it"
+                )
+        return None
+
+    def _values_differ(self, whole: Trial, piece: Trial, spans: Sequence[tuple[int, int]]) -> str | None:
+        expected, found = dict(values_of(whole.optimizer)), dict(values_of(piece.optimizer))
+        for name in dict.fromkeys((*expected, *found)):  # in order, so that ranks say the same
+            one, other = _not_of_tensors(expected.get(name)), _not_of_tensors(found.get(name))
+            if name not in expected or name not in found or not equal(one, other):
+                return self._otherwise(name, expected.get(name), found.get(name))
+        for number, span in enumerate(spans):
+            for name, value in piece.state(number).items():
+                if not self._is_same_state(whole, number, name, value, span):
+                    return self._otherwise(f"state {name!r}", whole.state(number)[name], value)
         return None
 
     def _is_same_state(self, whole: Trial, number: int, name: str, value: Any, span: tuple[int, int]) -> bool:
