@@ -41,6 +41,7 @@ from .distributed_data_parallel import DistributedDataParallel
 from .errors import CheckpointError, OptimizerNotShardableError
 from .forwarded import forwarding_members
 from .optimizer_copies import StateOfCopy, same
+from .profiler_ranges import profiler_range
 from .sharded_step import ShardedStep
 from .trials.elementwise import Findings, why_not_in_fp32, why_not_main_params
 from .trials.step_arguments import StepArguments
@@ -167,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        with torch.no_grad():
+        with torch.no_grad(), profiler_range("step"):
             impl.step(others)
         return result
 

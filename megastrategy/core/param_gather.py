@@ -26,6 +26,7 @@ from .collectives import Collectives, Handle
 from .errors import CollectiveError
 from .events import Event, EventKind, Listener
 from .param_buffers import ParamBuffers
+from .profiler_ranges import profiler_range
 
 
 class ParamGather:
@@ -64,7 +65,8 @@ class ParamGather:
         The last buckets hold the first layers, which the next forward needs first: start them first.
         """
         self._emit(EventKind.GATHER_START, bucket)
-        self._handles[bucket] = self._collectives.all_gather(self._buffers.bucket(bucket))
+        with profiler_range("gather", bucket):
+            self._handles[bucket] = self._collectives.all_gather(self._buffers.bucket(bucket))
         self.missing.discard(bucket)
 
     def follow(self, buffers: ParamBuffers) -> None:
@@ -115,10 +117,11 @@ class ParamGather:
     def _wait_alone(self, buckets: Sequence[int]) -> None:
         self._emit(EventKind.WAIT_START, 1)
         try:
-            for bucket in buckets:
-                self._handles[bucket].wait()
-                self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
-                self._make_plain(bucket)
+            with profiler_range("wait for weights"):
+                for bucket in buckets:
+                    self._handles[bucket].wait()
+                    self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
+                    self._make_plain(bucket)
         except CollectiveError:  # those behind it will not arrive either, and whoever heard of it may clean up
             pending, self._handles = list(self._handles), {}
             self.missing.update(pending)

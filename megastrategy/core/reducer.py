@@ -40,6 +40,7 @@ from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradE
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout
 from .nonfinite import NonFinite, describe_nonfinite, find_in_grad
+from .profiler_ranges import profiler_range
 from .rebucketing.planner import BucketPlanner
 from .reduced_grad import NO_TASK, inside_backward
 
@@ -286,12 +287,13 @@ class Reducer:
         self._emit(EventKind.WAIT_START, 0)
         self._phase = BackwardPhase.WAITING
         try:
-            late_buckets, moves = self._agree()
-            for index, used in enumerate(self.buffers.has_grad):
-                self.num_reductions[index] += used
-            self._wait_for_launched(publish=True)
-            for bucket in late_buckets:
-                self._reduce_again(bucket)
+            with profiler_range("wait for gradients"):
+                late_buckets, moves = self._agree()
+                for index, used in enumerate(self.buffers.has_grad):
+                    self.num_reductions[index] += used
+                self._wait_for_launched(publish=True)
+                for bucket in late_buckets:
+                    self._reduce_again(bucket)
             self._kept[:] = self.buffers.has_grad
         finally:
             self._phase = BackwardPhase.IDLE
@@ -311,10 +313,11 @@ class Reducer:
             self._launch(len(self._handles))
 
     def _launch(self, bucket: int) -> None:
-        self.buffers.seal(bucket)
-        if self._config.check_for_nan_in_grad:
-            self._nonfinite += self.buffers.find_nonfinite(bucket, self._collectives.rank)
-        self._handles.append(self._start_reduction(bucket))
+        with profiler_range("reduce", bucket):
+            self.buffers.seal(bucket)
+            if self._config.check_for_nan_in_grad:
+                self._nonfinite += self.buffers.find_nonfinite(bucket, self._collectives.rank)
+            self._handles.append(self._start_reduction(bucket))
 
     def _start_reduction(self, bucket: int) -> Handle:
         """Of a sealed bucket. Waits for the oldest piece on its way where no more may be."""

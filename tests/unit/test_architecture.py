@@ -46,6 +46,7 @@ RANKS = [
         "events",
         "errors",
         "callers",
+        "profiler_ranges",
         "checkpoint.flat_shard",
         "collectives.tensor_parts",
         "collectives.process_groups",
