@@ -1,0 +1,161 @@
+"""The private names of other packages that megastrategy uses, as its source has them; writes the page about them.
+
+python -m tests.support.private_names
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megastrategy"
+PAGE = ROOT / "docs" / "design" / "private_names.md"
+
+LIVES_IN = {
+    "torch._C": "_autograd _current_graph_task_id _disabled_torch_function_impl",
+    "torch._C._autograd": "_profiler_enabled",
+    "torch._C._VariableFunctions": (
+        "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_copy_ "
+        "_foreach_mul_ _foreach_norm"
+    ),
+    "torch.ops.aten": "_foreach_zero_ _to_copy",
+    "torch.Tensor": "_make_wrapper_subclass _post_accumulate_grad_hooks",
+    "torch": "_C",
+    "torch.autograd.variable": "_execution_engine",
+    "torch.utils._pytree": "tree_leaves",
+    "torch.utils._python_dispatch": "TorchDispatchMode",
+    "torch.utils.data.dataloader": "_BaseDataLoaderIter",
+    "torch.nn.parallel.distributed": (
+        "_accum_grad_hooks _active_ddp_module _bucket_config _comm_hooks _ddp_sink_clone _delay_all_reduce_all_params "
+        "_delay_all_reduce_params _delay_grad_buffer _delay_grad_views _has_rebuilt_buckets _join_config "
+        "_lazy_init_ran _module_parameters _require_manual_backward_finalization "
+        "_static_graph_delay_allreduce_enqueued _use_python_reducer"
+    ),
+    "torch.distributed.algorithms.join": "_JoinConfig",
+    "torch.distributed.ProcessGroup": (
+        "_allgather_base _device_types _get_backend _get_sequence_number_for_group _reduce_scatter_base"
+    ),
+    "torch.distributed.ProcessGroupGloo.Options": "_timeout",
+    "torch.distributed.distributed_c10d": ("_get_default_group _get_default_store _new_process_group_helper _world"),
+    "torch.nn.modules.module": (
+        "_load_from_state_dict _load_state_dict_post_hooks _load_state_dict_pre_hooks _modules "
+        "_non_persistent_buffers_set _parameters"
+    ),
+    "torch.optim.optimizer": (
+        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_load_state_dict_pre_hooks "
+        "_optimizer_state_dict_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks"
+    ),
+    "torch.optim.adam": "_step_supports_amp_scaling",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
+    "torch.serialization": "_get_layout",
+    "torch._dynamo.eval_frame": "_orig_mod",
+    "torch.amp.grad_scaler": "_get_growth_tracker _init_growth_tracker _scale",
+    "lightning.pytorch.trainer.trainer": "_run_stage _signal_connector",
+    "lightning.pytorch.trainer.connectors.signal_connector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
+    "lightning.pytorch.loops.training_epoch_loop": "_batches_that_stepped _broadcast_sigterm_tensor",
+    "lightning.pytorch.loops.evaluation_loop": "_evaluation_step",
+    "lightning.pytorch.loops.prediction_loop": "_predict_step",
+    "lightning.pytorch.core.optimizer": "_MockOptimizer",
+    "pytorch_lightning.core.optimizer": "_MockOptimizer",
+    "lightning.pytorch.plugins.io.wrapper": "_base_checkpoint_io_configured",
+    "lightning.fabric.utilities.imports": "_IS_INTERACTIVE",
+    "lightning_fabric.utilities.imports": "_IS_INTERACTIVE",
+    "accelerate.accelerator": (
+        "_dataloaders _is_accelerate_prepared _load_model_state_pre_hook _save_model_state_pre_hook"
+    ),
+    "transformers.trainer": "_load_optimizer_and_scheduler _save_optimizer_and_scheduler",
+}
+"""The object or module that has the names, or in whose source they are."""
+
+NOT_YET = {"_require_manual_backward_finalization": "2.15"}
+"""Of torch, since when there is one: a prepared model answers for it on older ones, too."""
+
+NOT_THEIRS = {"_getframe", "_extra_state", "_megatron_ddp", "_notebook", "_norm_total"}
+"""Python's own; a key of torch's state_dicts; marks, endings of names and members of ours."""
+
+
+def uses() -> dict[str, set[str]]:
+    """By private name that nothing of ours has, the files that use it."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    own = {name for tree in trees.values() for name in _defined(tree)} | NOT_THEIRS
+    found: dict[str, set[str]] = defaultdict(set)
+    for path, tree in trees.items():
+        for name in _used(tree):
+            if name not in own:
+                found[name].add(path.relative_to(PACKAGE).as_posix())
+    return dict(sorted(found.items()))
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def _used(tree: ast.AST) -> Iterator[str]:
+    """Attributes, strings that may name one, and imports: of private names, or from private modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and "._" in (node.module or ""):
+            yield from (alias.name for alias in node.names)
+            continue
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            names = [node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = [node.value]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [alias.name for alias in node.names]
+        yield from (name for name in names if re.fullmatch(r"_[A-Za-z]\w*", name))
+
+
+def lives(name: str, where: str) -> bool:
+    """Whether the installed version of a package has the name there."""
+    parts = where.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            module = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        there: Any = module
+        for part in parts[count:]:
+            there = getattr(there, part)
+        if hasattr(there, name):
+            return True
+        return count == len(parts) and re.search(rf"\b{name}\b", inspect.getsource(module)) is not None
+    raise ImportError(where)
+
+
+def page() -> str:
+    """The document."""
+    used = uses()
+    lines = [
+        "# Private names that are reached into",
+        "",
+        "What other packages do not promise to keep, and megastrategy uses. A test fails where the installed versions",
+        "([versions.md](../versions.md)) do not have one of them, or the source uses one that is not here. The table",
+        "is written from it: `python -m tests.support.private_names`.",
+        "",
+        "| of | name | used in |",
+        "|---|---|---|",
+    ]
+    for where, names in LIVES_IN.items():
+        for name in names.split():
+            since = f" (since {NOT_YET[name]})" if name in NOT_YET else ""
+            lines.append(f"| `{where}` | `{name}`{since} | {', '.join(f'`{file}`' for file in sorted(used[name]))} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
