@@ -12,7 +12,7 @@ WORKERS ?= 2
 PYTEST += --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-full check test test-rest test-long fuzz lint fast clean
+.PHONY: help setup demo bench bench-full check docs test test-rest test-long fuzz lint fast clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +51,11 @@ lint: $(STAMP)  ## ruff and mypy
 
 fast: $(STAMP)  ## the engine's own tests but those of checkpoints, without any framework (ARGS go to pytest)
 	$(PYTEST) tests/unit tests/ranks $(ARGS)
+
+docs: $(STAMP)  ## the site of the pages and of all public names, into build/docs; a warning is an error
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	@rm -rf megastrategy.egg-info
+	$(BIN)/python -m sphinx --quiet --fail-on-warning -b html -c docs . build/docs
 
 fuzz: $(STAMP)  ## random programs against torch DDP and plain torch, a minute (ARGS="--minutes 60 --seed 7")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzzing $(ARGS)

@@ -68,8 +68,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     """Megatron-LM's data parallelism for ``Fabric(strategy=...)``, in place of ``"ddp"``.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout,
-            start_method: as for ``DDPStrategy``. The groups of the engine have the ``timeout``, too.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as for ``DDPStrategy``.
+        process_group_backend, timeout, start_method: as there. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of. Either is loaded.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments

@@ -87,8 +87,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            timeout, start_method: as for ``DDPStrategy``. The groups of the engine have the ``timeout``, too.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as for ``DDPStrategy``.
+        process_group_backend, timeout, start_method: as there. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of, in the background if the Trainer has the plugin ``AsyncCheckpointIO``. Either is loaded.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
