@@ -184,7 +184,7 @@ BREAKAGES = (
     Breakage(
         "new weights are read before they have arrived",
         "core/param_gather.py",
-        "                self._handles[bucket].wait()\n",
+        "                    self._handles[bucket].wait()\n",
         "",
         "tests/ranks/test_param_gather.py",
     ),

@@ -10,10 +10,11 @@ import faulthandler
 import multiprocessing
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ import torch.distributed as dist
 import megastrategy  # noqa: F401 - preloaded in the fork server
 
 from .patience import HANG_S
+
+AFTER_A_FAILURE_S = 30.0
+"""How long the other ranks are waited for: they may wait for the one that failed, and its reason should be told."""
 
 
 def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = HANG_S) -> list[Any]:
@@ -39,7 +43,7 @@ def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeou
             theirs.close()
             processes.append(process)
             connections.append(ours)
-        outcomes = [_receive(connection, timeout_s) for connection in connections]
+        outcomes = _receive(connections, timeout_s)
         for process in processes:
             process.join(10.0)
             if process.is_alive():
@@ -50,13 +54,23 @@ def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeou
     return [value for _, value in outcomes]
 
 
-def _receive(connection: Connection, timeout_s: float) -> tuple[bool, Any]:
-    try:
-        if connection.poll(timeout_s):
-            return pickle.loads(connection.recv_bytes())  # type: ignore[no-any-return]
-    except EOFError:
-        return False, "the process ended without a result"
-    return False, f"no result within {timeout_s} s"
+def _receive(connections: list[Connection], timeout_s: float) -> list[tuple[bool, Any]]:
+    """By rank, whether it succeeded, and its result or why not."""
+    outcomes: list[tuple[bool, Any]] = [(False, f"no result within {timeout_s} s, or after another failed")] * len(
+        connections
+    )
+    left, deadline = {connection: rank for rank, connection in enumerate(connections)}, time.monotonic() + timeout_s
+    while left and (ready := wait(list(left), max(0.0, deadline - time.monotonic()))):
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = left.pop(connection)
+            try:
+                outcomes[rank] = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                outcomes[rank] = False, "the process ended without a result"
+            if not outcomes[rank][0]:
+                deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
+    return outcomes
 
 
 def _serve(
