@@ -25,6 +25,7 @@ LOOPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(4)
 @both_modes
 @pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
 def test_a_loop_ends_in_the_bits_of_torch_ddp(worlds: Worlds, mode: dict[str, Any], options: dict[str, Any]) -> None:

@@ -89,6 +89,7 @@ def assert_same_value(actual: Any, expected: Any, where: str) -> None:
         assert actual == expected, where
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", [adamw, sgd, adagrad, amsgrad_in_groups, plain_sgd])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_checkpoint_is_what_ddp_writes(
@@ -133,6 +134,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_resuming_equals_training_without_interruption(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
     """Losses after the interruption and final weights to the bit, whichever strategy wrote and whichever reads."""

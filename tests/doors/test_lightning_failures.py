@@ -340,6 +340,7 @@ def validate_again_after_exception() -> str:
 # --- all ranks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_next_fit_in_the_process_works(ranks: Ranks, place: str, sharded: bool) -> None:

@@ -51,6 +51,7 @@ def test_fit_equals_ddp_bit_for_bit(ranks: Ranks, sharded: bool, accumulate: int
     assert ours[0].losses != ours[1].losses, "the ranks see different samples"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

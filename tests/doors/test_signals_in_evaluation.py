@@ -196,6 +196,7 @@ def fit_in_a_job(
     return model.saved_at, trainer.global_step
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("rank", "fast"), [(None, None), (0, None), (1, None), (1, 0), (0, 1)])
 def test_all_ranks_save_in_a_validation_and_the_job_resumes(
     ranks: Ranks, tmp_path: Path, rank: int | None, fast: int | None

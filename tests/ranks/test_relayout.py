@@ -105,6 +105,7 @@ MOMENTS = ["before forward", "before backward", "before step", "before zero_grad
 F32, BF16 = torch.float32, torch.bfloat16
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "dtype", "options"),
     [
