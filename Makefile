@@ -41,7 +41,7 @@ bench-full: $(STAMP)  ## more cases, engines and ranks, hours (ARGS="--help" lis
 check: lint  ## lint, types, structure and the tests that need no ranks: under a minute (ARGS go to pytest)
 	$(PYTEST) tests/unit $(ARGS)
 
-test: lint  ## lint, types and the suite: every test, and every value of its parameters (ARGS go to pytest)
+test: lint  ## lint, types and the suite, sampled where a test has many cases (ARGS go to pytest)
 	$(PYTEST) $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy

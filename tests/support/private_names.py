@@ -1,6 +1,6 @@
-"""The private names of other packages that megastrategy uses, as its source has them; writes the page about them.
+"""The private names of other packages that megastrategy uses, as its source has them.
 
-python -m tests.support.private_names
+``python -m tests.support.private_names`` writes the page about them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The other cases, which put the same values together otherwise, are marked ``long`` (``make test-long``). A row of values
 that one ``parametrize`` gives together counts as one value. Where that is still too much, ``@pytest.mark.sample(n)``
-says how many cases stay. What is asked for by its name is always run.
+says how many cases stay, and some values are then seen by ``make test-long`` alone. What is asked for by its name is
+always run.
 """
 
 from __future__ import annotations
