@@ -247,7 +247,7 @@ def _under_ours(make: Make) -> list[Outcome]:
 
         def wrap(module: _Model, make: Make) -> tuple[nn.Module, Any]:
             model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=4000), group)
-            collectives[:] = [model.collectives]
+            collectives[:] = [model.engine.collectives]
             return model, DistributedOptimizer(make(list(module.parameters())), model)
 
         def share(state: Any) -> Any:

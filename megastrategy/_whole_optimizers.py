@@ -44,7 +44,7 @@ class WholeOptimizers:
 
     def of(self, model: DistributedDataParallel) -> Optimizer | None:
         """One that has a trainable parameter of a model that came after it."""
-        params = {id(param) for param in model.params}
+        params = {id(param) for param in model.engine.params}
         groups = ((optimizer, group) for optimizer in self._alive() for group in optimizer.param_groups)
         return next((optimizer for optimizer, group in groups if params & set(map(id, group["params"]))), None)
 

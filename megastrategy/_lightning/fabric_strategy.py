@@ -44,7 +44,6 @@ from ..core import (
     DistributedOptimizer,
     GradScaler,
     config_from_arguments,
-    describe_setup,
     directory_keys,
     read_directory,
     save_directory,
@@ -131,8 +130,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         """
         self._adapt_scaler()
         for wrapped in self._open_models():
-            if wrapped.module is module and wrapped.is_as_wrapped():
-                wrapped.collectives.broadcast_all([*module.parameters(), *module.buffers()])
+            if wrapped.module is module and wrapped.engine.is_as_wrapped():
+                wrapped.engine.broadcast_all()
                 return wrapped
             if wrapped.module is module:
                 wrapped.close()
@@ -142,7 +141,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             collectives=engine_collectives(self.root_device),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
-        if not wrapped.steps_params_themselves() and (early := self._whole_optimizers.of(wrapped)) is not None:
+        if not wrapped.engine.steps_params_themselves and (early := self._whole_optimizers.of(wrapped)) is not None:
             wrapped.close()
             raise ValueError(
                 f"the {type(early).__name__} of this model was set up before it, when nothing told that it has to step "
@@ -170,7 +169,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                     "again: build a new optimizer on its parameters"
                 )
         if len(owners) > 1:
-            if all(owner.steps_params_themselves() for owner in owners):
+            if all(owner.engine.steps_params_themselves for owner in owners):
                 return optimizer
             raise ValueError(
                 f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models that were set up "
@@ -179,12 +178,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             )
         model = owners[0]
         distributed = DistributedOptimizer(optimizer, model)
-        state_tensors = distributed.num_state_tensors
         self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
-        model.on_message = rank_zero_info
-        rank_zero_info(
-            describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
-        )
+        model.engine.announce(rank_zero_info, distributed.num_state_tensors)
         return distributed
 
     def _owners(self, optimizer: Optimizer) -> list[DistributedDataParallel]:
@@ -249,7 +244,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             ValueError: if it is not a trainable parameter of a model that was set up.
         """
         for model in self._open_models():
-            if any(candidate is param for candidate in model.params):
+            if any(candidate is param for candidate in model.engine.params):
                 return model.full_grad(param)
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of a model that was set up"

@@ -53,7 +53,6 @@ from ..core import (
     Event,
     GradScaler,
     config_from_arguments,
-    describe_setup,
     one_listener,
     to_host,
 )
@@ -157,7 +156,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             listener=one_listener(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
-        self._wrapped.known_findings = known_findings()
+        self._wrapped.engine.known_findings = known_findings()
         return self._wrapped
 
     def add_listener(self, listener: Callable[[Event], None]) -> None:
@@ -184,11 +183,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         if not isinstance(model, DistributedDataParallel):
             return
         counts = [opt.num_state_tensors for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
-        model.on_message = rank_zero_info
-        state_tensors = max(counts, default=None, key=lambda count: count or 0)
-        rank_zero_info(
-            describe_setup(model.layout, model.collectives.rank, self.config.overlap_grad_reduce, state_tensors)
-        )
+        model.engine.announce(rank_zero_info, max(counts, default=None, key=lambda count: count or 0))
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -281,7 +276,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         model = self.model
         if not isinstance(model, DistributedDataParallel):
             raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
-        by_param = dict(zip(model.params, model.grad_norms(norm_type), strict=True))
+        by_param = dict(zip(model.engine.params, model.grad_norms(norm_type), strict=True))
         found = {
             f"grad_{norm_type}_norm/{name}": by_param[param]
             for name, param in model.module.named_parameters()
@@ -314,7 +309,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
 
     def _meet_if_interrupted(self) -> Meeting | None:
         """Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks."""
-        if not self._is_interrupted() or self._wrapped is None or self._wrapped.collectives.size == 1:
+        if not self._is_interrupted() or self._wrapped is None or self._wrapped.engine.collectives.size == 1:
             return None
         if self._meeting is None:
             if (exception := sys.exception()) is not None:
@@ -327,7 +322,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             if sharded and any(begun != done for begun, done in steps):
                 self._meeting.problem = self._meeting.problem or "a step was under way"
             if not self._meeting.problem:
-                self._wrapped.collectives = engine_collectives(self.root_device, agreed=True)
+                self._wrapped.engine.save_over(engine_collectives(self.root_device, agreed=True))
         return self._meeting
 
     def _may_save(self) -> bool:
@@ -380,7 +375,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
                 checkpoint[MAIN_PARAMS_KEY] = main_params
                 checkpoint.setdefault("callbacks", {})[LEFT_BEHIND] = {}
         if self._wrapped is not None and self.model is not self._wrapped:
-            self._wrapped.collectives.close()  # the fit is over, and gathering has woken them
+            self._wrapped.engine.collectives.close()  # the fit is over, and gathering has woken them
         if isinstance(self._checkpoint_io, self._async_io) and self.root_device.type != "cpu":
             checkpoint = {**checkpoint, "state_dict": to_host(checkpoint["state_dict"])}  # it would clone on the device
         super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from .._faults.process_collectives import checkpoint_collectives, engine_collectives
 from .._whole_optimizers import WholeOptimizers
-from ..core import DistributedOptimizer, GradScaler, LoneCollectives, describe_setup
+from ..core import DistributedOptimizer, GradScaler, LoneCollectives
 from . import checkpoint
 from .plugin import MegatronDDPPlugin, refuse_other_engines
 from .prepared_model import (
@@ -134,22 +134,22 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         known = prepared_model(model, self.megatron_ddp_config)
         if known is not None:
             self._models.append(model)
-            known.collectives.broadcast_all([*model.parameters(), *model.buffers()])
+            known.engine.broadcast_all()
             return self._finish_model(known)
         with self._compiling_regions_only(model):
             placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         del placed._is_accelerate_prepared  # which it is not, if it comes again without its wrapper
         collectives = engine_collectives(self.device) if self.use_distributed else LoneCollectives()
         way_out = self.megatron_ddp_plugin.all_reduce_option
-        engine = PreparedModel(placed, self.megatron_ddp_config, collectives=collectives, all_reduce_option=way_out)
-        if not engine.steps_params_themselves() and (early := self._whole_optimizers.of(engine)) is not None:
-            engine.close()
+        prepared = PreparedModel(placed, self.megatron_ddp_config, collectives=collectives, all_reduce_option=way_out)
+        if not prepared.engine.steps_params_themselves and (early := self._whole_optimizers.of(prepared)) is not None:
+            prepared.close()
             raise ValueError(
                 f"the {type(early).__name__} of this model was prepared before it, when nothing told that it has to "
                 "step shards, or fp32 main params of 16-bit weights: call accelerator.prepare(model, optimizer), or "
                 "prepare the model before the optimizer"
             )
-        return self._finish_model(remember(model, engine))
+        return self._finish_model(remember(model, prepared))
 
     def _finish_model(self, model: PreparedModel) -> Any:
         plugin = self.state.dynamo_plugin
@@ -207,10 +207,8 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
                 "again: build a new optimizer on its parameters"
             )
         distributed = DistributedOptimizer(optimizer, model)
-        state_tensors = distributed.num_state_tensors
         optimizer._megatron_ddp = distributed, model  # type: ignore[attr-defined] # found when it is prepared again
-        model.on_message = _log.info
-        _log.info(describe_setup(model.layout, model.collectives.rank, model.config.overlap_grad_reduce, state_tensors))
+        model.engine.announce(_log.info, distributed.num_state_tensors)
         return distributed
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -243,17 +241,17 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: Module) -> Iterator[None]:
         """As accelerate's: the next backward is synchronised, although its forward ran under ``no_sync``."""
-        engine = _uncompiled(model)
-        if not isinstance(engine, PreparedModel):
+        prepared = _uncompiled(model)
+        if not isinstance(prepared, PreparedModel):
             with accelerate.Accelerator.trigger_sync_in_backward(model):
                 yield
             return
-        before, engine.require_backward_grad_sync = engine.require_backward_grad_sync, True
-        engine.reducer.prepare_for_backward([])
+        before, prepared.require_backward_grad_sync = prepared.require_backward_grad_sync, True
+        prepared.engine.reducer.prepare_for_backward([])
         try:
             yield
         finally:
-            engine.require_backward_grad_sync = before
+            prepared.require_backward_grad_sync = before
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As accelerate's; the optimizer may be the user's own."""

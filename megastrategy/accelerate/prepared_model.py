@@ -26,7 +26,7 @@ from ..core import (
 from .torch_ddp_by_name import NOT_USED, OF_TORCHS_REDUCER, TorchDDPByName, no_such_attribute
 
 
-class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[misc]
+class PreparedModel(DistributedDataParallel, TorchDDPByName):
     """The engine around a prepared module; see torch_ddp_by_name's [Note: an instance of torch's DDP].
 
     Attributes that it has not are the module's, so that ``model.generate`` and the like work.
@@ -65,7 +65,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[mi
         """
         self.check_open()
         if self.require_forward_param_sync and self.config.broadcast_buffers:
-            self.collectives.broadcast_all(self._watch.buffers())
+            self.engine.broadcast_buffers()
         self._has_uneven_batches = True
         try:
             yield
@@ -86,7 +86,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[mi
             NotImplementedError: if ranks run different numbers of batches.
         """
         syncs = super().should_sync(decision)
-        if self._has_uneven_batches and (syncs or self.grad_buffers.reduces_every_backward):
+        if self._has_uneven_batches and (syncs or self.engine.grad_buffers.reduces_every_backward):
             raise NotImplementedError(
                 "a backward inside join_uneven_inputs with even_batches=False: a rank that is out of batches cannot "
                 "take part in reducing the gradients of the others, nor in the steps of a sharded optimizer. Leave "
@@ -101,11 +101,11 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):  # type: ignore[mi
 
     def owned_grads(self, params: Iterable[Parameter]) -> list[Tensor]:
         """This rank's parts of the reduced gradients of these parameters: views, to be changed in place."""
-        self.check_open()
-        self.reducer.finish_grad_sync()
-        indices = [self.index_by_id[id(param)] for param in params]
-        self.grad_buffers.adopt_written(indices)
-        grads = [self._owned_grad(index) for index in indices if self.grad_buffers.has_grad[index]]
+        engine = self.engine
+        engine.reducer.finish_grad_sync()
+        indices = [engine.index_by_id[id(param)] for param in params]
+        engine.grad_buffers.adopt_written(indices)
+        grads = [engine.owned_grad(index) for index in indices if engine.grad_buffers.has_grad[index]]
         return [grad for grad in grads if grad is not None]
 
 
@@ -129,7 +129,7 @@ def prepared_model(module: Module, config: DistributedDataParallelConfig) -> Pre
     model = reference() if reference is not None else None
     if model is None or model.is_closed:
         return None
-    if model.config == config and model.is_as_wrapped():
+    if model.config == config and model.engine.is_as_wrapped():
         return model
     model.close()
     return None
@@ -156,7 +156,7 @@ def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[t
     """Which of the parameters are reduced by which of the models, each once."""
     parts = []
     for model in models:
-        own = {id(param): param for param in params if id(param) in model.index_by_id}
+        own = {id(param): param for param in params if id(param) in model.engine.index_by_id}
         if own:
             parts.append((model, list(own.values())))
     return parts
@@ -167,7 +167,7 @@ def clip_norm_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], max_norm:
     every rank. Collective."""
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
     first = parts[0][0]
-    norm = total_grad_norm(grads, norm_type, first.shard_collectives, first.device)
+    norm = total_grad_norm(grads, norm_type, first.engine.shard_collectives, first.device)
     in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
     norm = norm if in_fp64 else norm.to(torch.float32)
     with torch.no_grad():

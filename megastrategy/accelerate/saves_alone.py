@@ -61,7 +61,7 @@ class SavesAlone:
         if not self.use_distributed:
             return None
         mine = (model for model in open_models() if any(model.module is item for item in self._models))
-        return next((model.collectives for model in mine), None)
+        return next((model.engine.collectives for model in mine), None)
 
     @contextlib.contextmanager
     def _saving(self, *, is_sharded: bool, in_directory: bool) -> Iterator[bool]:

@@ -37,7 +37,8 @@ from .checkpoint.full_state import (
 from .checkpoint.hand_over import MAIN_PARAMS, STATE, Borrowing
 from .checkpoint.sharded_state import check_same_groups, read_optimizer, sharded_state_dict
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
-from .distributed_data_parallel import DistributedDataParallel
+from .distributed_data_parallel import DistributedDataParallel, refuse_join
+from .engine import Engine
 from .errors import CheckpointError, OptimizerNotShardableError
 from .forwarded import forwarding_members
 from .optimizer_copies import StateOfCopy, same
@@ -87,12 +88,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module "
                 "first"
             )
-        model.check_open()
-        findings = _check(optimizer, model)
-        self._impl = impl = ShardedStep(optimizer, model, findings)
+        engine = model.engine
+        findings = _check(optimizer, engine)
+        self._impl = impl = ShardedStep(optimizer, engine, findings)
         self._borrowing = None
         if impl.owner_collectives is not None:
-            self._borrowing = Borrowing(impl, model.collectives, impl.owner_collectives, model.device)
+            self._borrowing = Borrowing(impl, engine.collectives, impl.owner_collectives, engine.device)
         if impl.has_shards:
             optimizer.register_step_pre_hook(impl.refuse_direct_use)
             optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
@@ -161,7 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if others and (reason := impl.try_arguments(others)) is not None:
             raise OptimizerNotShardableError(
                 f"step() of a sharded {type(impl.inner).__name__} cannot be called with these arguments: {reason}. "
-                f"Leave them out, or pass {impl.model.all_reduce_option}: every rank then steps whole parameters, as "
+                f"Leave them out, or pass {impl.engine.all_reduce_option}: every rank then steps whole parameters, as "
                 "under torch DDP"
             )
         result = None
@@ -191,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             NotOnAllRanksError: if they are not, within bounded time.
         """
         if self._impl.sharded:
-            self._impl.model.collectives.require_all_ranks(what)
+            self._impl.engine.collectives.require_all_ranks(what)
 
     @property
     def num_steps(self) -> tuple[int, int]:
@@ -202,16 +203,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         impl = self._impl
         begun, done = impl.num_steps_begun, impl.num_steps_done
-        lacks_weights = impl.sharded and bool(impl.model.param_gather.missing)
+        lacks_weights = impl.sharded and bool(impl.engine.param_gather.missing)
         return begun, min(done, begun - 1) if begun and lacks_weights else done
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or, with ``set_to_none=False``, zeroes) the gradients of this optimizer's parameters."""
         impl = self._impl
         if set_to_none:
-            impl.model.grad_buffers.clear(impl.param_indices())
+            impl.engine.grad_buffers.clear(impl.param_indices())
         else:
-            impl.model.grad_buffers.zero(impl.param_indices())
+            impl.engine.grad_buffers.zero(impl.param_indices())
         impl.strangers.zero(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -247,7 +248,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
-        return self._impl.model.full_grad(param)
+        return self._impl.engine.full_grad(param)
 
     def unscale_grads_(self, inv_scale: Tensor) -> Tensor:
         """For gradient scalers: multiplies the gradients by ``inv_scale``; (1,) fp32, 1.0 on all ranks if any is not
@@ -255,8 +256,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         impl.finish_grads()
         # a stranger's gradient is not reduced, and may be infinite on one rank alone
-        agreeing = impl.model.collectives if impl.strangers.params else impl.owner_collectives
-        return unscale_grads_(impl.owned_grads() + impl.strangers.grads(), inv_scale, agreeing, impl.model.device)
+        agreeing = impl.engine.collectives if impl.strangers.params else impl.owner_collectives
+        return unscale_grads_(impl.owned_grads() + impl.strangers.grads(), inv_scale, agreeing, impl.engine.device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Collective if any parameter of the wrapped model was not trained before.
@@ -268,13 +269,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.inner.add_param_group(param_group)
         try:
             impl.check_groups()
-            findings = _check(impl.inner, impl.model)
+            findings = _check(impl.inner, impl.engine)
         except ValueError:
             impl.inner.param_groups.pop()
             raise
         if findings is not None:
             impl.learn(findings)
-        impl.model.include_trainable()
+        impl.engine.include_trainable()
         impl.follow_model()
 
     def state_dict(self) -> dict[str, Any]:
@@ -295,7 +296,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if not is_here:
                 return {"state": OnRankZero(), "param_groups": groups_by_number(impl.inner, number_params(impl.inner))}
             return gather_state_dict(
-                impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.element_names, gather, impl.model.device
+                impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.element_names, gather, impl.engine.device
             )
 
     @contextlib.contextmanager
@@ -304,11 +305,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._borrowing is None:
             yield None, True
             return
-        model, owners = self._impl.model, self._impl.owner_collectives
-        if owners is not None and not self._borrowing.is_over(model.collectives):
+        engine, owners = self._impl.engine, self._impl.owner_collectives
+        if owners is not None and not self._borrowing.is_over(engine.collectives):
             # after an exception others took their place, on which all ranks meet that save
-            model.collectives.require_all_ranks(f"{what} of a sharded optimizer")
-            yield CollectiveGather(owners, model.device), True
+            engine.collectives.require_all_ranks(f"{what} of a sharded optimizer")
+            yield CollectiveGather(owners, engine.device), True
             return
         with self._borrowing.gather(self._impl, what) as gather:
             yield gather, gather is not None
@@ -347,7 +348,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._gather(MAIN_PARAMS) as (gather, is_here):
             if not is_here:
                 return OnRankZero()
-            main_params = gather_main_params(impl.param_indices(), impl.shards, impl.layout, gather, impl.model.device)
+            main_params = gather_main_params(impl.param_indices(), impl.shards, impl.layout, gather, impl.engine.device)
             return main_params if gather is None or gather.is_root else OnRankZero()
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
@@ -365,7 +366,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         impl = self._impl
         impl.split_state()
-        of_others = {id(param) for param in impl.strangers.params} if impl.model.collectives.rank else set()
+        of_others = {id(param) for param in impl.strangers.params} if impl.engine.collectives.rank else set()
 
         def stepped(param: Parameter) -> Tensor | None:
             if id(param) in of_others:
@@ -420,9 +421,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """For deep copies and pickles, as :meth:`__copy__`."""
         return same, (self._impl.inner,)
 
-    def join_hook(self, **options: Any) -> NoReturn:
-        """What ``torch.distributed.algorithms.Join`` asks for; refused as the model's is."""
-        self._impl.model.join_hook(**options)
+    def join_hook(self, **_: Any) -> NoReturn:
+        """Refused as the model's is: ``torch.distributed.algorithms.Join`` asks for it."""
+        refuse_join("join_hook")
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return self._impl.inner.register_step_pre_hook(hook)
@@ -434,10 +435,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"{type(self).__name__}({self._impl.inner!r})"  # Lightning derives a class of its own
 
 
-def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> Findings | None:
+def _check(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
     """What trial steps showed, if the optimizer is to be sharded; raises if it cannot step what it would be given."""
-    dtypes = {spec.dtype for spec in model.layout.params if spec.has_main_param}
-    is_sharded = model.layout.num_shards > 1
+    dtypes = {spec.dtype for spec in engine.layout.params if spec.has_main_param}
+    is_sharded = engine.layout.num_shards > 1
     reason = why_not_main_params(optimizer) if dtypes and not is_sharded else None
     if reason is not None or (reason := why_not_in_fp32(optimizer, dtypes)) is not None:
         raise OptimizerNotShardableError(
@@ -446,10 +447,10 @@ def _check(optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> 
         )
     if not is_sharded:
         return None
-    findings = model.known_findings.probe(optimizer, model.device, model.layout.main_dtype)
+    findings = engine.known_findings.probe(optimizer, engine.device, engine.layout.main_dtype)
     if findings.reason is not None:
         raise OptimizerNotShardableError(
-            f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {model.all_reduce_option}: every "
+            f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {engine.all_reduce_option}: every "
             "rank then steps whole parameters, as under torch DDP"
         )
     return findings

@@ -68,7 +68,7 @@ def _zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
         if impl.has_shards and len(impl.inner.state) > num_known:
             raise OptimizerNotShardableError(
                 f"zero_grad() of {type(impl.inner).__name__} keeps state for parameters, and what is stepped in their "
-                f"place has other state. Keep it elsewhere, or pass {impl.model.all_reduce_option} with fp32 weights"
+                f"place has other state. Keep it elsewhere, or pass {impl.engine.all_reduce_option} with fp32 weights"
             )
         return result
 
@@ -94,7 +94,7 @@ def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
     inner = impl.inner
     if not impl.has_shards:
         return call(inner)
-    kind = impl.model.device, impl.layout.main_dtype
+    kind = impl.engine.device, impl.layout.main_dtype
     try:
         if not impl.sharded:
             return _call_on_main_params(impl, call) if looks_at_tensors(inner, call, *kind) else call(inner)
@@ -102,7 +102,7 @@ def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
     except NotForShardsError as reason:
         raise OptimizerNotShardableError(
             f"{name} of {type(inner).__name__} cannot be used while the optimizer is sharded: {reason}. Pass "
-            f"{impl.model.all_reduce_option}: every rank then has whole parameters, gradients and state, as under "
+            f"{impl.engine.all_reduce_option}: every rank then has whole parameters, gradients and state, as under "
             "torch DDP"
         ) from None
     if effect is Effect.NONE:
@@ -111,13 +111,13 @@ def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
 
 
 def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) -> Any:
-    model, indices = impl.model, impl.param_indices()
-    model.check_open()
-    assert model.param_buffers is not None, "sharded"
+    engine, indices = impl.engine, impl.param_indices()
+    engine.check_open()
+    assert engine.param_buffers is not None, "sharded"
     if moves:
-        model.collectives.require_all_ranks(f"{name} of a sharded {type(impl.inner).__name__}")
-    model.param_gather.finish()
-    model.param_buffers.recapture()
+        engine.collectives.require_all_ranks(f"{name} of a sharded {type(impl.inner).__name__}")
+    engine.param_gather.finish()
+    engine.param_buffers.recapture()
     impl.split_state()
     own = [impl.shards[index] for index in indices if index in impl.shards]
     mains = [shard for shard in own if shard.weights is not None and impl.layout.params[shard.param].has_main_param]
@@ -135,25 +135,25 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
             shard.weights.copy_(shard.main)
     # a rank may have nothing of a bucket that others have moved, so all of them are gathered
     for bucket in sorted({impl.layout.slots[index].bucket for index in indices}, reverse=True):
-        model.param_gather.start(bucket)
-    model.param_gather.finish()
-    torch.autograd.graph.increment_version([model.params[index] for index in indices])
+        engine.param_gather.start(bucket)
+    engine.param_gather.finish()
+    torch.autograd.graph.increment_version([engine.params[index] for index in indices])
     return result
 
 
 def _call_on_main_params(impl: ShardedStep, call: Call) -> Any:
     """Of 16-bit parameters that are whole on every rank: with their main params in the groups, and the gradients."""
-    model = impl.model
-    model.check_open()
+    engine = impl.engine
+    engine.check_open()
     impl.follow_model()
     with torch.no_grad(), impl.main_params_with_grads() as own:
         result = call(impl.inner)
         for shard in own:
-            param = model.params[shard.param]
+            param = engine.params[shard.param]
             if not torch.equal(rounded := shard.main.to(param.dtype), param):
                 param.copy_(rounded)
             if param.grad is not None and shard.main.grad is None:
-                model.grad_buffers.clear([shard.param])
+                engine.grad_buffers.clear([shard.param])
             elif param.grad is not None and shard.main.grad is not None:
                 param.grad.copy_(shard.main.grad)
     return result

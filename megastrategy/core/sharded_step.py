@@ -28,13 +28,13 @@ from .checkpoint.full_state import MAIN_PARAM, shard_state
 from .checkpoint.hand_over import STATE, AtRest, OwnParts, Version
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
-from .distributed_data_parallel import DistributedDataParallel
+from .engine import Engine
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .layout import BufferLayout
 from .param_buffers import ParamBuffers
 from .param_shard import ParamShard, take_outside_changes
-from .rebucketing.relayout import Contents, PerElement, ShardHolder
+from .rebucketing.shard_holder import Contents, PerElement, ShardHolder
 from .step_tensors import CHUNK_NUMEL, Run, build_runs, cut_shards, own_state
 from .strangers import Strangers
 from .trials.elementwise import Findings, counts_calls, is_per_element, probe
@@ -50,15 +50,12 @@ class ShardedStep(ShardHolder):
             nothing is sharded.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel, findings: Findings | None
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
         self.inner = optimizer
-        self.model = model
-        self.strangers = Strangers(optimizer, model)
+        self.engine = engine
+        self.strangers = Strangers(optimizer, engine)
         self.check_groups()
-        model.has_optimizer = True
-        model.shard_holders.append(weakref.ref(self))
+        engine.shard_holders.append(weakref.ref(self))
         self.sharded = self.layout.num_shards > 1
         self.shards: dict[int, ParamShard] = {}
         self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
@@ -70,7 +67,7 @@ class ShardedStep(ShardHolder):
         self._members: list[list[int]] = []  # by group, the parameters of which there are runs
         self._is_joined = False  # whether state is that of the runs
         self.at_rest = AtRest()
-        self._is_on_cpu = model.device.type == "cpu"
+        self._is_on_cpu = engine.device.type == "cpu"
         self.element_names = set(findings.element_names) if findings is not None else None
         self._keeps_state_only = findings is not None and findings.in_parts
         self._arguments = StepArguments()  # of the step in work
@@ -80,21 +77,21 @@ class ShardedStep(ShardHolder):
     @property
     def layout(self) -> BufferLayout:
         """The model's; it grows when parameters join."""
-        return self.model.layout
+        return self.engine.layout
 
     @property
     def index_by_id(self) -> dict[int, int]:
-        return self.model.index_by_id
+        return self.engine.index_by_id
 
     @property
     def owner_collectives(self) -> Collectives | None:
         """The ranks among which elements are divided; None where every rank has all of them."""
-        return self.model.shard_collectives if self.sharded else None
+        return self.engine.shard_collectives if self.sharded else None
 
     @property
     def has_shards(self) -> bool:
         """Whether stepping goes through tensors other than the model's Parameters."""
-        return not self.model.steps_params_themselves()
+        return not self.engine.steps_params_themselves
 
     def check_groups(self) -> None:
         """Looks for parameters that the model has not; see :meth:`Strangers.find`."""
@@ -106,7 +103,7 @@ class ShardedStep(ShardHolder):
         State that was there before, made when the optimizer was constructed or loaded while a parameter was frozen, is
         from then on that of its shard.
         """
-        if not self.has_shards or self.model.is_closed:
+        if not self.has_shards or self.engine.is_closed:
             return
         index_by_id, followed = self.index_by_id, self._followed
         params = {
@@ -117,7 +114,7 @@ class ShardedStep(ShardHolder):
         }
         if not params:
             return
-        buffers = self.model.param_buffers
+        buffers = self.engine.param_buffers
         if buffers is None:
             for index, param in params.items():
                 spec = self.layout.params[index]
@@ -133,15 +130,15 @@ class ShardedStep(ShardHolder):
         followed.update(params)
 
     def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
-        grads, slots = self.model.grad_buffers, self.layout.slots
-        for index, shard in cut_shards(indices, self.layout, self.model.collectives.rank, buffers.flats).items():
+        grads, slots = self.engine.grad_buffers, self.layout.slots
+        for index, shard in cut_shards(indices, self.layout, self.engine.collectives.rank, buffers.flats).items():
             slot = slots[index]
             self.shards[index] = shard
             self._grad_views[index] = grads.reduced(slot.bucket, slot.start + shard.start, slot.start + shard.end)
 
     def names_by_id(self) -> dict[int, str]:
         """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
-        return {id(param): name for name, param in self.model.module.named_parameters()} | self.strangers.names_by_id()
+        return {id(param): name for name, param in self.engine.module.named_parameters()} | self.strangers.names_by_id()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -155,27 +152,27 @@ class ShardedStep(ShardHolder):
         """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient
         dtype."""
         if not self.sharded:
-            params = [self.model.params[index] for index in self.param_indices()]
+            params = [self.engine.params[index] for index in self.param_indices()]
             return [param.grad for param in params if param.grad is not None]
-        has_grad = self.model.grad_buffers.has_grad
+        has_grad = self.engine.grad_buffers.has_grad
         return [self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views]
 
     def may_step(self, index: int) -> bool:
         """Whether the next step has a gradient of this sharded parameter to step with."""
-        return self.model.grad_buffers.has_grad[index] and self._may_change(index)
+        return self.engine.grad_buffers.has_grad[index] and self._may_change(index)
 
     def _may_change(self, index: int) -> bool:
         """Whether some rank may step the parameter, the same on all ranks, whatever they do to ``.grad``.
 
         What was frozen after its gradient was reduced is stepped once more, with that gradient.
         """
-        reductions = self.model.reducer.num_reductions[index]
-        return self.model.params[index].requires_grad or reductions != self._reductions.get(index, 0)
+        reductions = self.engine.reducer.num_reductions[index]
+        return self.engine.params[index].requires_grad or reductions != self._reductions.get(index, 0)
 
     def norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
         """The norm over all owners of ``grads``, and of strangers: a scalar in fp32, or fp64 if the model has fp64
         gradients."""
-        total = total_grad_norm(grads, norm_type, self.owner_collectives, self.model.device)
+        total = total_grad_norm(grads, norm_type, self.owner_collectives, self.engine.device)
         if self.strangers.params:
             total = self.strangers.join_norm(total, norm_type, over_ranks=self.sharded)
         in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
@@ -245,7 +242,7 @@ class ShardedStep(ShardHolder):
             own, names = self.param_indices(), {MAIN_PARAM}
             with_main = [index for index in own if index in shards and self.layout.params[index].has_main_param]
             states |= {index: {MAIN_PARAM: shards[index].main} for index in with_main}
-        return OwnParts(states, shards, self.layout, self.model.shard_collectives.rank, names)
+        return OwnParts(states, shards, self.layout, self.engine.shard_collectives.rank, names)
 
     def _join_state(self) -> list[Run]:
         """Makes the state that of the runs, and returns those that have gradients to step with."""
@@ -260,7 +257,7 @@ class ShardedStep(ShardHolder):
         ):
             self.split_state()
             self._members = members
-            buffers, grads = self.model.param_buffers, self.model.grad_buffers
+            buffers, grads = self.engine.param_buffers, self.engine.grad_buffers
             assert buffers is not None
             shards = [[self.shards[index] for index in indices if index in self.shards] for indices in members]
             apart = {number for number, group in enumerate(groups) if not self._may_join(group)}
@@ -320,7 +317,7 @@ class ShardedStep(ShardHolder):
         self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
 
     def take(self, contents: Contents) -> None:
-        buffers, state = self.model.param_buffers, self.inner.state
+        buffers, state = self.engine.param_buffers, self.inner.state
         assert buffers is not None, "sharded"
         self._add_shards(contents, buffers)
         for index, values in contents.items():
@@ -337,11 +334,11 @@ class ShardedStep(ShardHolder):
 
         Without shards ``.grad`` is the truth, local or not, as under torch DDP.
         """
-        self.model.check_open()
+        self.engine.check_open()
         self.follow_model()
         if self.sharded:
-            self.model.reducer.finish_grad_sync()
-            self.model.grad_buffers.adopt_written(self.param_indices())
+            self.engine.reducer.finish_grad_sync()
+            self.engine.grad_buffers.adopt_written(self.param_indices())
 
     def step_whole(self, arguments: StepArguments) -> Any:
         """Without shards the user's optimizer steps the Parameters themselves, and may call the closure as it likes."""
@@ -356,20 +353,20 @@ class ShardedStep(ShardHolder):
 
             arguments = arguments.with_closure(evaluate)
         result = arguments.call(self.inner.step)
-        self.model.emit(EventKind.STEP_END, 0)
+        self.engine.emit(EventKind.STEP_END, 0)
         self.num_steps_done += 1
         return result
 
     def _begin_step(self) -> None:
         self.num_steps_begun = self.num_steps_done + 1
         self.strangers.warn_once()
-        self.model.emit(EventKind.STEP_START, 0)
+        self.engine.emit(EventKind.STEP_START, 0)
 
     def try_arguments(self, arguments: StepArguments) -> str | None:
         """Where shards are to be stepped with other arguments than before, why they cannot be, by trial steps."""
         if not self.sharded or (kind := arguments.kind) in self._tried_arguments:
             return None
-        findings = probe(self.inner, self.model.device, self.layout.main_dtype, arguments)
+        findings = probe(self.inner, self.engine.device, self.layout.main_dtype, arguments)
         if findings.reason is None:
             self._tried_arguments.add(kind)
             self.learn(findings)
@@ -398,8 +395,8 @@ class ShardedStep(ShardHolder):
             self._arguments.call(self.inner.step)
             for shard in own:
                 if shard.main.grad is not None:
-                    self.model.params[shard.param].detach().copy_(shard.main)
-        self.model.emit(EventKind.STEP_END, 0)
+                    self.engine.params[shard.param].detach().copy_(shard.main)
+        self.engine.emit(EventKind.STEP_END, 0)
 
     @contextlib.contextmanager
     def main_params_with_grads(self) -> Iterator[list[ParamShard]]:
@@ -408,7 +405,7 @@ class ShardedStep(ShardHolder):
         own = [self.shards[index] for index in self.param_indices() if self.layout.params[index].has_main_param]
         try:
             for shard in own:
-                param = self.model.params[shard.param]
+                param = self.engine.params[shard.param]
                 take_outside_changes(shard.main, param.detach())
                 shard.main.grad = None if param.grad is None else param.grad.to(shard.main.dtype)
             with self.groups_of_shards():
@@ -418,43 +415,43 @@ class ShardedStep(ShardHolder):
                 shard.main.grad = None
 
     def _step_shards(self) -> None:
-        model, indices = self.model, self.param_indices()
-        assert model.param_buffers is not None, "sharded"
-        model.param_gather.finish()
-        model.param_buffers.recapture()
+        engine, indices = self.engine, self.param_indices()
+        assert engine.param_buffers is not None, "sharded"
+        engine.param_gather.finish()
+        engine.param_buffers.recapture()
         runs = self._join_state()
         changing = self._changing_buckets(indices)
-        overlap = model.config.overlap_param_gather
+        overlap = engine.config.overlap_param_gather
         self._begin_step()
         if overlap and runs and self._keeps_state_only and not counts_calls(self.inner):
             try:
                 for bucket in sorted(changing | {run.bucket for run in runs}, reverse=True):
                     self._step_runs([run for run in runs if run.bucket == bucket])
                     if bucket in changing:
-                        model.param_gather.start(bucket)
+                        engine.param_gather.start(bucket)
                 self._step_runs([], with_strangers=bool(self.strangers.grads()))
             except BaseException:  # whoever deals with it reads weights that are not on their way
                 with contextlib.suppress(CollectiveError):
-                    model.param_gather.finish()
+                    engine.param_gather.finish()
                 raise
-            model.emit(EventKind.STEP_END, 0)
+            engine.emit(EventKind.STEP_END, 0)
         else:
             self._step_runs(runs, with_strangers=True)
-            model.emit(EventKind.STEP_END, 0)
+            engine.emit(EventKind.STEP_END, 0)
             for bucket in sorted(changing, reverse=True):
-                model.param_gather.start(bucket)
+                engine.param_gather.start(bucket)
         if overlap == "forward":
-            model.param_gather.defer()
+            engine.param_gather.defer()
         else:
-            model.param_gather.finish()
+            engine.param_gather.finish()
         for run in runs:
             if run.begins:
                 run.split_state(self.inner.state, self.element_names)
                 run.join_state(self.inner.state, self.element_names, self._chunk_numel(run))
         # a backward through a graph from before the step must raise, as it does where torch's optimizers step
-        stepped = [model.params[index] for index in indices if self.may_step(index)]
+        stepped = [engine.params[index] for index in indices if self.may_step(index)]
         torch.autograd.graph.increment_version(stepped)
-        self._reductions.update({index: model.reducer.num_reductions[index] for index in indices})
+        self._reductions.update({index: engine.reducer.num_reductions[index] for index in indices})
 
     def _step_runs(self, runs: Sequence[Run], *, with_strangers: bool = False) -> None:
         """Calls the optimizer with these runs in its groups, if there are any; with strangers in one call a step."""

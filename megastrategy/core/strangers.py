@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .clip_grads import norms_over_owners, total_grad_norm
-from .distributed_data_parallel import DistributedDataParallel
+from .engine import Engine
 from .reducer import is_wrapped
 
 
@@ -29,10 +29,10 @@ class Strangers:
         params: those that :meth:`find` found last.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._optimizer = optimizer
-        self._model = model
-        self._is_told = model.collectives.size == 1  # where a gradient is whole as it is
+        self._engine = engine
+        self._is_told = engine.collectives.size == 1  # where a gradient is whole as it is
         self._places: list[tuple[int, int]] = []  # group, place in the group
         self.params: list[Tensor] = []
 
@@ -43,7 +43,7 @@ class Strangers:
             ValueError: if none of the parameters is the model's, or one is another wrapped model's.
         """
         groups = self._optimizer.param_groups
-        known = {id(param) for param in self._model.module.parameters()}
+        known = {id(param) for param in self._engine.module.parameters()}
         places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         found = [(n, p) for n, p in places if id(groups[n]["params"][p]) not in known]
         kind = type(self._optimizer).__name__
@@ -57,7 +57,7 @@ class Strangers:
                 raise ValueError(
                     f"{_describe(groups, place)} of this {kind} belongs to another wrapped model, and a "
                     "DistributedOptimizer has one. Give each model an optimizer of its own, wrap one module that holds "
-                    f"them all, or step the optimizer itself, with {self._model.all_reduce_option} for every model"
+                    f"them all, or step the optimizer itself, with {self._engine.all_reduce_option} for every model"
                 )
         self._places, self.params = found, [groups[n]["params"][p] for n, p in found]
 
@@ -88,8 +88,8 @@ class Strangers:
     def join_norm(self, norm: Tensor, norm_type: float, *, over_ranks: bool) -> Tensor:
         """The norm of the model's gradients (a scalar, fp64) and of the strangers' together. Collective if
         ``over_ranks``."""
-        own = total_grad_norm(self.grads(), norm_type, None, self._model.device).reshape(1)
-        collectives = self._model.collectives
+        own = total_grad_norm(self.grads(), norm_type, None, self._engine.device).reshape(1)
+        collectives = self._engine.collectives
         if over_ranks:
             own = norms_over_owners(own, norm_type, collectives)
             own = own if math.isinf(norm_type) else own / collectives.size ** (1.0 / norm_type)
@@ -102,7 +102,7 @@ class Strangers:
             return
         self._is_told = True
         text = describe_unreduced(self._optimizer)
-        if text is not None and self._model.collectives.is_rank_zero:
+        if text is not None and self._engine.collectives.is_rank_zero:
             warnings.warn(text, stacklevel=2)
 
 

@@ -109,7 +109,7 @@ class Recorder:
             return
         model = self._model() if self._model is not None else None
         assert model is not None, "it has just told"
-        self._has_optimizer = model.has_optimizer
+        self._has_optimizer = model.engine.has_optimizer
         if event.kind in BEGINS_STEP and self._is_complete:
             self._is_complete = False
             self._num_steps += 1

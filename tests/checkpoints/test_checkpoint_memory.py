@@ -132,7 +132,7 @@ class Rank:
     def shard_numel(self) -> int:
         """Elements that this rank steps."""
         rank = self.collectives.rank
-        owned = [self.model.layout.owned_range(index, rank) for index in range(len(self.model.params))]
+        owned = [self.model.layout.owned_range(index, rank) for index in range(len(self.model.engine.params))]
         return sum(end - start for start, end in filter(None, owned))
 
 
@@ -149,7 +149,7 @@ def test_saving_costs_one_bucket_beyond_what_is_returned(size: int, dtype: torch
     def run(rank: int, group: ProcessGroup) -> None:
         me = Rank(group, dtype, sharded=True)
         bucket = me.largest_bucket_bytes
-        numel = sum(param.numel() for param in me.model.params)
+        numel = sum(param.numel() for param in me.model.engine.params)
         assert bucket < 4 * numel * 0.6, "a bucket and the model are told apart"
         assert me.optimizer.state, "from here on each shard has counters of its own, four bytes each"
         for save, state_tensors in ((me.optimizer.state_dict, 3), (me.optimizer.main_params, 1)):
@@ -157,7 +157,7 @@ def test_saving_costs_one_bucket_beyond_what_is_returned(size: int, dtype: torch
                 continue
             result, watch = me.watched(save)
             returned = bytes_in(result)
-            counters = 4 * len(me.model.params) if state_tensors == 3 else 0
+            counters = 4 * len(me.model.engine.params) if state_tensors == 3 else 0
             assert returned == (4 * state_tensors * numel + counters if rank == 0 else 0)
             assert watch.alive == returned, "nothing else is left"
             assert bucket <= watch.peak <= returned + bucket * (1 + SLACK)
@@ -220,7 +220,7 @@ def test_nothing_that_was_loaded_from_is_held(size: int) -> None:
         config = DistributedDataParallelConfig(**CONFIG)
         model = DistributedDataParallel(module, config, group)
         optimizer = DistributedOptimizer(torch.optim.Adagrad(module.parameters(), lr=0.1), model)
-        [saved, *_] = model.collectives.all_gather_objects(optimizer.state_dict(), model.device)
+        [saved, *_] = model.engine.collectives.all_gather_objects(optimizer.state_dict(), model.device)
         assert len(saved["state"]) == len(list(module.parameters())), "frozen or not"
         optimizer.load_state_dict(saved)
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(saved["state"])}
@@ -244,7 +244,7 @@ def test_the_file_weighs_what_its_tensors_do(sharded: bool, dtype: torch.dtype) 
         torch.save(checkpoint, file)
         numel = sum(param.numel() for param in module.parameters())
         main_param_bytes = 4 if dtype == torch.bfloat16 else 0
-        expected = (dtype.itemsize + 4 * 3 + main_param_bytes) * numel + 4 * len(me.model.params)
+        expected = (dtype.itemsize + 4 * 3 + main_param_bytes) * numel + 4 * len(me.model.engine.params)
         assert len(file.getvalue()) - expected < 512 * len(tensors_in(checkpoint)), "names, shapes, and alignment"
         return file.getvalue(), expected
 

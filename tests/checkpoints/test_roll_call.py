@@ -150,7 +150,7 @@ def load_meanwhile() -> bool:
 def wait_for_rank_zero() -> bool:
     """Rank 1 calls alone while rank 0 is in a barrier of the user's: patience ends."""
     training = Training()
-    roll_call = training.model.collectives.roll_call
+    roll_call = training.model.engine.collectives.roll_call
     assert roll_call is not None
     assert dist.get_rank() != 0 or roll_call.patience == timedelta(seconds=60)
     assert dist.get_rank() == 0 or roll_call.patience > timedelta(seconds=50), "rank 0 may evaluate alone"
@@ -168,7 +168,7 @@ def meet_on_rank_zero() -> bool:
     start = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(NotOnAllRanksError, match=r"but rank 1 is elsewhere, in the [a-z-]+ of a later step"):
-            training.model.collectives.require_all_ranks("saving")
+            training.model.engine.collectives.require_all_ranks("saving")
         assert time.monotonic() - start < 5
     return training.finish()
 
@@ -187,7 +187,7 @@ def call_different_things() -> bool:
 def call_late() -> bool:
     """Rank 0 calls while rank 1 waits in a collective that is over for rank 0, and takes longer for rank 1."""
     training = Training()
-    collectives = training.model.collectives
+    collectives = training.model.engine.collectives
     assert isinstance(collectives, GlooCollectives)
 
     def run() -> None:

@@ -493,7 +493,7 @@ def prepare_optimizers() -> None:
         param.grad = torch.ones_like(param)
     inner.step()  # it has a state already, which is kept
     state = copy.deepcopy(inner.state_dict())
-    with recorded(model.collectives) as sent:
+    with recorded(model.engine.collectives) as sent:
         optimizer = accelerator.prepare_optimizer(inner, device_placement=True)
         assert sent == [], "the state makes no round trip through other ranks"
         optimizer.state_dict()

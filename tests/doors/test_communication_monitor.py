@@ -549,7 +549,7 @@ class SeesListeners(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         model: Any = trainer.strategy.model
-        self.seen += [model._listener, model.reducer._listener, model.param_gather._listener]
+        self.seen += [model.engine._listener, model.engine.reducer._listener, model.engine.param_gather._listener]
 
 
 class AddsListener(pl.Callback):

@@ -214,11 +214,15 @@ class CountReductions(pl.Callback):
         assert isinstance(wrapped, DistributedDataParallel)
         self.num_buckets = len(wrapped.layout.buckets)
         for name in self.counts:
-            setattr(wrapped.collectives, name, self._counted(name, getattr(wrapped.collectives, name), wrapped))
+            setattr(
+                wrapped.engine.collectives,
+                name,
+                self._counted(name, getattr(wrapped.engine.collectives, name), wrapped),
+            )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for name in self.counts:
-            delattr(trainer.strategy.model.collectives, name)
+            delattr(trainer.strategy.model.engine.collectives, name)
 
     def _counted(self, name: str, send: Callable[..., Any], wrapped: DistributedDataParallel) -> Callable[..., Any]:
         def counted(*arguments: Any, **options: Any) -> Any:

@@ -208,7 +208,7 @@ class Ours(Player):
             real = collectives or make_collectives(group, torch.device("cpu"))
             collectives = DelayingCollectives(group, LATE_S, EVERYTHING, real)
         self.wrapped = DistributedDataParallel(self.model, config, group, collectives=collectives)
-        self.wrapped.on_message = lambda text: None
+        self.wrapped.engine.on_message = lambda text: None
         self.optimizer = DistributedOptimizer(make_optimizer(case, list(self.model.weights)), self.wrapped)
 
     def trainable_changed(self) -> None:
@@ -233,7 +233,7 @@ class Ours(Player):
 
     def save_directory(self, path: Path) -> None:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.sharded_state_dict()}
-        save_directory(state, {}, path, self.wrapped.collectives, of_rank_zero=[("model", "seen")])
+        save_directory(state, {}, path, self.wrapped.engine.collectives, of_rank_zero=[("model", "seen")])
 
     def load_directory(self, path: Path, saved: Saved) -> None:
         with _reading:

@@ -71,13 +71,13 @@ def train(
     *,
     backward_s: float = 0.0,
     **options: Any,
-) -> tuple[DistributedDataParallel, list[str], list[Tensor]]:
-    """The closed model, what it said, and its weights."""
+) -> tuple[int, list[str], list[Tensor]]:
+    """The number of buckets at the end, what was said, and the weights."""
     config = DistributedDataParallelConfig(**options)
     collectives = LinkCollectives(group, *link) if link is not None else RecordingCollectives(group)
     model = DistributedDataParallel(Tower(backward_s), config, collectives=collectives)
     told: list[str] = []
-    model.on_message = told.append
+    model.engine.on_message = told.append
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
     generator = torch.Generator().manual_seed(rank)
     for step in range(num_steps):
@@ -88,8 +88,9 @@ def train(
             model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
         model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
         optimizer.step()
+    num_buckets = len(model.layout.buckets)
     model.close()
-    return model, told, [param.detach() for param in model.module.parameters()]
+    return num_buckets, told, [param.detach() for param in model.module.parameters()]
 
 
 @pytest.mark.parametrize("sharded", [True, False])
@@ -102,7 +103,7 @@ def train(
 )
 def test_the_link_decides(link: tuple[float, float], backward_s: float, num_buckets: range, sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> tuple[int, list[str]]:
-        model, told, _ = train(
+        num_buckets, told, _ = train(
             group,
             rank,
             link,
@@ -112,7 +113,7 @@ def test_the_link_decides(link: tuple[float, float], backward_s: float, num_buck
             use_distributed_optimizer=sharded,
             overlap_param_gather="forward" if sharded and backward_s else False,
         )
-        return len(model.layout.buckets), told
+        return num_buckets, told
 
     (first, told), (second, silent) = run_ranks(2, run)
     assert first == second
@@ -127,8 +128,8 @@ def test_training_is_the_same_to_the_bit_across_the_change() -> None:
     """State and weights have moved to other shards in the midst of it."""
 
     def run(rank: int, group: ProcessGroup, link: tuple[float, float] | None, size: int | str | None) -> Any:
-        model, _, weights = train(group, rank, link, STEPS_TO_CHOICE + 3, bucket_size=size)
-        return len(model.layout.buckets), weights
+        num_buckets, _, weights = train(group, rank, link, STEPS_TO_CHOICE + 3, bucket_size=size)
+        return num_buckets, weights
 
     tuned = run_ranks(2, lambda rank, group: run(rank, group, (0.03, 0.0), "auto"))
     fixed = run_ranks(2, lambda rank, group: run(rank, group, None, None))
@@ -151,8 +152,8 @@ def test_training_is_the_same_to_the_bit_across_the_change() -> None:
 )
 def test_with_other_options_the_weights_are_those_of_fixed_buckets(options: dict[str, Any]) -> None:
     def run(rank: int, group: ProcessGroup, link: tuple[float, float] | None, size: int | str | None) -> Any:
-        model, _, weights = train(group, rank, link, STEPS_TO_CHOICE + 2, bucket_size=size, **options)
-        return len(model.layout.buckets), weights
+        num_buckets, _, weights = train(group, rank, link, STEPS_TO_CHOICE + 2, bucket_size=size, **options)
+        return num_buckets, weights
 
     tuned = run_ranks(2, lambda rank, group: run(rank, group, (0.02, 0.0), "auto"))
     fixed = run_ranks(2, lambda rank, group: run(rank, group, None, None))
@@ -177,13 +178,14 @@ def test_an_optimizer_that_cannot_move_keeps_its_buckets_and_is_told_so() -> Non
         config = DistributedDataParallelConfig(bucket_size="auto")
         model = DistributedDataParallel(Tower(), config, collectives=LinkCollectives(group, 0.03, 0.0))
         told: list[str] = []
-        model.on_message = told.append
+        model.engine.on_message = told.append
         optimizer = DistributedOptimizer(Counting(model.parameters()), model)
         for _ in range(STEPS_TO_CHOICE):
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
+        num_buckets = len(model.layout.buckets)
         model.close()
-        return len(model.layout.buckets), told
+        return num_buckets, told
 
     (num_buckets, told), _ = run_ranks(2, run)
     assert num_buckets == 4
@@ -197,15 +199,16 @@ def test_parameters_that_join_end_the_measurement() -> None:
         config = DistributedDataParallelConfig(bucket_size="auto")
         model = DistributedDataParallel(module, config, collectives=LinkCollectives(group, 0.03, 0.0))
         told: list[str] = []
-        model.on_message = told.append
+        model.engine.on_message = told.append
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for step in range(STEPS_TO_CHOICE + 1):
             if step == 2:
                 module.layers[0].requires_grad_(True)
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
+        num_buckets = len(model.layout.buckets)
         model.close()
-        return len(model.layout.buckets), told
+        return num_buckets, told
 
     assert run_ranks(2, run) == [(5, []), (5, [])]
 

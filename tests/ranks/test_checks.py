@@ -303,7 +303,7 @@ def test_norms_of_every_parameter_are_those_of_ddps_gradients(mode: str, norm_ty
         model = DistributedDataParallel(awkward_model(), config, group)
         model(images(rank, 1, 0), 1, rank).backward()
         norms = model.grad_norms(norm_type)
-        assert norms.shape == (len(model.params),)
+        assert norms.shape == (len(model.engine.params),)
         torch.testing.assert_close(norms, torch.stack(expected).double(), rtol=1e-5, atol=1e-7)
         assert (norms == 0).sum() == 2, "the layer never used has a weight and a bias"
         return norms, torch.stack(expected)

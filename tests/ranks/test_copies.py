@@ -310,7 +310,7 @@ def test_closing_keeps_what_became_of_the_parameters(change: Callable[[nn.Sequen
         module = two_layers()
         model = Ours(module, group, sharded)
         train(model, rank)
-        flats = model.param_buffers.flats if model.param_buffers is not None else []
+        flats = model.engine.param_buffers.flats if model.engine.param_buffers is not None else []
         change(module)
         dtypes, weights = [param.dtype for param in module.parameters()], weights_of(module)
         replaced = [(param, param.data) for param in module.parameters() if not is_within(param, flats)]

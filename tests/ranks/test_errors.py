@@ -121,7 +121,7 @@ def test_an_optimizer_over_parameters_that_the_model_does_not_have() -> None:
         theirs = two_layers()
         with pytest.raises(ValueError, match=r"no parameter of this SGD .*parameter 0 of group 0.*Pass model"):
             DistributedOptimizer(torch.optim.SGD(theirs.parameters(), lr=0.1), model)
-        assert not model.has_optimizer, "or nobody would notice that nothing trains it"
+        assert not model.engine.has_optimizer, "or nobody would notice that nothing trains it"
         other = DistributedDataParallel(theirs, process_group=group)
         params = [*model.parameters(), *theirs.parameters()]
         with pytest.raises(ValueError, match=r"parameter 4 of group 0.* of this SGD belongs to another wrapped model"):
@@ -381,7 +381,7 @@ def test_groups_of_our_own_keep_the_timeout_and_end_with_close() -> None:
                 optimizer.step()
         pairs = [make(), make()]
         step(*pairs)
-        backend = pairs[0][0].collectives.group._get_backend(torch.device("cpu"))
+        backend = pairs[0][0].engine.collectives.group._get_backend(torch.device("cpu"))
         assert backend.options._timeout == timeout, backend.options._timeout
         counts = []
         for _ in range(8):

@@ -115,7 +115,7 @@ class Watched:
 
         self.training = start_ours(row.run, rank, group, row.config, record, self.events.append)
         self.model = self.training.model
-        self.model.on_message = self.messages.append
+        self.model.engine.on_message = self.messages.append
         self.training.after_backward = self.check_backward
         self.seen = len(self.collectives.calls)
         self.layout: BufferLayout = self.model.layout  # it may become another at the end of a backward
@@ -185,7 +185,7 @@ class Watched:
     def check_memory_of_grads(self) -> None:
         """Gradients that every rank has whole lie in buffers, as the layout says, or where autograd put them; where it
         has a part of them it shows none."""
-        shown = [(param.grad, slot) for param, slot in zip(self.model.params, self.layout.slots, strict=True)]
+        shown = [(param.grad, slot) for param, slot in zip(self.model.engine.params, self.layout.slots, strict=True)]
         starts = {grad.data_ptr() - slot.start * grad.element_size() for grad, slot in shown if grad is not None}
         if self.row.config.use_distributed_optimizer:
             assert {type(grad) for grad, _ in shown} <= {type(None), ReducedGrad}
@@ -210,7 +210,7 @@ class Watched:
         rank, plan = self.training.rank, self.layout
         has_shards = any(plan.owned_range(index, rank) is not None for index in range(len(plan.params)))
         assert early == (sharded and has_shards and config.overlap_param_gather is not False)
-        awaited = any(type(param) is not torch.nn.Parameter for param in self.model.params)
+        awaited = any(type(param) is not torch.nn.Parameter for param in self.model.engine.params)
         assert awaited == (sharded and config.overlap_param_gather == "forward")
 
 
@@ -396,12 +396,13 @@ def assert_nothing_half_done(row: Row, training: Training, events: list[Event]) 
         expected = weights_after(row, done)
         for name, value in parameters(training).items():
             assert torch.equal(value, expected[name]), f"{name} after {done} steps"
-    num_calls = len(model.collectives.calls)
+    calls = model.engine.collectives.calls
+    num_calls = len(calls)
     model.close()
     assert all(param.grad is None for param in module.parameters())
     module(*training.run.arguments(training.rank, 0, 0)).backward()
     assert any(param.grad is not None for param in module.parameters())
-    assert len(model.collectives.calls) == num_calls, "a plain module sends nothing"
+    assert len(calls) == num_calls, "a plain module sends nothing"
 
 
 def assert_threads_end(before: set[threading.Thread]) -> None:

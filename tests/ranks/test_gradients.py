@@ -181,7 +181,7 @@ def test_autograd_adds_into_the_buffer_without_a_copy(sharded: bool) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
-        flat = model.grad_buffers.flats[0]  # type: ignore[attr-defined]
+        flat = model.engine.grad_buffers.flats[0]  # type: ignore[attr-defined]
         with model.no_sync():
             for _ in range(2):
                 one_backward(model, rank)

@@ -426,7 +426,7 @@ def test_a_rank_of_either_instance_that_dies_ends_all(kind: Any, victim: int) ->
                 model(torch.ones(2, 10)).sum().backward()
                 optimizer.step()
         finally:
-            model.collectives.close()
+            model.engine.collectives.close()
 
     start = time.monotonic()
     outcomes = try_ranks(4, run, timeout_s=60)

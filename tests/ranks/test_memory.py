@@ -65,10 +65,10 @@ def test_tensors_held_equal_the_formula_to_the_byte(
             optimizer.zero_grad()
             model(torch.ones(2, 100, dtype=dtype)).sum().backward()
             optimizer.step()
-        buffers = model.param_buffers
+        buffers = model.engine.param_buffers
         flats = buffers.flats if buffers is not None else []
         params = bytes_of([*module.parameters(), *flats])
-        held = [v for v in gc.get_referents(model.grad_buffers.__dict__) if isinstance(v, list)]
+        held = [v for v in gc.get_referents(model.engine.grad_buffers.__dict__) if isinstance(v, list)]
         grads = bytes_of(
             [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         )

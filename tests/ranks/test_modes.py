@@ -373,7 +373,7 @@ def test_a_mode_that_one_rank_alone_calls_is_refused_in_bounded_time() -> None:
         module = two_layers()
         model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=SMALL), group)
         optimizer: Any = DistributedOptimizer(Methods(module.parameters()), model)
-        model.collectives.roll_call = RollCall(group.get_group_store(), rank, 2, timedelta(seconds=1))
+        model.engine.collectives.roll_call = RollCall(group.get_group_store(), rank, 2, timedelta(seconds=1))
         if rank == 0:
             with pytest.raises(NotOnAllRanksError, match=r"shrink\(\) of a sharded Methods"):
                 optimizer.shrink(0.5)

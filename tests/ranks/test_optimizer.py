@@ -239,7 +239,7 @@ def test_counters_of_one_element_come_back() -> None:
         for _ in range(2):
             model(torch.ones(2, 10)).sum().backward()
             optimizer.step()
-        (state,) = model.collectives.all_gather_objects(optimizer.state_dict(), model.device)[:1]
+        (state,) = model.engine.collectives.all_gather_objects(optimizer.state_dict(), model.device)[:1]
         optimizer.load_state_dict(state)
         again = optimizer.state_dict()
         if rank == 0:
@@ -442,7 +442,7 @@ def test_local_gradients_are_reduced_at_the_step() -> None:
         with model.no_sync():
             model(torch.ones(2, 10) * (rank + 1)).square().sum().backward()
         if not forgotten:
-            model.reducer.finish_grad_sync()
+            model.engine.reducer.finish_grad_sync()
         optimizer.step()
         return module[0].weight.detach().clone()
 

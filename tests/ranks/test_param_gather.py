@@ -54,7 +54,7 @@ class Setup:
         self.step()
 
     def step(self) -> None:
-        rank = self.model.collectives.rank
+        rank = self.model.engine.collectives.rank
         self.model(torch.full((2, 20), 1.0 + rank)).square().sum().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -202,9 +202,9 @@ def test_what_code_reads_unasked_inside_a_module_is_there() -> None:
         raw = Raw(setup.module[0].weight)
         setup.module.append(raw)
         raw.memory = setup.module[0].weight.detach()
-        deferring = setup.model.param_gather
+        deferring = setup.model.engine.param_gather
         before = raw.memory.clone()
-        setup.model.param_buffers.bucket(0)
+        setup.model.engine.param_buffers.bucket(0)
         for bucket in reversed(setup.model.layout.buckets):
             deferring.start(bucket.index)
         deferring.defer()
@@ -297,7 +297,7 @@ def test_a_step_that_fails_between_buckets_leaves_no_parameter_on_its_way() -> N
         inner.__class__ = Fails
         with pytest.raises(ZeroDivisionError):
             setup.step()
-        assert not setup.model.param_gather._handles
+        assert not setup.model.engine.param_gather._handles
         first = {name: value.clone() for name, value in setup.module.state_dict().items()}
         assert all(torch.equal(value, first[name]) for name, value in setup.module.state_dict().items())
         setup.model.close()

@@ -133,10 +133,12 @@ def test_what_is_held_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
             model(batch(rank, number + 5).bfloat16()).square().sum().backward()
             optimizer.step()
         padded, own = sum(buffer.numel for buffer in model.layout.buffers), 0
-        for index in range(len(model.params)):
+        for index in range(len(model.engine.params)):
             start, end = model.layout.owned_range(index, rank) or (0, 0)
             own += end - start
-        held = [model.grad_buffers.reduced(b.index, *model.layout.shard_range(b, rank)) for b in model.layout.buckets]
+        held = [
+            model.engine.grad_buffers.reduced(b.index, *model.layout.shard_range(b, rank)) for b in model.layout.buckets
+        ]
         use = memory_use(model.layout, rank, 2)
         assert use.grad_bytes == sum(tensor.nbytes for tensor in held) == 4 * padded // size
         assert use.total_bytes == 2 * padded + 4 * padded // size + 12 * own
@@ -192,7 +194,7 @@ def test_every_microbatch_reduces_every_bucket_once_and_in_order(overlap: bool) 
                 assert [event.index for event in events if event.kind is EventKind.BACKWARD_END] == [1]
                 pieces = sum(len(model.layout.pieces(bucket)) for bucket in model.layout.buckets)
                 assert len(collectives.named("reduce_scatter_into")) == pieces > len(every)
-                assert not model.has_local_grads
+                assert not model.engine.reducer.has_local_grads
                 for param in model.parameters():
                     assert_stands_in(param, param.grad is not None)
                 broadcasts.append(len(collectives.named("broadcast")))

@@ -262,7 +262,7 @@ def test_local_gradients_are_reduced_before_they_are_unscaled_or_measured() -> N
         with model.no_sync():
             scaler.scale(model(torch.full((4, 10), 1.0 + rank)).square().sum()).backward()
         if not forgotten:
-            model.reducer.finish_grad_sync()
+            model.engine.reducer.finish_grad_sync()
         scaler.unscale_(optimizer)
         norm = optimizer.grad_norm()
         scaler.step(optimizer)
@@ -305,7 +305,9 @@ def test_what_cannot_be_sharded_steps_whole_main_params_and_is_saved_and_resumed
         model, optimizer = start()
         train(model, optimizer, range(3))
         cpu = torch.device("cpu")
-        state, mains = model.collectives.all_gather_objects((optimizer.state_dict(), optimizer.main_params()), cpu)[0]
+        state, mains = model.engine.collectives.all_gather_objects(
+            (optimizer.state_dict(), optimizer.main_params()), cpu
+        )[0]
         as_it_says = kind([torch.zeros(5000)])
         as_it_says.param_groups[0]["params"][0].grad = torch.ones(5000)
         as_it_says.step()

@@ -41,7 +41,7 @@ def other_layout(model: DistributedDataParallel, bucket_size: int = 500) -> Buff
         grad_reduce_in_fp32=model.config.grad_reduce_in_fp32,
         reduce_scatter_with_fp32_accumulation=model.config.reduce_scatter_with_fp32_accumulation,
     )
-    return build_layout(model.layout.params, config, model.layout.dp_size, range(len(model.params)))
+    return build_layout(model.layout.params, config, model.layout.dp_size, range(len(model.engine.params)))
 
 
 def trained(
@@ -65,18 +65,18 @@ def trained(
             if step == 2:
                 module.layers[0].requires_grad_(True)
             if step == 3 and when == "before forward":
-                assert relayout(model, other_layout(model))
+                assert relayout(model.engine, other_layout(model))
             loss = model(batch(rank, step, dtype))
             if step == 3 and when == "before backward":
-                assert relayout(model, other_layout(model))
+                assert relayout(model.engine, other_layout(model))
             loss.backward()
             if step == 3 and when == "before step":
-                assert relayout(model, other_layout(model))
+                assert relayout(model.engine, other_layout(model))
             if step == 3:
                 grads = [model.full_grad(param) for param in module.parameters()]
             optimizer.step()
             if step == 3 and when == "before zero_grad":
-                assert relayout(model, other_layout(model))
+                assert relayout(model.engine, other_layout(model))
             optimizer.zero_grad()
         assert moves(events) == (when is not None)
         if when is not None:
@@ -143,7 +143,7 @@ def test_gradients_that_were_stepped_with_before_a_move_are_there_after_it(steps
         model(batch(rank, 0)).backward()
         optimizer.step()
         if moving:
-            assert relayout(model, other_layout(model))
+            assert relayout(model.engine, other_layout(model))
         for name, param in module.named_parameters():
             assert_stands_in(param, not name.startswith("never"))
         if steps_again:
@@ -167,15 +167,15 @@ def test_of_three_ranks_each_has_its_new_third() -> None:
         for step in range(2):
             model(batch(rank, step, BF16)).backward()
             optimizer.step()
-        owned = [model.layout.owned_range(index, rank) for index in range(len(model.params))]
-        weights = [param.detach().clone() for param in model.params]
+        owned = [model.layout.owned_range(index, rank) for index in range(len(model.engine.params))]
+        weights = [param.detach().clone() for param in model.engine.params]
         state, main_params = optimizer.state_dict(), optimizer.main_params()
-        assert relayout(model, other_layout(model))
-        assert [model.layout.owned_range(index, rank) for index in range(len(model.params))] != owned
-        assert all(map(torch.equal, weights, (param.detach() for param in model.params)))
+        assert relayout(model.engine, other_layout(model))
+        assert [model.layout.owned_range(index, rank) for index in range(len(model.engine.params))] != owned
+        assert all(map(torch.equal, weights, (param.detach() for param in model.engine.params)))
         assert_same_state(optimizer.state_dict(), state)
         moved = optimizer.main_params()
-        assert len(moved) == (len(model.params) if rank == 0 else 0)
+        assert len(moved) == (len(model.engine.params) if rank == 0 else 0)
         assert all(torch.equal(moved[name], value) for name, value in main_params.items())
         for index, shard in optimizer._impl.shards.items():
             start, end = model.layout.owned_range(index, rank) or (0, 0)
@@ -190,8 +190,8 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
     def run(rank: int, group: ProcessGroup) -> None:
         model, events, _ = wrap(group, Layers(reverse=True, dtype=dtype), use_distributed_optimizer=sharded)
         optimizer = DistributedOptimizer(adamw(model), model)
-        assert isinstance(model.grad_buffers, ContiguousGradBuffers)
-        buffers = [model.grad_buffers, *([model.param_buffers] if model.param_buffers else [])]
+        assert isinstance(model.engine.grad_buffers, ContiguousGradBuffers)
+        buffers = [model.engine.grad_buffers, *([model.engine.param_buffers] if model.engine.param_buffers else [])]
         old = [weakref.ref(flat) for buffer in buffers for flat in buffer.flats]
         old += [weakref.ref(shard.main) for shard in optimizer._impl.shards.values() if sharded]
         before = model.layout
@@ -203,15 +203,15 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
         assert moves(events) == 1
         gc.collect()
         assert [reference() for reference in old] == [None] * len(old), "the old buffers and shards are gone"
-        flats = model.param_buffers.flats if model.param_buffers is not None else []
-        params = bytes_of([*model.params, *flats])
-        held = [v for v in gc.get_referents(model.grad_buffers.__dict__) if isinstance(v, list)]
+        flats = model.engine.param_buffers.flats if model.engine.param_buffers is not None else []
+        params = bytes_of([*model.engine.params, *flats])
+        held = [v for v in gc.get_referents(model.engine.grad_buffers.__dict__) if isinstance(v, list)]
         grads = [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         state = [shard.main for shard in optimizer._impl.shards.values() if shard.main.dtype != dtype]
         state += [v for values in optimizer.state.values() for name, v in values.items() if name != "step"]
         used = [i for i, spec in enumerate(model.layout.params) if not spec.name.startswith("never")]
         use, unused = memory_use(model.layout, rank, state_tensors=2), 0
-        for index in set(range(len(model.params))).difference(used):  # no state, but main params
+        for index in set(range(len(model.engine.params))).difference(used):  # no state, but main params
             start, end = model.layout.owned_range(index, rank) or (0, 0)
             unused += 2 * 4 * (end - start)
         assert model.layout != before
@@ -243,8 +243,8 @@ def test_the_old_buffers_make_room_for_the_new_ones(dtype: torch.dtype, monkeypa
                 count("parameters", old[threading.get_ident()][1])
             super().__init__(*args)
 
-    monkeypatch.setattr("megastrategy.core.rebucketing.relayout.ParamBuffers", Params)
-    monkeypatch.setattr("megastrategy.core.distributed_data_parallel.ContiguousGradBuffers", Grads)
+    monkeypatch.setattr("megastrategy.core.engine.ParamBuffers", Params)
+    monkeypatch.setattr("megastrategy.core.engine.ContiguousGradBuffers", Grads)
 
     def run(rank: int, group: ProcessGroup) -> None:
         model, _, _ = wrap(group, Layers(reverse=False, dtype=dtype), overlap_grad_reduce=False)
@@ -252,13 +252,13 @@ def test_the_old_buffers_make_room_for_the_new_ones(dtype: torch.dtype, monkeypa
         for step in range(2):
             model(batch(rank, step, dtype)).backward()
             optimizer.step()
-        buffers = model.grad_buffers, model.param_buffers
+        buffers = model.engine.grad_buffers, model.engine.param_buffers
         assert isinstance(buffers[0], ContiguousGradBuffers)
         assert buffers[1] is not None
         flats = [[StorageWeakRef(flat.untyped_storage()) for flat in of_one.flats] for of_one in buffers]
         del buffers
         old[threading.get_ident()] = flats[0], flats[1]
-        assert relayout(model, other_layout(model))
+        assert relayout(model.engine, other_layout(model))
         found = {what: number for (thread, what), number in alive.items() if thread == threading.get_ident()}
         assert found == {"gradients": 0, "parameters": 0}
 
@@ -271,7 +271,7 @@ def test_a_gradient_that_was_kept_is_the_gradient_after_a_move_with_all_reduce()
         model(batch(rank, 0)).backward()
         kept = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
         values = {name: grad.clone() for name, grad in kept.items()}
-        assert relayout(model, other_layout(model))
+        assert relayout(model.engine, other_layout(model))
         for name, param in model.named_parameters():
             if name in kept:
                 assert param.grad is kept[name]
@@ -299,7 +299,7 @@ def test_an_optimizer_that_is_gone_is_left_out() -> None:
         gc.collect()
         assert alive() is None
         state = optimizer.state_dict()
-        assert relayout(model, other_layout(model))
+        assert relayout(model.engine, other_layout(model))
         assert_same_state(optimizer.state_dict(), state)
 
     run_ranks(2, run)
@@ -332,10 +332,17 @@ class KeepsFunction(torch.optim.SGD):
 def untouched(model: DistributedDataParallel, optimizer: DistributedOptimizer) -> list[Any]:
     """What a move would change."""
     layout: Any = model.layout
-    assert isinstance(model.grad_buffers, ContiguousGradBuffers)
-    flats = [*model.grad_buffers.flats, *(model.param_buffers.flats if model.param_buffers else [])]
+    assert isinstance(model.engine.grad_buffers, ContiguousGradBuffers)
+    flats = [
+        *model.engine.grad_buffers.flats,
+        *(model.engine.param_buffers.flats if model.engine.param_buffers else []),
+    ]
     mains = [shard.main for shard in optimizer._impl.shards.values()]
-    return [layout, [t.data_ptr() for t in (*flats, *mains, *model.params)], [t.tolist() for t in (*flats, *mains)]]
+    return [
+        layout,
+        [t.data_ptr() for t in (*flats, *mains, *model.engine.params)],
+        [t.tolist() for t in (*flats, *mains)],
+    ]
 
 
 def test_an_optimizer_that_may_keep_more_than_state_of_tensors_keeps_all_where_it_is() -> None:
@@ -352,7 +359,7 @@ def test_an_optimizer_that_may_keep_more_than_state_of_tensors_keeps_all_where_i
             optimizer.step()
             special.step()
         assert moves(events) == 0
-        assert not relayout(model, other_layout(model))
+        assert not relayout(model.engine, other_layout(model))
 
     run_ranks(2, run)
 
@@ -364,7 +371,7 @@ def test_state_that_is_neither_of_an_element_nor_a_number_keeps_all_where_it_is(
         model(batch(rank, 0)).backward()
         optimizer.step()
         places = untouched(model, optimizer)[:2]
-        assert not relayout(model, other_layout(model))
+        assert not relayout(model.engine, other_layout(model))
         assert untouched(model, optimizer)[:2] == places
 
     run_ranks(2, run)
@@ -379,7 +386,7 @@ def test_a_gradient_that_one_rank_wrote_for_itself_keeps_all_where_it_is() -> No
         if rank == 1:
             module.never.weight.grad = torch.ones_like(module.never.weight)
         places = untouched(model, optimizer)[:2]
-        assert not relayout(model, other_layout(model))
+        assert not relayout(model.engine, other_layout(model))
         assert untouched(model, optimizer)[:2] == places
 
     run_ranks(2, run)
@@ -400,7 +407,7 @@ def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is(gone_
             while alive() is not None:  # while another thread collects, a call returns at once
                 gc.collect()
         places = untouched(model, optimizer)[:2]
-        assert not relayout(model, other_layout(model))
+        assert not relayout(model.engine, other_layout(model))
         assert untouched(model, optimizer)[:2] == places
         group.barrier().wait()  # until then ``other`` lives on the other rank
 
@@ -428,7 +435,7 @@ def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -
         collectives.fail_at(number if rank == 1 else 0)
         collectives.calls.clear()
         try:
-            relayout(model, other_layout(model, 150))
+            relayout(model.engine, other_layout(model, 150))
         finally:
             counts[rank] = len(collectives.calls)
             kept[rank] = before, untouched(model, optimizer)

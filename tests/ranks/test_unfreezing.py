@@ -197,7 +197,7 @@ def test_nobody_else_moves_and_each_bucket_is_reduced_once() -> None:
         optimizer = DistributedOptimizer(adam(module.parameters()), model)
         model(batch(rank, 0)).sum().backward()
         optimizer.step()
-        before, buckets = [param.data_ptr() for param in model.params], len(model.layout.buckets)
+        before, buckets = [param.data_ptr() for param in model.engine.params], len(model.layout.buckets)
         shards = {index: shard.main for index, shard in optimizer._impl.shards.items()}
         module[0].requires_grad_(True)
         optimizer.zero_grad()
@@ -206,7 +206,7 @@ def test_nobody_else_moves_and_each_bucket_is_reduced_once() -> None:
         events.clear()
         optimizer.step()
         model(batch(rank, 2)).sum().backward()
-        assert [param.data_ptr() for param in model.params][: len(before)] == before
+        assert [param.data_ptr() for param in model.engine.params][: len(before)] == before
         assert all(optimizer._impl.shards[index].main is main for index, main in shards.items())
         assert model.layout.buckets[buckets].params == (7, 6)
         starts = [event.index for event in events if event.kind is EventKind.REDUCE_START]
@@ -251,7 +251,9 @@ def test_state_that_was_loaded_for_a_frozen_parameter_is_used_when_it_joins() ->
         module = four_layers()
         whole = Ours(module, adam(module.parameters()), group, SMALL_BUCKETS)
         steps(whole, 0, 3)
-        [state] = whole.model.collectives.all_gather_objects(whole.optimizer.state_dict(), torch.device("cpu"))[:1]
+        [state] = whole.model.engine.collectives.all_gather_objects(whole.optimizer.state_dict(), torch.device("cpu"))[
+            :1
+        ]
         again = four_layers()
         again.load_state_dict(module.state_dict())
         steps(whole, 3, 3)
@@ -292,12 +294,16 @@ def test_state_of_a_frozen_bf16_parameter_is_loaded_as_it_was_saved() -> None:
         before = Ours(module, adam(module.parameters()), group, SMALL_BUCKETS)
         before.model(batch(rank, 0).bfloat16()).float().square().mean().backward()
         before.optimizer.step()
-        [state, *_] = before.model.collectives.all_gather_objects(before.optimizer.state_dict(), torch.device("cpu"))
+        [state, *_] = before.model.engine.collectives.all_gather_objects(
+            before.optimizer.state_dict(), torch.device("cpu")
+        )
         frozen = four_layers(torch.bfloat16)
         frozen[0].requires_grad_(False)
         after = Ours(frozen, adam(frozen.parameters()), group, SMALL_BUCKETS)
         after.optimizer.load_state_dict(state)
-        [again, *_] = after.model.collectives.all_gather_objects(after.optimizer.state_dict(), torch.device("cpu"))
+        [again, *_] = after.model.engine.collectives.all_gather_objects(
+            after.optimizer.state_dict(), torch.device("cpu")
+        )
         assert_same_state(again, state)
         frozen[0].requires_grad_(True)
         after.model(batch(rank, 1).bfloat16()).float().square().mean().backward()

@@ -19,30 +19,17 @@ two of each.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..buffers import GradBuffers
+from ..engine import Engine
 from ..events import EventKind
 from ..layout import BufferLayout
-from ..param_buffers import ParamBuffers
-
-if TYPE_CHECKING:
-    from ..distributed_data_parallel import DistributedDataParallel
-
-Contents = dict[int, dict[str, Any]]
-"""By parameter (index in the layout), what is kept of it under each name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PerElement:
-    """Stands for a tensor with one number for each element of a parameter, of which a rank keeps its own part."""
-
-    dtype: torch.dtype
+from .shard_holder import Contents, PerElement, ShardHolder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,27 +42,6 @@ class _OnDevice:
 _GRADS = -1
 """The number of the reduced gradients among what holds shards; optimizers count from 0."""
 _GRAD = "grad"
-
-
-class ShardHolder(ABC):
-    """Keeps tensors that the layout cuts, and can exchange them for those of another layout."""
-
-    @abstractmethod
-    def describe(self) -> Contents | None:
-        """What this rank keeps of each parameter: :class:`PerElement`, or a picklable value that belongs to the
-        parameter as a whole. None if it cannot be moved."""
-
-    @abstractmethod
-    def part(self, param: int, name: str) -> Tensor | None:
-        """The elements of a :class:`PerElement` that this rank owns (flat, in memory order), if it keeps them."""
-
-    def release(self) -> None:  # noqa: B027 - nothing to do where nothing is kept
-        """Everybody has what it will :meth:`take`: no view of the old buffers may keep their memory any longer."""
-
-    @abstractmethod
-    def take(self, contents: Contents) -> None:
-        """The model has another layout now, and this is what the rank keeps in it: of each parameter that any rank
-        described and of which this one owns a part, that part (in memory of its own) or the whole value."""
 
 
 class _ReducedGrads(ShardHolder):
@@ -102,8 +68,8 @@ class _ReducedGrads(ShardHolder):
         self.shards = {index: values[_GRAD] for index, values in contents.items()}
 
 
-def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
-    """Moves the model, its gradients and the shards of its optimizers to another layout of the same parameters; see
+def relayout(engine: Engine, layout: BufferLayout) -> bool:
+    """Moves parameters, gradients and the shards of optimizers to another layout of the same parameters; see
     [Note: a move].
 
     Not while a backward runs, nor when gradients are accumulated that were not reduced. Collective with
@@ -115,53 +81,37 @@ def relayout(model: DistributedDataParallel, layout: BufferLayout) -> bool:
     Raises:
         CollectiveError: if a collective failed; this rank is then as it was.
     """
-    present, grads = model.layout, model.grad_buffers
+    present, grads = engine.layout, engine.grad_buffers
     assert layout.params == present.params, "of the same parameters"
     assert (layout.dp_size, layout.num_shards) == (present.dp_size, present.num_shards)
-    assert not model.has_local_grads, "what is not reduced yet would be lost"
+    assert not engine.reducer.has_local_grads, "what is not reduced yet would be lost"
     with torch.no_grad():
-        if model.param_buffers is None:
-            model.layout = layout
-            model.grad_buffers = model.make_grad_buffers()
-            model.grad_buffers.keep_views(grads)
+        if engine.param_buffers is None:
+            engine.change_whole(layout)
         else:
-            model.finish_param_gather()
-            model.param_buffers.recapture()
-            grads.adopt_written(range(len(model.params)))
-            reduced = _ReducedGrads(grads, model.collectives.rank)
-            optimizers = {number: holder for number, ref in enumerate(model.shard_holders) if (holder := ref())}
-            contents = _gather({_GRADS: reduced, **optimizers}, model, layout)
+            engine.finish_param_gather()
+            engine.param_buffers.recapture()
+            grads.adopt_written(range(len(engine.params)))
+            reduced = _ReducedGrads(grads, engine.collectives.rank)
+            optimizers = {number: holder for number, ref in enumerate(engine.shard_holders) if (holder := ref())}
+            contents = _gather({_GRADS: reduced, **optimizers}, engine, layout)
             if contents is None:
                 return False
             reduced.take(contents.pop(_GRADS))
             for optimizer in optimizers.values():
                 optimizer.release()
-            _change_buffers(model, grads, layout, reduced.shards)
+            engine.change_shards(layout, reduced.shards)
             for number, optimizer in optimizers.items():
                 optimizer.take(contents[number])
-    model.reducer.follow(layout, model.grad_buffers)
-    model.emit(EventKind.LAYOUT_CHANGED, len(layout.buckets))
+    engine.reducer.follow(layout, engine.grad_buffers)
+    engine.emit(EventKind.LAYOUT_CHANGED, len(layout.buckets))
     return True
 
 
-def _change_buffers(
-    model: DistributedDataParallel, grads: GradBuffers, layout: BufferLayout, shards: Mapping[int, Tensor]
-) -> None:
-    """The model's buffers become those of ``layout``; ``shards``: this rank's parts of the reduced gradients there."""
-    grads.close()  # frees as much as the parameters now take
-    model.layout = layout
-    model.param_buffers = ParamBuffers(layout, model.params, model.device)
-    model.param_gather.follow(model.param_buffers)
-    model.grad_buffers = model.make_grad_buffers()
-    model.grad_buffers.take_over(grads, shards)
-
-
-def _gather(
-    holders: Mapping[int, ShardHolder], model: DistributedDataParallel, layout: BufferLayout
-) -> dict[int, Contents] | None:
+def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLayout) -> dict[int, Contents] | None:
     """What this rank will keep in ``layout``, by holder; None, on all ranks, if there is something that cannot be
     moved. Collective; changes nothing."""
-    present, collectives, device = model.layout, model.collectives, model.device
+    present, collectives, device = engine.layout, engine.collectives, engine.device
     described = {number: holder.describe() for number, holder in holders.items()}
     by_rank = collectives.all_gather_objects(_on_host(described), device)
     whole = _merge(by_rank)
@@ -188,7 +138,7 @@ def _gather(
                 flat = scratch[kind.dtype][: bucket.numel].zero_()
                 for index in members:
                     _fill(flat, holders[number], name, index, bucket.start, present, collectives.rank)
-                model.shard_collectives.all_gather(flat).wait()
+                engine.shard_collectives.all_gather(flat).wait()
                 for index in members:
                     if index in own[number]:
                         own[number][index][name] = _cut(flat, index, bucket.start, present, layout, collectives.rank)

@@ -1,0 +1,366 @@
+"""The moving parts of one wrapped model, from its wrapping to its closing."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from .buffers import ContiguousGradBuffers, GradBuffers
+from .clip_grads import norms_over_owners
+from .collectives import Collectives, make_collectives
+from .collectives.instanced import destroy_instances, shard_collectives
+from .collectives.process_groups import destroy_group, private_group
+from .config import DistributedDataParallelConfig
+from .errors import ClosedError
+from .events import Event, EventKind, Listener
+from .flattened_buffers import FlattenedGradBuffers
+from .layout import BufferLayout, build_layout
+from .memory import describe_setup
+from .module_plan import check_memory_is_own, check_module, check_ranks_agree, common_device, param_spec
+from .module_watch import ModuleWatch
+from .param_buffers import ParamBuffers
+from .param_gather import ParamGather
+from .pooled_buffers import PooledGradBuffers
+from .rebucketing.planner import BucketPlanner
+from .rebucketing.shard_holder import ShardHolder
+from .rebucketing.tuning import BucketSizeTuner
+from .reducer import Reducer
+from .trials.known_findings import KnownFindings
+
+
+class Engine:
+    """Lays a module's parameters out, and owns the buffers, the reducer and the gather for that layout.
+
+    :class:`~megastrategy.DistributedDataParallel` has one until it is closed; its copies have none. The optimizers of
+    the model step through it.
+
+    Args:
+        wrapper: the wrapper. Its ``module`` is asked for anew each time, since users replace it.
+        config: the options.
+        process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
+        collectives: how to send instead of what fits the group.
+        listener: called with every :class:`~megastrategy.core.events.Event`.
+        should_sync: asked when a backward starts whether it is synchronised; see
+            :meth:`DistributedDataParallel.should_sync <megastrategy.DistributedDataParallel.should_sync>`.
+        all_reduce_option: how the user asks for an all-reduce instead, for errors whose way out it is.
+        move: moves everything to another layout, and returns whether it could; see rebucketing.relayout.
+
+    Attributes:
+        layout: the plan that buffers and shards follow. It grows when parameters join, and is another after a move.
+        params: the trainable parameters, in the order of ``layout.params``.
+        index_by_id: ``id(param)`` to the parameter's index in ``params`` and ``layout``.
+        param_buffers: None where nothing is sharded; ``param_gather`` exists with it alone.
+        shard_holders: the optimizers made for this model, in the order of their making; dead references stay.
+        known_findings: the results of optimizers' trials; a door puts its own here, which outlives this object.
+        on_message: gets what the user should read (on rank 0: why a bucket size was chosen); None for the logger
+            "megastrategy", at level INFO.
+        is_closed: whether :meth:`close` was called.
+
+    Raises:
+        ValueError: if the module cannot be laid out.
+        LayoutMismatchError: if the ranks' modules or configurations differ.
+    """
+
+    param_gather: ParamGather
+
+    def __init__(
+        self,
+        wrapper: nn.Module,
+        config: DistributedDataParallelConfig,
+        *,
+        process_group: ProcessGroup | None,
+        collectives: Collectives | None,
+        listener: Listener | None,
+        should_sync: Callable[[bool | None], bool],
+        all_reduce_option: str,
+        move: Callable[[Engine, BufferLayout], bool],
+    ) -> None:
+        self._wrapper = wrapper
+        self.config = config
+        self.all_reduce_option = all_reduce_option
+        # before any collective: a rank that refuses its module must not leave others waiting in one for it alone
+        check_module(self.module, type(wrapper))
+        self.device = common_device(self.module)
+        self._own_group: ProcessGroup | None = None
+        if collectives is None:
+            group = private_group(process_group, self.device)
+            self._own_group = group if group is not process_group else None
+            collectives = make_collectives(group, self.device)
+        self.collectives = collectives
+        self.is_closed = False
+        self.shard_holders: list[weakref.ref[ShardHolder]] = []
+        self.known_findings = KnownFindings()
+        self.on_message: Callable[[str], None] | None = None
+        self._listener = listener
+        self.params: list[Parameter] = []
+        self.index_by_id: dict[int, int] = {}
+        self.watch = ModuleWatch(wrapper._modules)
+        self.layout = self._plan()
+        # after the ranks agreed on the layout: broadcasts of other modules would not match one another
+        self.broadcast_all()
+        self.param_buffers: ParamBuffers | None = None
+        self.grad_buffers = self._make_grad_buffers()
+        if self.layout.num_shards > 1:
+            self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
+            self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, self.module, listener)
+        self.reducer = Reducer(
+            self.layout,
+            self.params,
+            self.grad_buffers,
+            collectives,
+            self.shard_collectives,
+            config,
+            should_sync,
+            listener,
+            self._make_planner(move) if collectives.size > 1 and self.params else None,
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        module = self._wrapper._modules["module"]
+        assert module is not None, "torch refuses None for a module"
+        return module
+
+    @property
+    def shard_collectives(self) -> Collectives:
+        """``collectives`` seen by the ranks that each element has one owner among: all, or an instance of them."""
+        return shard_collectives(self.collectives, self.layout.num_shards, self.device)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether a DistributedOptimizer was made for this model."""
+        return bool(self.shard_holders)
+
+    @property
+    def steps_params_themselves(self) -> bool:
+        """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
+        return self.layout.num_shards == 1 and not any(spec.has_main_param for spec in self.layout.params)
+
+    def is_as_wrapped(self) -> bool:
+        """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
+        present = {id(param) for param in self.module.parameters()}
+        return all(
+            id(param) in present and param.dtype == spec.dtype and tuple(param.shape) == spec.shape
+            for param, spec in zip(self.params, self.layout.params, strict=True)
+        )
+
+    def broadcast_all(self) -> None:
+        """The module's parameters, frozen ones too, and buffers become rank 0's. Collective."""
+        self.collectives.broadcast_all([*self.module.parameters(), *self.module.buffers()])
+
+    def broadcast_buffers(self) -> None:
+        """The module's buffers become rank 0's. Collective."""
+        self.collectives.broadcast_all(self.watch.buffers())
+
+    # --- the module changes ------------------------------------------------------------------------------------------
+
+    def check_params(self) -> None:
+        """Whether every parameter is still there, and frozen if it was frozen: cheap, before every forward."""
+        if self.watch.has_changed():
+            # the module's own check may know more of what came in a parameter's place
+            check_module(self.module, type(self._wrapper))
+            self.watch.look(self.params)
+        if any(param.requires_grad for param in self.watch.frozen):
+            self.include_trainable()
+
+    def include_trainable(self) -> None:
+        """Takes in the parameters that require gradients now and did not before, so that they are synchronised.
+
+        Every forward that trains begins with it. They get buffers and buckets of their own, after the others: no
+        other parameter's place or shard changes. Rank 0's values are broadcast, as at the start. Collective if there
+        are any, so all ranks unfreeze the same parameters between the same two forwards.
+        """
+        self.check_open()
+        known = len(self.params)
+        layout = self._plan()
+        if len(self.params) == known:
+            return
+        joined = self.params[known:]
+        self.collectives.broadcast_all(joined)
+        self.layout = self.layout.extended_by(layout)
+        self.grad_buffers.extend(self.layout, self.params)
+        if self.param_buffers is not None:
+            self.param_buffers.extend(self.layout, self.params)
+        self.reducer.extend(self.layout, self.params)
+        self.emit(EventKind.LAYOUT_EXTENDED, known)
+
+    def _plan(self) -> BufferLayout:
+        """Adds what is trainable and not known yet to ``params``, and lays it out; all ranks agree on it."""
+        known = self.index_by_id
+        others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
+        specs = [param_spec(name, param, self.config) for name, param in others if param.requires_grad]
+        joining = [param for _, param in others if param.requires_grad]
+        layout = build_layout(specs, self.config, self.collectives.size)
+        if joining or not known:
+            check_module(self.module, type(self._wrapper))
+            common_device(self.module)
+            check_memory_is_own(self.module, joining, self.all_reduce_option, sharded=layout.num_shards > 1)
+            check_ranks_agree(layout, self.config, self.collectives, self.device)
+        self.params += joining
+        self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
+        self.watch.look(self.params)
+        return layout
+
+    # --- the layout changes ------------------------------------------------------------------------------------------
+
+    def _make_planner(self, move: Callable[[Engine, BufferLayout], bool]) -> BucketPlanner:
+        tuner = None
+        if self.config.bucket_size == "auto":
+            tuner = BucketSizeTuner(
+                self.layout, self.config, self.collectives, self.shard_collectives, self.device, self._tell
+            )
+        return BucketPlanner(self.config, self.collectives, self.device, functools.partial(move, self), tuner)
+
+    def announce(self, tell: Callable[[str], None], num_state_tensors: int | None) -> None:
+        """Tells the user what was set up, and from now on of what is decided in training.
+
+        Args:
+            tell: gets one line; shows it on rank 0.
+            num_state_tensors: how many numbers the optimizer keeps for each element; None if nobody knows.
+        """
+        self.on_message = tell
+        tell(describe_setup(self.layout, self.collectives.rank, self.config.overlap_grad_reduce, num_state_tensors))
+
+    def _tell(self, text: str) -> None:
+        """For the user to read, once, of rank 0."""
+        if self.on_message is not None:
+            self.on_message(text)
+        else:
+            logging.getLogger("megastrategy").info(text)
+
+    def _make_grad_buffers(self) -> GradBuffers:
+        """Buffers for the present layout, which take the parameters' gradients in."""
+        if not self.config.use_contiguous_buffers:
+            return FlattenedGradBuffers(self.layout, self.params, self.device)
+        kind = PooledGradBuffers if self.layout.is_pooled else ContiguousGradBuffers
+        buffers = kind(self.layout, self.params, self.collectives.rank, self.device)
+        buffers.all_reduce_option = self.all_reduce_option
+        return buffers
+
+    def change_whole(self, layout: BufferLayout) -> None:
+        """Goes over to a layout of the same parameters where nothing is cut; gradients are copied."""
+        before = self.grad_buffers
+        self.layout = layout
+        self.grad_buffers = self._make_grad_buffers()
+        self.grad_buffers.keep_views(before)
+
+    def change_shards(self, layout: BufferLayout, reduced: Mapping[int, Tensor]) -> None:
+        """Goes over to a layout of the same parameters.
+
+        Args:
+            layout: of the same parameters.
+            reduced: by parameter, this rank's part of the reduced gradient in ``layout``, flat.
+        """
+        before = self.grad_buffers
+        before.close()  # frees as much as the parameters now take
+        self.layout = layout
+        self.param_buffers = ParamBuffers(layout, self.params, self.device)
+        self.param_gather.follow(self.param_buffers)
+        self.grad_buffers = self._make_grad_buffers()
+        self.grad_buffers.take_over(before, reduced)
+
+    def save_over(self, collectives: Collectives) -> None:
+        """Gathers what is saved from now on over other collectives, since an exception left these unusable.
+
+        Reducer and gather keep theirs: nothing is trained any more.
+        """
+        self.collectives = collectives
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def full_grad(self, param: Parameter) -> Tensor | None:
+        """See :meth:`DistributedDataParallel.full_grad <megastrategy.DistributedDataParallel.full_grad>`."""
+        self.check_open()
+        index = self.index_by_id.get(id(param))
+        if index is None:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of the wrapped module"
+            )
+        grads = self.grad_buffers
+        if not grads.is_sharded(index):
+            return None if param.grad is None else param.grad.detach().clone()
+        grads.adopt_written([index])
+        if not grads.has_grad[index]:
+            return None
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        full = torch.zeros(spec.numel, dtype=self.layout.buffers[slot.buffer].sum_dtype, device=self.device)
+        owned, own_grad = self.layout.owned_range(index, self.collectives.rank), self.owned_grad(index)
+        in_first_instance = self.collectives.rank < self.layout.num_shards  # others own the same
+        if owned is not None and own_grad is not None and in_first_instance:
+            full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
+        self.collectives.all_reduce(full, 1.0).wait()  # every element is non-zero on one rank at most
+        return full.as_strided(spec.shape, spec.stride)
+
+    def grad_norms(self, norm_type: float) -> Tensor:
+        """See :meth:`DistributedDataParallel.grad_norms <megastrategy.DistributedDataParallel.grad_norms>`."""
+        grads, every = self.grad_buffers, range(len(self.params))
+        sharded = [i for i in every if grads.is_sharded(i)]
+        grads.adopt_written(sharded)
+        norms = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
+        own = norms.clone()
+        for index in sharded:
+            if grads.has_grad[index] and (grad := self.owned_grad(index)) is not None:
+                own[index] = torch.linalg.vector_norm(grad, norm_type)
+        if sharded:
+            norms = norms_over_owners(own, norm_type, self.shard_collectives)
+        for index in set(every).difference(sharded):
+            if (local := self.params[index].grad) is not None:
+                norms[index] = torch.linalg.vector_norm(local.detach(), norm_type)
+        return norms
+
+    def owned_grad(self, index: int) -> Tensor | None:
+        """This rank's part of a reduce-scattered gradient, a view; None if all of it is other ranks'."""
+        owned = self.layout.owned_range(index, self.collectives.rank)
+        return None if owned is None else self.grad_buffers.reduced(self.layout.slots[index].bucket, *owned)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def finish_param_gather(self) -> None:
+        """Waits for the parameters that the last step left on their way."""
+        if self.param_buffers is not None:
+            self.param_gather.finish()
+
+    def emit(self, kind: EventKind, index: int) -> None:
+        """Tells the listener, if there is one."""
+        if self._listener is not None:
+            self._listener(Event(kind, index))
+
+    def check_open(self) -> None:
+        """Raises ClosedError after :meth:`close`."""
+        if self.is_closed:
+            raise_closed()
+
+    def close(self) -> None:
+        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None."""
+        self.is_closed = True
+        try:
+            self.finish_param_gather()
+        finally:
+            self.reducer.close()
+            self.grad_buffers.close()
+            if self.param_buffers is not None:
+                self.param_buffers.restore()
+                self.param_buffers = None
+            self.collectives.close()
+            if self._own_group is not None:
+                destroy_instances(self.collectives)
+                destroy_group(self._own_group)
+                self._own_group = None
+
+
+def raise_closed() -> NoReturn:
+    """For a closed wrapper, a copy, and the optimizer of either."""
+    raise ClosedError(
+        "this DistributedDataParallel was closed, or is a copy (deepcopy, pickle): its module is a plain one, "
+        "whose gradients nobody would reduce. To train it, wrap the module again, and make a new "
+        "DistributedOptimizer"
+    )

@@ -1,0 +1,41 @@
+"""Whoever keeps tensors that the layout cuts, as a move to another layout sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Contents = dict[int, dict[str, Any]]
+"""By parameter (index in the layout), what is kept of it under each name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PerElement:
+    """Stands for a tensor with one number for each element of a parameter, of which a rank keeps its own part."""
+
+    dtype: torch.dtype
+
+
+class ShardHolder(ABC):
+    """Keeps tensors that the layout cuts, and can exchange them for those of another layout."""
+
+    @abstractmethod
+    def describe(self) -> Contents | None:
+        """What this rank keeps of each parameter: :class:`PerElement`, or a picklable value that belongs to the
+        parameter as a whole. None if it cannot be moved."""
+
+    @abstractmethod
+    def part(self, param: int, name: str) -> Tensor | None:
+        """The elements of a :class:`PerElement` that this rank owns (flat, in memory order), if it keeps them."""
+
+    def release(self) -> None:  # noqa: B027 - nothing to do where nothing is kept
+        """Everybody has what it will :meth:`take`: no view of the old buffers may keep their memory any longer."""
+
+    @abstractmethod
+    def take(self, contents: Contents) -> None:
+        """The model has another layout now, and this is what the rank keeps in it: of each parameter that any rank
+        described and of which this one owns a part, that part (in memory of its own) or the whole value."""
