@@ -147,6 +147,29 @@ def test_a_rank_that_dies_before_a_save_is_not_waited_for(ranks: Ranks) -> None:
     assert waiting.seconds < 20
 
 
+class DiesConnecting(pl.Callback):
+    """Rank 1, after all have agreed to make the group for directories, and before it has told where it listens."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            torch.distributed.distributed_c10d._new_process_group_helper = kill_script.die
+        trainer.save_checkpoint("never.ckpt")
+
+
+def fit_dying_while_connecting() -> None:
+    strategy = make_strategy("megatron_ddp", state_dict_type="sharded")
+    make_trainer(strategy, callbacks=[DiesConnecting()]).fit(AwkwardModule(), loader())
+
+
+def test_a_rank_that_dies_while_all_connect_is_not_waited_for(ranks: Ranks) -> None:
+    """Gloo waits for its address until the group's timeout, half an hour."""
+    waiting, _ = ranks.outcomes(fit_dying_while_connecting)
+    assert isinstance(waiting, Failure)
+    assert waiting.kind == "CollectiveError"
+    assert "connecting a new group did not complete, since the process of rank 1 is gone" in waiting.message
+    assert waiting.seconds < 20
+
+
 @pytest.mark.long
 def test_torchrun_restarts_and_resumes_by_itself(tmp_path: Path) -> None:
     """A rank dies within a step, then one within a save; ``ckpt_path="last"`` finds the last whole file each time."""

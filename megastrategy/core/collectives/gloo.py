@@ -18,12 +18,10 @@ from .backend import max_options
 from .gloo_rings import GlooRings
 from .interface import Collectives, Handle, did_not_complete
 from .lent_tensors import LentTensors
+from .process_groups import PROBE_TAG
 from .roll_call import RollCall
 from .tensor_parts import add_parts_
 from .worker import Worker
-
-_PROBE_TAG = 2**31 - 1
-"""No exchange counts so far."""
 
 
 class GlooCollectives(Collectives):
@@ -83,7 +81,7 @@ class GlooCollectives(Collectives):
 
     def probe(self, rank: int) -> None:
         """Gloo refuses to begin a message on a connection that the other end has closed. Nobody receives this one."""
-        self._probes.append(self.group.send([torch.zeros(1, dtype=torch.uint8)], rank, _PROBE_TAG))
+        self._probes.append(self.group.send([torch.zeros(1, dtype=torch.uint8)], rank, PROBE_TAG))
 
     def _finish_started(self) -> None:
         if self._worker is not None:

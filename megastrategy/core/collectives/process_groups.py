@@ -1,8 +1,20 @@
-"""Groups of the engine's own, over the ranks of somebody else's."""
+"""Groups of the engine's own, over the ranks of somebody else's.
+
+[Note: a peer that dies while ranks connect]
+Gloo looks for the addresses of the others in the store, and waits there for one that is missing until the group's
+timeout: half an hour, for a rank that was killed after all had agreed to make the group. So a thread of its own
+connects, and the caller looks every second whether all processes are there still, over the group that the new one is
+made from. The thread is left behind where one is not: nothing ends it before the timeout. The group has a connection of
+its own to the store, since a client that waits keeps every other request of its process waiting.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import secrets
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ..errors import CollectiveError
+
+_GLANCE_S = 1.0
+PROBE_TAG = 2**31 - 1
+"""A message that nobody receives has this tag. Exchanges of the rings count from 0, and none has come that far."""
 
 
 def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGroup:
@@ -79,19 +97,65 @@ def part_of_group(
     """
     c10d = dist.distributed_c10d
     world = c10d._get_default_group()
-    made: ProcessGroup
-    made, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        dist.Backend(backend or dist.get_backend_config(group)),
-        c10d._world.pg_map[world][1],
-        name,  # type: ignore[arg-type] # a str to Python; torch's own type for it is recent
-        timeout=group._get_backend(device).options._timeout,
-        device_id=world.bound_device_id,
-    )
+    own = dist.get_rank()
+    backend = backend or dist.get_backend_config(group)
+    timeout = group._get_backend(device).options._timeout
+
+    def connect() -> ProcessGroup:
+        made: ProcessGroup
+        made, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(own),
+            ranks,
+            dist.Backend(backend),
+            c10d._world.pg_map[world][1].clone(),  # type: ignore[attr-defined] # missing in torch's stubs
+            name,  # type: ignore[arg-type] # a str to Python; torch's own type for it is recent
+            timeout=timeout,
+            device_id=world.bound_device_id,
+        )
+        return made
+
+    peers = [dist.get_group_rank(group, rank) for rank in ranks if rank != own]
+    made = _while_all_live(connect, group, peers)
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+def _while_all_live(connect: Callable[[], ProcessGroup], group: ProcessGroup, peers: Iterable[int]) -> ProcessGroup:
+    """What ``connect`` returns; see [Note: a peer that dies while ranks connect].
+
+    Args:
+        group: in which all are connected already.
+        peers: the other ranks that connect, by their numbers in ``group``.
+
+    Raises:
+        CollectiveError: if one of them has ended.
+    """
+    if torch.device("cpu") not in group._device_types or group._get_backend(torch.device("cpu")).name() != "gloo":
+        return connect()  # NCCL connects later, and tells nobody whether a process is there
+    future: Future[ProcessGroup] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(connect())
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the future raises it
+            future.set_exception(error)
+
+    # a daemon, as it may be left behind: the interpreter would wait for another kind of thread when it ends
+    threading.Thread(target=run, name="megastrategy-connect", daemon=True).start()
+    probes: list[Any] = []  # kept, as gloo would wait for them
+    while not concurrent.futures.wait([future], _GLANCE_S).done:
+        for peer in peers:
+            try:
+                # gloo refuses to begin a message on a connection that the other end has closed
+                probes.append(group.send([torch.zeros(1, dtype=torch.uint8)], peer, PROBE_TAG))
+            except RuntimeError as error:
+                raise CollectiveError(
+                    f"rank {group.rank()} of {group.size()}: connecting a new group did not complete, since the "
+                    f"process of rank {peer} is gone. Most often another rank ended with an error, was killed, or ran "
+                    f"out of memory: look at the first error among the ranks. The backend said: {error}"
+                ) from error
+    return future.result()
 
 
 class Pair:
