@@ -50,6 +50,7 @@ from ..core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
+    Engine,
     Event,
     GradScaler,
     config_from_arguments,
@@ -136,7 +137,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             timeout=timeout,
             start_method=start_method,
         )
-        self._wrapped: DistributedDataParallel | None = None
+        self._engine: Engine | None = None  # of the last fit; closed after it
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
         self._replaced_scaler: torch.amp.GradScaler | None = None
         self._meeting: Meeting | None = None
@@ -149,15 +150,16 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         self.await_others("setup")
-        self._wrapped = DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model,
             self.config,
             collectives=engine_collectives(self.root_device, agreed=True),
             listener=one_listener(self._listeners),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
-        self._wrapped.engine.known_findings = known_findings()
-        return self._wrapped
+        self._engine = wrapped.engine
+        self._engine.known_findings = known_findings()
+        return wrapped
 
     def add_listener(self, listener: Callable[[Event], None]) -> None:
         """Calls ``listener`` with the engine's events in the next fit, until its teardown.
@@ -249,9 +251,9 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """In manual optimization module buffers stay each rank's own, as under "ddp", which broadcasts them before the
         first forward alone."""
-        module, wrapped = self.lightning_module, self._wrapped
+        module, wrapped = self.lightning_module, self.model
         outputs = super().training_step(*args, **kwargs)
-        if module is not None and wrapped is not None and not module.automatic_optimization:
+        if module is not None and isinstance(wrapped, DistributedDataParallel) and not module.automatic_optimization:
             wrapped.leave_buffers_apart()
         return outputs
 
@@ -309,27 +311,29 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
 
     def _meet_if_interrupted(self) -> Meeting | None:
         """Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks."""
-        if not self._is_interrupted() or self._wrapped is None or self._wrapped.engine.collectives.size == 1:
+        if not self._is_interrupted() or self._engine is None or self._engine.collectives.size == 1:
             return None
         if self._meeting is None:
             if (exception := sys.exception()) is not None:
                 tell_failure(exception_name(), exception)  # before the others' failures that follow from it
             self.give_up_together()
             steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
-            sharded = self._wrapped.layout.num_shards > 1
+            sharded = self._engine.layout.num_shards > 1
             state = f"steps begun and done: {steps}" if sharded else ""
             self._meeting = Meeting(exception_name(), state, self.patience)
             if sharded and any(begun != done for begun, done in steps):
                 self._meeting.problem = self._meeting.problem or "a step was under way"
             if not self._meeting.problem:
-                self._wrapped.engine.save_over(engine_collectives(self.root_device, agreed=True))
+                self._engine.save_over(engine_collectives(self.root_device, agreed=True))
         return self._meeting
 
     def _may_save(self) -> bool:
         """Whether the shards of all ranks can be had, and belong together."""
         meeting = self._meet_if_interrupted()
-        assert self._wrapped is not None or meeting is None
-        return meeting is None or not meeting.problem or self._wrapped.layout.num_shards == 1  # type: ignore[union-attr]
+        if meeting is None or not meeting.problem:
+            return True
+        assert self._engine is not None, "ranks meet about a model that was set up"
+        return self._engine.layout.num_shards == 1
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -374,8 +378,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             if any(main_params):
                 checkpoint[MAIN_PARAMS_KEY] = main_params
                 checkpoint.setdefault("callbacks", {})[LEFT_BEHIND] = {}
-        if self._wrapped is not None and self.model is not self._wrapped:
-            self._wrapped.engine.collectives.close()  # the fit is over, and gathering has woken them
+        if self._engine is not None and self._engine.is_closed:
+            self._engine.collectives.close()  # the fit is over, and gathering has woken them
         if isinstance(self._checkpoint_io, self._async_io) and self.root_device.type != "cpu":
             checkpoint = {**checkpoint, "state_dict": to_host(checkpoint["state_dict"])}  # it would clone on the device
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -394,7 +398,9 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             checkpoint[NOT_TENSORS] = others
         rank_zeros = of_rank_zero("model", weights, self.lightning_module)
         path = local_directory(self.broadcast(filepath))
-        in_background &= self.model is self._wrapped  # after the fit nobody would wait for it
+        in_background &= (
+            self._engine is not None and not self._engine.is_closed
+        )  # after the fit nobody would wait for it
         self._directory_saver.save(state, checkpoint, path, rank_zeros, in_background=in_background)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -453,7 +459,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         if any(isinstance(state, OptimizerInDirectory) for state in states):
             load_optimizers(self.optimizers, states, weights)
             return
-        sharded = self._wrapped is not None and self._wrapped.layout.num_shards > 1
+        sharded = self._engine is not None and self._engine.layout.num_shards > 1
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             if isinstance(optimizer, DistributedOptimizer):
                 check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}", sharded)

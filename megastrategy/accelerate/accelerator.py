@@ -192,7 +192,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             whole = self._whole_optimizers.add(optimizer) if self.use_distributed else optimizer
             return super().prepare_optimizer(whole, device_placement)
         _check_owners(optimizer, models)
-        if all(model.steps_params_themselves() for model in models) and len(models) > 1:
+        if all(model.engine.steps_params_themselves for model in models) and len(models) > 1:
             return super().prepare_optimizer(optimizer, device_placement)
         # not placed: its state is where the engine put it, and a round trip of the state would be a collective
         return super().prepare_optimizer(self._shard(optimizer, models[0]), device_placement=False)
@@ -282,7 +282,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         parts = trained_by([model for model in open_models() if model.is_sharded], params)
         # within a window of accumulation each rank clips what it has so far, as under torch DDP
-        if not parts or (not self.sync_gradients and all(model.has_local_grads for model, _ in parts)):
+        if not parts or (not self.sync_gradients and all(model.engine.reducer.has_local_grads for model, _ in parts)):
             return theirs(params)
         own = {id(param) for _, group in parts for param in group}
         strangers = [param for param in params if id(param) not in own and param.grad is not None]
@@ -443,11 +443,11 @@ def _uncompiled(model: Any) -> Any:
 
 
 def _check_owners(optimizer: Optimizer, models: list[PreparedModel]) -> None:
-    if len(models) > 1 and not all(model.steps_params_themselves() for model in models):
+    if len(models) > 1 and not all(model.engine.steps_params_themselves for model in models):
         raise ValueError(
             f"the parameters of this {type(optimizer).__name__} belong to {len(models)} models; a sharded optimizer "
             "has one. Give each model an optimizer of its own, prepare one module that holds them all, or, with fp32 "
-            f"weights, pass {models[0].all_reduce_option}"
+            f"weights, pass {models[0].engine.all_reduce_option}"
         )
 
 

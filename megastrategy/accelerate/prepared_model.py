@@ -95,6 +95,11 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
         return syncs
 
     @property
+    def reducer(self) -> Any:  # type: ignore[override] # an attribute of torch DDP
+        """The engine's, where accelerate's own ``trigger_sync_in_backward`` looks for torch's."""
+        return self.engine.reducer
+
+    @property
     def is_sharded(self) -> bool:
         """Whether gradients are reduce-scattered, so that ``.grad`` is None when they are complete."""
         return self.layout.num_shards > 1

@@ -25,9 +25,10 @@ from .collectives.process_groups import private_group
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
+from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
-from .memory import describe_setup, memory_use, memory_use_of_ddp
+from .memory import memory_use, memory_use_of_ddp
 from .strangers import describe_unreduced
 from .trials.known_findings import KnownFindings
 
@@ -39,6 +40,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
+    "Engine",
     "Event",
     "EventKind",
     "GradScaler",
@@ -47,7 +49,6 @@ __all__ = [
     "NotOnAllRanksError",
     "check_replaceable",
     "config_from_arguments",
-    "describe_setup",
     "describe_unreduced",
     "directory_keys",
     "field_names",

@@ -6,7 +6,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,10 @@ class Engine:
             listener,
             self._make_planner(move) if collectives.size > 1 and self.params else None,
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In copies and pickles of what holds it, a Trainer in mid-fit for one, there is None."""
+        return type(None), ()
 
     @property
     def module(self) -> nn.Module:

@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
-from megastrategy.core import describe_setup, memory_use
 from megastrategy.core.collectives import Handle
 from megastrategy.core.errors import CollectiveError, UnusedParameterError
 from megastrategy.core.events import Event, EventKind
+from megastrategy.core.memory import describe_setup, memory_use
 from tests.support.doubles import DelayingCollectives, RecordingCollectives
 from tests.support.gradients import assert_equal, assert_stands_in, batch, grads_with_ddp, grads_with_ours, one_backward
 from tests.support.models import awkward_model, images, two_layers
