@@ -41,8 +41,7 @@ def require(package: str, minimum: str) -> None:
 
 
 def _version(top: str) -> str | None:
-    """Returns the module's own version if it is imported; else what pip knows, since importing an old package may
-    fail."""
+    """Returns the version of the imported module; else what pip knows, since importing an old package may fail."""
     if (told := getattr(sys.modules.get(top), "__version__", None)) is not None:
         return str(told)
     for name in _DISTRIBUTIONS[top]:

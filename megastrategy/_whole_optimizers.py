@@ -35,16 +35,14 @@ class WholeOptimizers:
         return optimizer
 
     def add_or_shard(self, optimizer: Optimizer, model: DistributedDataParallel) -> Optimizer:
-        """Returns the optimizer to step if there is one model alone: sharded if it has any parameter of the model, else
-        whole."""
+        """Shards the optimizer if it has any parameter of ``model``, which is the only one; else adds it."""
         own = {id(param) for param in model.module.parameters()}
         if own.isdisjoint(id(param) for group in optimizer.param_groups for param in group["params"]):
             return self.add(optimizer)
         return DistributedOptimizer(optimizer, model)
 
     def of(self, model: DistributedDataParallel) -> Optimizer | None:
-        """Returns a known optimizer that has a trainable parameter of ``model``, which came after it; None if there is
-        none."""
+        """Returns a known optimizer that has a trainable parameter of ``model``, which came after it; or None."""
         params = {id(param) for param in model.params}
         groups = ((optimizer, group) for optimizer in self._alive() for group in optimizer.param_groups)
         return next((optimizer for optimizer, group in groups if params & set(map(id, group["params"]))), None)

@@ -112,8 +112,7 @@ def _os_error(error: BaseException | None, outer: BaseException | None) -> OSErr
 
 
 def _problem(path: Path, error: Exception) -> str | None:
-    """Says what is wrong with the file as a whole, and what to do; None if torch.save wrote it, and all of it is
-    there."""
+    """Says what is wrong with the file as a whole, and what to do; None if it is a complete one of torch.save."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(max(len(_ZIP_START), len(_LEGACY_START)))
