@@ -1,4 +1,4 @@
-"""What makes a prepared model an instance of torch's DDP, and what it answers where torch's attributes are asked for.
+"""Makes a prepared model an instance of torch's DDP, and answers where torch's attributes are asked for.
 
 [Note: an instance of torch's DDP]
 ``accelerate``, ``transformers``, ``diffusers``, PEFT and torch's own checkpoint helpers find the user's module by
@@ -57,8 +57,11 @@ class TorchDDPByName(TorchDDP):
         Module.__setstate__(self, state)
 
     def _set_static_graph(self) -> None:
-        """As torch's, which needs it where layers are used twice under re-entrant checkpoints. Here they are right
-        without it, so there is nothing to switch: declared or not, the gradients are the same."""
+        """Notes the declaration, and switches nothing.
+
+        torch needs it where layers are used twice under re-entrant checkpoints. Here the gradients are right without
+        it, and the same with it.
+        """
         if self.static_graph:
             warnings.warn("static_graph is set already: _set_static_graph() has nothing to do", stacklevel=2)
         self._static_graph_is_declared = True
@@ -122,7 +125,7 @@ _ENGINES: dict[str, Callable[[Any], Any]] = {
     "named_module_buffers": lambda model: dict(model.module.named_buffers()),
     "_module_parameters": lambda model: list(model.module.parameters()),
 }
-"""What has a meaning here. The module's own attributes of these names stand behind, as under torch."""
+"""Attributes that have a meaning here, each with the engine's value. The module's own stand behind, as under torch."""
 
 NOT_USED: dict[str, Callable[[], Any]] = {
     "dim": lambda: 0,
@@ -145,14 +148,14 @@ NOT_USED: dict[str, Callable[[], Any]] = {
     "_lazy_init_ran": lambda: True,
     "_ddp_sink_clone": lambda: False,
 }
-"""Features of torch's that are not used. An attribute of the module's goes before them: ``model.dim`` is more likely
-to mean its width than the dimension along which torch's DDP would scatter."""
+"""Features of torch's that are not used, with torch's value for that. An attribute of the module's goes before them:
+``model.dim`` is more likely to mean its width than the dimension along which torch's DDP would scatter."""
 
 OF_TORCHS_REDUCER = ("logger", "_bucket_config")
 
 
 def no_such_attribute(name: str) -> AttributeError:
-    """For what belongs to torch's reducer."""
+    """Makes the error for what belongs to torch's reducer."""
     return AttributeError(
         f"{name} belongs to torch DDP's reducer, and this model is reduced by megastrategy: it looks like torch's DDP "
         "so that libraries find model.module, and has none of its machinery"
