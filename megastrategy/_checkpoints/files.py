@@ -1,15 +1,17 @@
-"""Checkpoints of one file, which are complete or not there, and which are mapped rather than read.
+"""Writes and reads checkpoints of one file, which are complete or not there, and which are mapped rather than read.
 
 Lightning writes a checkpoint into memory first, a second copy of the whole state, and from there to a temporary file.
-Here it goes straight into a file beside the target, which takes the target's name when all of it is on the disk: a
+Here it goes straight into a file beside the target. That takes the target's name when all of it is on the disk, since a
 process may be killed, and a machine may lose power, at any moment.
 
 [Note: mapped files]
-A loaded tensor is a part of the mapped file, private to its process: pages are read when they are looked at, can be
+A loaded tensor is a part of the mapped file, private to its process. Pages are read when they are looked at, can be
 dropped, and are copied when they are written to. So ranks that each cut their shard out of the optimizer state share
-one copy of the file instead of reading it all. The file may be replaced or removed meanwhile, as everything here does
-it; one that is overwritten in place, or removed on another machine that shares the file system, ends a process that
-looks at it afterwards. Therefore strategies hand out copies (:func:`own_memory`) to whoever may keep a tensor.
+one copy of the file instead of reading it all.
+
+The file may be replaced or removed meanwhile, as everything here does it. If it is overwritten in place, or removed on
+another machine that shares the file system, a process that looks at it afterwards is ended. Therefore strategies hand
+out copies (:func:`own_memory`) to whoever may keep a tensor.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ or waits for this rank in another collective. So a rank that waits for long leav
 torch.distributed was started with, and reads the notes of the others.
 
 [Note: when a deadlock is certain]
-A note says what its rank waits for, and which collectives of each group it has started. Rank B needs rank A if it waits
-for a collective that A has not started, or stands behind one in whose place A has started another: a group carries its
-collectives out in order.
+A note says what its rank waits for, and which collectives of each group it has started. A group carries its collectives
+out in order. So rank B needs rank A if it waits for a collective that A has not started, or stands behind one in whose
+place A has started another.
 
 A rank that waits starts nothing. So while A waits, a rank that needs A cannot go on, however old its note is, and nor
 can one that needs that rank. Let S be this rank and all that need it in this way: none of them goes on before this rank

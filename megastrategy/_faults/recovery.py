@@ -20,8 +20,8 @@ from ..core import CollectiveError
 
 PATIENCE = timedelta(seconds=20)
 """The longest that a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks
-meet) come at once. One that waits for a rank that failed, in a collective of the engine or of the Trainer, comes after
-WaitsInVain.GRACE_S; one that waits in a collective of somebody else's only when that rank's process ends."""
+meet) come at once. One that waits for a failed rank, in a collective of the engine or of the Trainer, comes after
+WaitsInVain.GRACE_S. One that waits in a collective of somebody else's comes only when that rank's process ends."""
 
 POLL_S = 0.02
 _MAX_CAUSE_CHARS = 500

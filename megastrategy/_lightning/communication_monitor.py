@@ -34,9 +34,9 @@ _KEPT_INTERVALS = 1000
 class TrainerMonitor(_Base):
     """Logs how long training waits for communication, how much is sent, and how many steps were skipped.
 
-    Every ``Trainer(log_every_n_steps=...)`` optimizer steps, and for those that are left when training ends, to all of
-    the Trainer's loggers (each rank tells its own numbers; Lightning's loggers write rank 0's), averaged over the
-    optimizer steps since it last logged:
+    It logs to all of the Trainer's loggers, every ``Trainer(log_every_n_steps=...)`` optimizer steps, and for those
+    that are left when training ends. Each rank tells its own numbers, and Lightning's loggers write rank 0's. They are
+    averages over the optimizer steps since it last logged:
 
     - ``communication/exposed_gradients_ms``, ``communication/exposed_parameters_ms``: milliseconds a step in which the
       rank waited for gradients at the end of backward, and for new weights after the optimizer. Includes waiting for a

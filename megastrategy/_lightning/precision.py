@@ -35,8 +35,8 @@ class EnginePrecision(_Base):
 def lend(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
     """Gives a plugin the engine's clipping until :func:`take_back`.
 
-    The engine's functions come in the method resolution order after the plugin's class and everything a user derived
-    it from, and before Lightning's own ``Precision``: what a user overrides is called, and ``super()`` inside of it
+    The engine's functions come in the method resolution order after the plugin's class and everything a user derived it
+    from, and before Lightning's own ``Precision``. So what a user overrides is called, and ``super()`` inside of it
     finds the engine. The new class has the old one's name, under which checkpoints store a plugin's state.
     """
     kind: type = type(plugin)

@@ -13,9 +13,10 @@ class SchedulersHoldUsersOptimizers:
     """Comes in front of a Trainer's ``DDPStrategy``: every scheduler holds the user's own optimizer, whoever made it.
 
     Those of ``configure_optimizers`` do so by themselves. StochasticWeightAveraging makes its own on
-    ``trainer.optimizers[0]``, and LearningRateMonitor, which compares the optimizers of the schedulers with those of
-    the Trainer, would take the two for different ones: it would log a ``lr-DistributedOptimizer``, and each rate twice.
-    The learning rate finder compares its own scheduler's with the Trainer's, too, before anybody logs anything: that
+    ``trainer.optimizers[0]``. LearningRateMonitor compares the optimizers of the schedulers with those of the Trainer,
+    and would take the two for different ones: it would log a ``lr-DistributedOptimizer``, and each rate twice.
+
+    The learning rate finder compares its own scheduler's with the Trainer's, too, before anybody logs anything. So that
     one is left alone.
     """
 

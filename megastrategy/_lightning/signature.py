@@ -27,11 +27,10 @@ ALL_REDUCE_OPTION = 'strategy="megatron_ddp_all_reduce" or MegatronDDPStrategy(u
 
 
 def strategy_class(cls: _Class) -> _Class:
-    """Decorates a class that takes the fields of the config as ``**options`` and derives from a package's
-    ``DDPStrategy``.
+    """Decorates a class that takes the config's fields as ``**options`` and derives from a package's ``DDPStrategy``.
 
-    ``help()``, an editor and LightningCLI see a field only if it stands in the signature of ``__init__``, and it should
-    not be written a second time: the signature is made from the config. The package's own types are taken from its
+    ``help()``, an editor and LightningCLI see a field only if it stands in the signature of ``__init__``. It should not
+    be written a second time, so the signature is made from the config. The package's own types are taken from its
     ``DDPStrategy``, since they are other classes in each package.
     """
     initialise: Any = cls.__init__  # type: ignore[misc]

@@ -372,7 +372,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" ignores.
 
-        After an exception on some rank the shards of the others may be out of reach: nothing is written then, rather
+        After an exception on some rank the shards of the others may be out of reach. Then nothing is written, rather
         than half a state, and the reason is logged on every rank.
         """
         if (meeting := self._meet_if_interrupted()) is not None:

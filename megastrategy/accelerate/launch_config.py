@@ -131,6 +131,7 @@ def _typed(name: str, value: Any) -> Any:
 
 def _number(text: str, otherwise: str | float, *, whole: bool) -> int | float | str:
     try:
+        # exact where a float would round, above 2**53
         return int(text)
     except ValueError:
         pass
@@ -138,6 +139,7 @@ def _number(text: str, otherwise: str | float, *, whole: bool) -> int | float | 
         number = float(text)
     except ValueError:
         return otherwise
+    # 1e6 may stand for a number of elements, and 1.5 may not: the config refuses it by name
     if not whole:
         return number
     return int(number) if math.isfinite(number) and number.is_integer() else otherwise

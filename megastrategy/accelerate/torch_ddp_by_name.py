@@ -4,17 +4,20 @@
 ``accelerate``, ``transformers``, ``diffusers``, PEFT and torch's own checkpoint helpers find the user's module by
 ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` and then ``model.module``, many of them without asking
 the Accelerator. A wrapper that is a plain Module would come back from ``extract_model_from_parallel`` as it was, and
-nothing short of patching those packages would change that. So the wrapper is an instance of torch's class, of which it
-has nothing but the name: its ``__init__`` is not run, and every function of it that the engine does not define itself
-is refused by name, since there is no reducer of torch's behind it. Lightning's doors use the engine's own class, since
-there ``DDPStrategy`` would reach for that reducer.
+nothing short of patching those packages would change that.
+
+So the wrapper is an instance of torch's class, of which it has nothing but the name. Its ``__init__`` is not run, and
+there is no reducer of torch's behind it. Therefore every function of torch's that the engine does not define itself is
+refused by name. Lightning's doors use the engine's own class, since there ``DDPStrategy`` would reach for that reducer.
 
 [Note: torch's attributes]
 Who has found an instance of torch's DDP also reads what torch's ``__init__`` sets (sentence-transformers' cached losses
 read four of them). Each has one of three answers, and a test looks for names of the installed torch that have none:
-what has a meaning here is the engine's value; what describes a feature that this engine has not is torch's value for
-"not used"; what belongs to torch's reducer is an AttributeError that says so. Setting the first kind does what it does
-under torch, or is refused: a value that nobody reads would be silently without effect.
+
+- What has a meaning here is the engine's value. Setting it does what it does under torch, or is refused: a value that
+  nobody reads would be silently without effect.
+- What describes a feature that this engine has not is torch's value for "not used".
+- What belongs to torch's reducer is an AttributeError that says so.
 """
 
 from __future__ import annotations

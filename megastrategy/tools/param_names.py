@@ -2,7 +2,7 @@
 
 [Note: names are not guessed]
 A file has optimizer state by number, counted through the optimizer's groups; only the code that made the groups knows
-the names. The order of the weights is no proof: groups are often made of weight decay first and the rest after, and
+the names. The order of the weights is no proof. Groups are often made of weight decay first and the rest after, and
 where two layers have one shape nothing in the file would contradict an exchange of their moments.
 """
 

@@ -1,13 +1,14 @@
 """Computes from the engine's events where time goes: spans, steps, exposed communication.
 
-Pure functions over the events of one rank (``core.events``). Times are the host's, in nanoseconds
-of the rank's own clock; a rank's ``clock_offset_ns`` takes them to a clock that all ranks share.
+Pure functions over the events of one rank (``core.events``). Times are the host's, in nanoseconds of the rank's own
+clock; a rank's ``clock_offset_ns`` takes them to a clock that all ranks share.
 
 [Note: what a step is]
-From the first forward that trains (or backward, if no forward is seen) to the last event before the next forward or
-backward after the optimizer's step: with the wait for new weights, without what lies between steps (data loading,
-validation, logging). Microbatches that are accumulated belong to the step that uses them. A plain optimizer, which may
-step after an all-reduce, tells nothing: there the synchronised backward is taken for it.
+A step begins with the first forward that trains, or with a backward if no forward is seen. It ends with the last event
+before the next forward or backward after the optimizer's step. So the wait for new weights is in it, and what lies
+between steps (data loading, validation, logging) is not. Microbatches that are accumulated belong to the step that uses
+them. A plain optimizer, which may step after an all-reduce, tells nothing: there the synchronised backward is taken for
+it.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class DecaysByMean(torch.optim.Optimizer):
 
 
 class ProjectedGradients(Simple):
-    """Steps as SGDP without momentum: takes the part along the weights out of nearly orthogonal gradients."""
+    """Steps as SGDP without momentum: cuts the part along the weights out of matrices' nearly orthogonal gradients."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if param.dim() > 1:
