@@ -1,4 +1,7 @@
-"""What is trained: models, data and how many microbatches make a step. The same on every engine, from the same seed."""
+"""Defines what is trained: models, data and how many microbatches make a step.
+
+They are the same on every engine, from the same seed.
+"""
 
 from __future__ import annotations
 
@@ -103,14 +106,14 @@ def _tiny() -> LanguageModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One workload."""
+    """A workload."""
 
     name: str
     about: str
     build: Callable[[], LanguageModel]
     vocabulary: int = 256
     dtype: str = "fp32"
-    """Of the weights: a key of :data:`DTYPES`."""
+    """Dtype of the weights: a key of :data:`DTYPES`."""
     accumulate: int = 1
     """Microbatches a step; all but the last are not synchronised."""
     microbatch: int = 2
@@ -118,8 +121,8 @@ class Case:
     context: int = 128
     """Tokens a sequence."""
     loss_tolerance: float = 1e-5
-    """How far the engines' losses may be apart, relative. Wider with bf16 weights, where engines round at different
-    places (torch DDP steps bf16 weights, others fp32 main params)."""
+    """Relative difference allowed between the engines' losses. Wider with bf16 weights, where engines round at
+    different places (torch DDP steps bf16 weights, others fp32 main params)."""
 
     def build_model(self, dtype: str | None = None) -> LanguageModel:
         """The model with the case's seed, in the case's dtype or another one."""
@@ -133,7 +136,7 @@ class Case:
         return torch.randint(self.vocabulary, shape, generator=generator)
 
     def count_params(self) -> tuple[int, int]:
-        """How many parameter tensors the model has, and how many elements."""
+        """Counts the model's parameter tensors, and their elements."""
         with torch.device("meta"):
             params = list(self.build().parameters())
         return len(params), sum(param.numel() for param in params)

@@ -39,14 +39,14 @@ _FULL_ONLY_ENGINES = (
     "ours-bf16-wire-fp32-sum",
 )
 _BYTES_PER_ELEMENT = 28
-"""Of one engine at its worst moment, at the most: DDP with its buckets apart, and what a step allocates besides."""
+"""Bound for one engine at its worst moment: DDP with its buckets apart, and what a step allocates besides."""
 _MEMORY_SHARE = 0.7
-"""Of what is available that engines may fill."""
+"""Share of the available memory that engines may fill."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One run of the program."""
+    """A run of the program."""
 
     cases: tuple[Case, ...]
     engines: tuple[EngineSpec, ...]
@@ -295,7 +295,7 @@ def _environment(plan: Plan) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """With a + if files differ from it; or "unknown" where there is no repository."""
+    """Returns the commit, with a + if files differ from it; or "unknown" where there is no repository."""
     root = Path(__file__).parent
 
     def git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""What a rank holds and receives, from the kernel, the C library and the garbage collector. Linux only."""
+"""Counts what a rank holds and receives, from the kernel, the C library and the garbage collector. Linux only."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def payload_received_bytes() -> int:
-    """What all TCP sockets of this process have received, in bytes."""
+    """Counts the bytes that all TCP sockets of this process have received."""
     received = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -85,7 +85,7 @@ def payload_received_bytes() -> int:
 
 
 def interface_received_bytes(interface: str) -> int:
-    """What a network interface of this process's namespace has received, headers included."""
+    """Counts the bytes that a network interface of this process's namespace has received, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == interface:

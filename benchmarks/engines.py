@@ -208,7 +208,7 @@ _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
     }
 )
 _PACKAGES: Mapping[str, str] = MappingProxyType({"deepspeed": "deepspeed", "megatron-core": "megatron.core"})
-"""By kind, what has to be installed."""
+"""Names what has to be installed, by kind."""
 
 
 def _is_installed(module: str) -> bool:

@@ -1,4 +1,4 @@
-"""What runs on a rank: the engines in turns for their times, and one engine alone for its bytes and waits."""
+"""Runs on a rank: the engines in turns for their times, and one engine alone for its bytes and waits."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Alone:
 
 
 def train_step(engine: Engine, microbatches: Tensor, observe: Callable[[], None] = lambda: None) -> Tensor:
-    """One step; the mean loss of its microbatches. ``observe`` is called where memory may be at its highest."""
+    """Does a step; returns its microbatches' mean loss. ``observe`` is called where memory may be at its highest."""
     losses = []
     engine.optimizer.zero_grad()
     for number, tokens in enumerate(microbatches):
@@ -140,7 +140,7 @@ def time_in_turns(
 
 
 def _measure_link(rank: Rank) -> float:
-    """What rank 0 gets through to rank 1, in Mbit/s: the median of five messages."""
+    """Measures what rank 0 gets through to rank 1, in Mbit/s: the median of five messages."""
     if rank.size < 2:
         return math.nan
     message, received_s = torch.zeros(_PROBE_BYTES, dtype=torch.uint8), []

@@ -1,5 +1,7 @@
-"""What is paid once: a fit of one step, under "ddp" and "megatron_ddp", and the optimizer's state of thousands of
-parameters on its way into a checkpoint. In turns, in the same processes. And a look for signals, five a second.
+"""Measures what is paid once, and a look for signals, five a second. In turns, in the same processes.
+
+Paid once: a fit of one step, under "ddp" and "megatron_ddp", and the optimizer's state of thousands of parameters on
+its way into a checkpoint.
 
     python -m benchmarks.once --help
 """
@@ -45,7 +47,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one turn, on one rank."""
+    """The cost of one turn, on one rank."""
 
     wall_ms: float
     cpu_ms: float

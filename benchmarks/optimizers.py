@@ -1,4 +1,4 @@
-"""Which optimizers may be sharded: each is trained on two ranks under torch DDP and here, saved and resumed.
+"""Finds out which optimizers may be sharded: each is trained on two ranks under torch DDP and here, saved and resumed.
 
     python -m benchmarks.optimizers --help
 
@@ -33,14 +33,14 @@ from megastrategy.core.errors import OptimizerNotShardableError
 
 NUM_RANKS = 2
 _NUM_STEPS = 6
-"""Before a checkpoint and after it."""
+"""Steps before a checkpoint, and after it."""
 _TIMEOUT = datetime.timedelta(seconds=60)
 CLOSE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """Where optimizers come from.
+    """A package that optimizers come from.
 
     Attributes:
         package: what pip installs.
@@ -332,7 +332,7 @@ def try_optimizer(library: Library, name: str) -> str:
 
 
 def compare(ours: list[Outcome], theirs: list[Outcome]) -> str:
-    """In words, over all ranks: weights when saved, what was saved, and weights after resuming."""
+    """Says in words, over all ranks: weights when saved, what was saved, and weights after resuming."""
     worst = 0.0
     for mine, other in zip(ours, theirs, strict=True):
         worst = max(worst, _distance(mine.saved, other.saved), _distance(mine.resumed, other.resumed))

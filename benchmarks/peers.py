@@ -16,7 +16,7 @@ LR = 1e-4
 
 
 class Stepper:
-    """What a training loop does with an optimizer."""
+    """Does what a training loop does with an optimizer."""
 
     def __init__(self, step: Callable[[], object], zero_grad: Callable[[], object]) -> None:
         self.step, self.zero_grad = step, zero_grad

@@ -29,7 +29,7 @@ class RankFailedError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """A place where a rank runs.
 
     Attributes:
         core: that it is pinned to; None where that is not possible.
@@ -46,7 +46,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """What a function that runs on a rank is given first.
+    """Given first to a function that runs on a rank.
 
     Attributes:
         say: sends a word on progress to whoever waits for the result.
@@ -157,7 +157,7 @@ def _rank_main(
 
 
 def _settle_in(place: Place) -> None:
-    """Before anything starts a thread: namespace and core are the calling thread's, and inherited."""
+    """Enters namespace and core before anything starts a thread: they are the calling thread's, and inherited."""
     if place.namespace is not None:
         with place.namespace.open() as namespace:
             libc = ctypes.CDLL(None, use_errno=True)  # os.setns is there from Python 3.12 on

@@ -1,4 +1,4 @@
-"""From the ranks' measurements to the numbers that are published, and the check that all engines trained the same."""
+"""Turns the ranks' measurements into the numbers that are published, and checks that all engines trained the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .engines import BASELINE, EngineSpec
 from .measure import Alone, Timing
 
 _EXACT_STEPS = 10
-"""For how many steps losses are held to the case's tolerance. Sums in another order differ in their last bits, and
+"""Number of steps whose losses are held to the case's tolerance. Sums in another order differ in their last bits, and
 AdamW amplifies that where gradients are near zero; so later steps get a hundred times as much."""
 _LATER_FACTOR = 100.0
 _LARGEST_TOLERANCE = 0.05
@@ -30,7 +30,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread:
-        """Of at least one sample."""
+        """Computes the spread of one sample or more."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0], list(samples))
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
@@ -92,7 +92,7 @@ class CaseResult:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """What was asked for and not measured."""
+    """Names what was asked for and not measured."""
 
     case: str
     num_ranks: int
@@ -100,7 +100,7 @@ class Skipped:
     reason: str
 
     def describe(self) -> str:
-        """What it is, in words."""
+        """Says in words what it is."""
         where = f"{self.case} on {self.num_ranks} ranks"
         return f"{where}, {self.engine}" if self.engine else where
 
@@ -210,7 +210,7 @@ def _engine_result(
 
 
 def _by_round(ranks: Sequence[Timing], name: str, field: str) -> list[list[float]]:
-    """For each round the ranks' values."""
+    """Returns the ranks' values for each round."""
     rounds = zip(*(rank.blocks[name] for rank in ranks), strict=True)
     return [[getattr(block, field) for block in blocks] for blocks in rounds]
 

@@ -1,5 +1,6 @@
-"""What a Lightning Trainer adds to a loop of one's own, under "ddp" and under "megatron_ddp": the same model, the same
-optimizer, in turns in the same processes.
+"""Measures what a Lightning Trainer adds to a loop of one's own, under "ddp" and under "megatron_ddp".
+
+The model and the optimizer are the same, and the turns are taken in the same processes.
 
     python -m benchmarks.trainer_overhead --help
 """
@@ -35,7 +36,7 @@ from .results import Spread
 
 _WARM_UP_STEPS = 5
 _ENGINES = {"ddp": "ddp", "megatron_ddp": "ours"}
-"""By strategy, the engine that is the same without a Trainer."""
+"""The engine that is the same without a Trainer, by strategy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ class _Module(pl.LightningModule):
 
 
 class _Batches:
-    """What a list would be, if the Trainer did not take a list for several loaders."""
+    """Stands for a list, since the Trainer takes a list for several loaders."""
 
     def __init__(self, batches: Tensor, num_steps: int) -> None:
         self._batches, self._num_steps = batches, num_steps

@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _trainer_door(name: str) -> ModuleType:
-    """``lightning.pytorch``'s; ``pytorch_lightning``'s where that is the one installed."""
+    """Imports the module made for ``lightning.pytorch``, or for ``pytorch_lightning`` where only that is installed."""
     from ._versions import LIGHTNING, require
 
     for package in ("lightning.pytorch", "pytorch_lightning"):

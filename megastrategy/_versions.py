@@ -12,7 +12,7 @@ import re
 import sys
 
 LIGHTNING = "2.6"
-"""Of all four packages. 2.5.6 trains and resumes nothing: its ``load_checkpoint`` takes no ``weights_only``."""
+"""Holds for all four packages. 2.5.6 neither trains nor resumes: its ``load_checkpoint`` takes no ``weights_only``."""
 
 ACCELERATE = "1.15"
 
@@ -41,7 +41,7 @@ def require(package: str, minimum: str) -> None:
 
 
 def _version(top: str) -> str | None:
-    """The module's own, if it is imported; else what pip knows, since the import of an old package may fail."""
+    """Returns the version of the imported module; else what pip knows, since importing an old package may fail."""
     if (told := getattr(sys.modules.get(top), "__version__", None)) is not None:
         return str(told)
     for name in _DISTRIBUTIONS[top]:
@@ -53,7 +53,8 @@ def _version(top: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers that it begins with: those of "2.6.0.dev1" are 2.6.0's, and a development version passes as that."""
+    """Returns the numbers that a version begins with. Those of "2.6.0.dev1" are 2.6.0's: a development version passes
+    as that."""
     numbers = re.match(r"[\d.]*", version.strip())
     assert numbers is not None, "it matches the empty text, too"
     return tuple(int(number) for number in numbers[0].split(".") if number)

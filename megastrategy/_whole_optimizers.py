@@ -17,7 +17,7 @@ from .core import DistributedDataParallel, DistributedOptimizer, describe_unredu
 
 
 class WholeOptimizers:
-    """Those of one door, by weak references.
+    """Knows the whole optimizers of one door, by weak references.
 
     Args:
         tell: shows a warning to the user, on one rank.
@@ -28,22 +28,21 @@ class WholeOptimizers:
         self._known: list[weakref.ref[Optimizer]] = []
 
     def add(self, optimizer: Optimizer) -> Optimizer:
-        """The optimizer, which warns from now on of the first gradient that nobody reduces."""
+        """Registers the optimizer and returns it. It warns from now on of the first gradient that nobody reduces."""
         if not any(known is optimizer for known in self._alive()):
             self._known.append(weakref.ref(optimizer))
             optimizer.register_step_pre_hook(_Warning(self._tell))
         return optimizer
 
     def add_or_shard(self, optimizer: Optimizer, model: DistributedDataParallel) -> Optimizer:
-        """What steps this optimizer if there is but one model: a DistributedOptimizer if it has any of its
-        parameters."""
+        """Shards the optimizer if it has any parameter of ``model``, which is the only one; else adds it."""
         own = {id(param) for param in model.module.parameters()}
         if own.isdisjoint(id(param) for group in optimizer.param_groups for param in group["params"]):
             return self.add(optimizer)
         return DistributedOptimizer(optimizer, model)
 
     def of(self, model: DistributedDataParallel) -> Optimizer | None:
-        """One that has a trainable parameter of a model that came after it."""
+        """Returns a known optimizer that has a trainable parameter of ``model``, which came after it; or None."""
         params = {id(param) for param in model.engine.params}
         groups = ((optimizer, group) for optimizer in self._alive() for group in optimizer.param_groups)
         return next((optimizer for optimizer, group in groups if params & set(map(id, group["params"]))), None)

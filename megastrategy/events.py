@@ -1,5 +1,5 @@
-"""What the engine reports while it runs, to the ``listener`` of a ``DistributedDataParallel`` or a strategy's
-``add_listener``."""
+"""Re-exports what a ``listener`` of a ``DistributedDataParallel``, or one given to a strategy's ``add_listener``, hears
+from the engine while it runs."""
 
 from .core.events import Event, EventKind, Listener
 

@@ -52,19 +52,21 @@ class Command:
 
     @staticmethod
     def read(arguments: Sequence[str]) -> Command:
-        """Ends at the script or module: whatever comes after it is the script's, ``--help`` and ``--`` included.
+        """Reads up to the script or module: whatever comes after it is the script's, ``--help`` and ``--`` included.
 
         Raises:
             LaunchConfigError: for anything else.
         """
         rest = list(arguments)
         config: Path | None = None
+        # options of this launcher stand before the target alone: behind it the same names may be the script's
         while rest and rest[0].startswith("-") and rest[0] not in ("-m", "--module"):
             option, has_value, value = rest.pop(0).partition("=")
             if option != "--config":
                 raise LaunchConfigError(f"unknown option {option}. {_USAGE}")
             if not has_value:
                 value = rest.pop(0) if rest else ""
+            # a forgotten file would take the next option for its name, and the script's name for nothing
             if not value or value.startswith("-"):
                 raise LaunchConfigError(f"--config needs a file. {_USAGE}")
             config = Path(value)
@@ -80,6 +82,7 @@ class Command:
         Raises:
             LaunchConfigError: if there is no such script or module.
         """
+        # every rank would raise from runpy, with a traceback that names this package and not the mistake
         if not self.is_module:
             if not os.path.exists(self.target):
                 raise LaunchConfigError(f"the script {self.target} does not exist (in {os.getcwd()})")
@@ -94,7 +97,7 @@ class Command:
             raise LaunchConfigError(f"there is no module {self.target}")
 
     def run(self) -> None:
-        """As ``python script.py`` or ``python -m module`` would, in this process."""
+        """Runs the target in this process, as ``python script.py`` or ``python -m module`` would."""
         sys.argv = [self.target, *self.arguments]
         if self.is_module:
             runpy.run_module(self.target, run_name="__main__", alter_sys=True)
@@ -103,14 +106,15 @@ class Command:
             runpy.run_path(os.path.abspath(self.target), run_name="__main__")
 
     def set_search_path(self) -> None:
-        """``python -m megastrategy.launch`` put the working directory first: right for a module, not for a script."""
+        """Puts a script's folder first, as Python does. ``python -m megastrategy.launch`` put the working directory
+        there, which is right for a module only."""
         if not self.is_module and not sys.flags.safe_path:
             real = os.path.realpath(self.target)
             sys.path[0] = real if os.path.isdir(real) else os.path.dirname(real)
 
 
 def replace_accelerators(plugin: MegatronDDPPlugin) -> None:
-    """From now on ``accelerate.Accelerator(...)`` makes ours in this process, however the name was imported.
+    """Makes ``accelerate.Accelerator(...)`` return ours in this process from now on, however the name was imported.
 
     The class stays where it is, since libraries have it by reference already, and its ``__new__`` hands out an object
     of ours, which is a subclass. Other subclasses are left as they are. ``plugin`` holds for all of ours that are given

@@ -27,11 +27,11 @@ __all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy"]
 
 
 class _Precision(EnginePrecision, Precision):
-    """What a plugin of this package is lent for a fit."""
+    """Lends a precision plugin of this package the engine's clipping for a fit."""
 
 
 class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
-    """What strategies of this package save and load with by default."""
+    """Saves and loads for a strategy of this package that was given no other plugin."""
 
 
 @strategy_class

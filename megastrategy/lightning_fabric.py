@@ -19,7 +19,7 @@ __all__ = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
 
 
 class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
-    """What strategies of this package save and load with by default."""
+    """Saves and loads for a strategy of this package that was given no other plugin."""
 
 
 @strategy_class

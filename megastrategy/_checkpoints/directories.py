@@ -33,12 +33,12 @@ from ..core import (
 from .files import load_file, local_path, own_memory
 
 StateDictType = Literal["full", "sharded"]
-"""One file, as "ddp" writes it, or a directory that every rank writes its part of."""
+"""Names what is written: one file, as "ddp" writes it, or a directory that every rank writes its part of."""
 
 
 NOT_TENSORS = "megatron_ddp_model_not_tensors"
-"""In ``meta.pt``: what a module's state has besides tensors (``_extra_state``), which the format of directories would
-flatten: empty dictionaries are lost in it, and keys become strings."""
+"""Key in ``meta.pt`` of what a module's state has besides tensors (``_extra_state``). The format of directories would
+flatten it: empty dictionaries are lost in it, and keys become strings."""
 
 
 def check_state_dict_type(value: str) -> None:
@@ -51,15 +51,18 @@ def check_state_dict_type(value: str) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """A checkpoint is there as a whole or not at all, also if its removal is cut off: it loses its name first. What is
-    left then goes with the next one."""
+    """Removes a checkpoint, which is there as a whole or not at all, also if the removal is cut off: it loses its name
+    first.
+
+    The next removal takes what one that was cut off left.
+    """
     path.replace(path.with_name(f".{path.name}.removed"))
     for removed in path.parent.glob(".*.removed"):
         shutil.rmtree(removed)
 
 
 def local_directory(path: str | Path) -> Path:
-    """Where a directory is saved or loaded.
+    """Returns the local path under which a directory is saved or loaded.
 
     Raises:
         ValueError: if that is not on a file system of this machine.
@@ -74,7 +77,8 @@ def local_directory(path: str | Path) -> Path:
 
 
 def of_rank_zero(key: str, state: Mapping[str, Any], module: Module) -> set[tuple[str, str]]:
-    """What in a module's state is rank 0's, as under torch DDP: all but the parameters, equal on all ranks."""
+    """Returns the entries of a module's state that rank 0 writes, as under torch DDP: all but the parameters, which are
+    equal on all ranks."""
     params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return {(key, name) for name in state if name not in params}
 
@@ -94,7 +98,7 @@ class DirectorySaver:
         self._pending: Future[None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of a Trainer has one of its own, which saves nothing in the background yet."""
+        """Gives a copy of a Trainer a saver of its own, which saves nothing in the background yet."""
         return type(self), ()
 
     def save(
@@ -106,7 +110,8 @@ class DirectorySaver:
         *,
         in_background: bool = False,
     ) -> None:
-        """Collective. In the background the state is copied to host memory first, and training may change it.
+        """Saves a directory. Collective. For the background the state is copied to host memory first, and training may
+        change it.
 
         Raises:
             CheckpointError: if this save failed, or the one before it in the background.
@@ -125,7 +130,7 @@ class DirectorySaver:
         self._pending = self._executor.submit(save_directory, *copies, path, collectives, rank_zeros)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Does something when the save in the background is complete: to remove what it replaces, for one."""
+        """Runs ``action`` when the save in the background is complete: to remove what it replaces, for one."""
         pending = self._pending
         if pending is None or self._executor is None:
             action()
@@ -158,7 +163,7 @@ class DirectorySaver:
 
 
 def load_extra(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """What rank 0 saved beside the tensors.
+    """Reads what rank 0 saved beside the tensors.
 
     Raises:
         CheckpointError: if the directory is no complete checkpoint of Lightning's layout.
@@ -172,7 +177,7 @@ def load_extra(path: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def load_trainer_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """A Trainer's checkpoint: whole weights in host memory, optimizers still on the disk.
+    """Reads a Trainer's checkpoint: whole weights into host memory; the states of optimizers are left on the disk.
 
     Raises:
         CheckpointError: as :func:`load_extra`.

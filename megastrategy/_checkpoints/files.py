@@ -1,15 +1,17 @@
-"""Checkpoints of one file, which are complete or not there, and which are mapped rather than read.
+"""Writes and reads checkpoints of one file, which are complete or not there, and which are mapped rather than read.
 
 Lightning writes a checkpoint into memory first, a second copy of the whole state, and from there to a temporary file.
-Here it goes straight into a file beside the target, which takes the target's name when all of it is on the disk: a
+Here it goes straight into a file beside the target. That takes the target's name when all of it is on the disk, since a
 process may be killed, and a machine may lose power, at any moment.
 
 [Note: mapped files]
-A loaded tensor is a part of the mapped file, private to its process: pages are read when they are looked at, can be
+A loaded tensor is a part of the mapped file, private to its process. Pages are read when they are looked at, can be
 dropped, and are copied when they are written to. So ranks that each cut their shard out of the optimizer state share
-one copy of the file instead of reading it all. The file may be replaced or removed meanwhile, as everything here does
-it; one that is overwritten in place, or removed on another machine that shares the file system, ends a process that
-looks at it afterwards. Therefore strategies hand out copies (:func:`own_memory`) to whoever may keep a tensor.
+one copy of the file instead of reading it all.
+
+The file may be replaced or removed meanwhile, as everything here does it. If it is overwritten in place, or removed on
+another machine that shares the file system, a process that looks at it afterwards is ended. Therefore strategies hand
+out copies (:func:`own_memory`) to whoever may keep a tensor.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from ..core import CheckpointError, check_replaceable, replace_path, sync_direct
 
 _ZIP_START = b"PK\x03\x04"
 _LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
-"""The number with which a file of ``torch.save(..., _use_new_zipfile_serialization=False)`` begins."""
+"""Pickle of the number with which a file of ``torch.save(..., _use_new_zipfile_serialization=False)`` begins."""
 
 
 def save_file(state: Any, path: str | Path) -> None:
-    """``torch.save`` to a local path, where afterwards the complete file is, on the disk, or what was there before.
+    """Saves as ``torch.save`` does to a local path. Afterwards the complete file is there, on the disk, or what was
+    there before.
 
     It is written as ``.<name>.incomplete`` in the same directory, which a process that is killed leaves behind, and
     the next save of that name overwrites. The state is not copied.
@@ -66,7 +69,8 @@ def save_file(state: Any, path: str | Path) -> None:
 
 
 def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
-    """``torch.load`` from a local path. The file is mapped if its format allows it; see [Note: mapped files].
+    """Loads as ``torch.load`` does from a local path. The file is mapped if its format allows it; see
+    [Note: mapped files].
 
     Raises:
         CheckpointError: if it is empty, cut off, or not a file of ``torch.save``.
@@ -84,12 +88,12 @@ def load_file(path: str | Path, map_location: Any = "cpu", weights_only: bool | 
 
 
 def own_memory(value: Any) -> Any:
-    """What was loaded, with no tensor of it in a mapped file; those that share memory still do."""
+    """Copies what was loaded, so that no tensor of it is in a mapped file. Tensors that share memory still do."""
     return copy.deepcopy(value)
 
 
 def local_path(path: str | Path) -> Path | None:
-    """The file that fsspec would open for ``path``, or None if it is not on a local file system."""
+    """Returns the file that fsspec would open for ``path``, or None if it is not on a local file system."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
     from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
@@ -98,8 +102,10 @@ def local_path(path: str | Path) -> Path | None:
 
 
 def _os_error(error: BaseException | None, outer: BaseException | None) -> OSError | None:
-    """The reason of an error of torch.save, which tells of a failed write in words of its own. It may itself be called
-    while ``outer`` is dealt with, which is no reason."""
+    """Finds the reason of an error of torch.save, which tells of a failed write in words of its own.
+
+    ``outer`` is being dealt with while torch.save is called, so it may be in the chain; it is no reason.
+    """
     while error is not outer and error is not None:
         if isinstance(error, OSError):
             return error
@@ -108,7 +114,7 @@ def _os_error(error: BaseException | None, outer: BaseException | None) -> OSErr
 
 
 def _problem(path: Path, error: Exception) -> str | None:
-    """What is wrong with the file as a whole, and what to do; None if it is one of torch.save, with all its parts."""
+    """Says what is wrong with the file as a whole, and what to do; None if it is a complete one of torch.save."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(max(len(_ZIP_START), len(_LEGACY_START)))
@@ -116,14 +122,18 @@ def _problem(path: Path, error: Exception) -> str | None:
         f"is cut off after {size:,} bytes: it was copied in part, or its writer was ended while it wrote in place. "
         "Resume from another checkpoint"
     )
+    # a machine that crashed before the content was on the disk leaves a name and no content
     if size == 0:
         return "is empty: its writer was ended before it wrote. Resume from another checkpoint"
     if start.startswith(_ZIP_START):
+        # a zip file has its directory at the end, so one that was cut off has none
         if not zipfile.is_zipfile(path):
             return cut_off
         with zipfile.ZipFile(path) as archive:
             if any(name.split("/")[1:] == ["data.pkl"] for name in archive.namelist()):
                 return None
+    # this format has no directory: only how the reading failed tells a cut from an object that must not be loaded. A
+    # file shorter than the mark matches a part of it
     elif start.startswith(_LEGACY_START[: len(start)]):
         short = isinstance(error, EOFError | IndexError | struct.error) or size < len(_LEGACY_START)
         return cut_off if short or "EOF" in str(error) or "truncated" in str(error) else None

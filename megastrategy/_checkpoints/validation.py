@@ -12,19 +12,21 @@ from ..core import CheckpointError
 
 
 def check_module_state(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, source: str) -> None:
-    """Finds out whether ``module.load_state_dict(state, strict)`` would fail, which it does half-way through.
+    """Raises if ``module.load_state_dict(state, strict)`` would fail, which it does half-way through.
 
-    Only where torch's own rules hold: a module that loads in ways of its own is left alone, with all in it, and
-    nothing is said where hooks may rename what is in the state, or forgive what is not.
+    It looks only where torch's own rules hold. A module that loads in ways of its own is left alone, with all in it.
+    Nothing is said where hooks may rename what is in the state, or forgive what is not.
 
     Raises:
         CheckpointError: naming ``source``, and every name that is missing, not wanted or of another shape.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} is no state of a module: it is {describe_foreign(state)}")
+    # a hook of any child may rewrite the whole state before torch looks at it, so what is missing now may be there then
     hooked = (child._load_state_dict_pre_hooks or child._load_state_dict_post_hooks for child in module.modules())
     if any(hooked) or _is_custom(module):
         return
+    # a false alarm would stop a run that torch resumes, so what a child loads by itself is not judged
     custom = tuple(f"{name}." for name, child in module.named_modules() if name and _is_custom(child))
     own = {name: tensor for name, tensor in _persistent_tensors(module).items() if not name.startswith(custom)}
     skipped = ("_extra_state",)
@@ -34,6 +36,7 @@ def check_module_state(module: torch.nn.Module, state: Mapping[str, Any], strict
         for name, value in saved.items()
         if name in own and isinstance(value, Tensor) and not _fits(value, own[name])
     ]
+    # without ``strict`` torch passes over names, and still refuses shapes
     if strict:
         missing = [name for name in own if name not in saved and not name.endswith("num_batches_tracked")]
         problems += [f"{name!r} is missing there" for name in missing]  # BatchNorm's counter: as old versions saved it
@@ -51,7 +54,7 @@ def check_optimizer_state(
     source: str,
     elementwise: bool,
 ) -> None:
-    """Finds out whether the optimizer would refuse the state, before one of several optimizers has taken its own.
+    """Raises if the optimizer would refuse the state, before one of several optimizers has taken its own.
 
     Args:
         optimizer: its ``param_groups`` hold the model's parameters.
@@ -67,8 +70,11 @@ def check_optimizer_state(
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         raise CheckpointError(f"{source} is no state of an optimizer: it is {describe_foreign(state)}")
     groups, own_groups = state["param_groups"], optimizer.param_groups
+    # torch asks the same, but of one optimizer after the other: the first would be loaded where the second does not fit
     if len(groups) != len(own_groups):
         raise CheckpointError(f"{what}: it has {len(groups)} parameter group(s), the optimizer {len(own_groups)}")
+    # a key is element-wise if any parameter has several numbers under it. A counter (``step``) never has, and a
+    # parameter of one element does not turn its moments into counters
     keys = {key for values in state["state"].values() for key, value in values.items() if _numel(value) > 1}
     for position, (saved, own) in enumerate(zip(groups, own_groups, strict=True)):
         params = [(param, names.get(param, "a parameter")) for param in own["params"]]
@@ -77,6 +83,8 @@ def check_optimizer_state(
                 f"{what}: group {position} has {len(saved['params'])} parameter(s) there, and {len(params)} in the "
                 f"optimizer: {', '.join(name for _, name in params[:20])}{', ...' if len(params) > 20 else ''}"
             )
+        # torch never compares shapes. Whole optimizers fail at their next step; a shard would be cut out of the wrong
+        # place
         for number, (param, name) in zip(saved["params"], params, strict=True) if elementwise else ():
             for key in keys & set(state["state"].get(number, ())):
                 shape = tuple(state["state"][number][key].shape)
@@ -85,7 +93,7 @@ def check_optimizer_state(
 
 
 def describe_foreign(value: Any) -> str:
-    """A few words on something that was expected to be another thing."""
+    """Describes in a few words something that was expected to be another thing."""
     if isinstance(value, Mapping):
         keys = list(value)
         return f"a {type(value).__name__} with {keys[:5]}{' and more' if len(keys) > 5 else ''}"
@@ -97,7 +105,7 @@ def _numel(value: Any) -> int:
 
 
 def _fits(saved: Tensor, own: Tensor) -> bool:
-    """torch's rule: equal shapes, or a 0-dim tensor, which old versions saved with one dimension."""
+    """Follows torch's rule: equal shapes, or a 0-dim tensor, which old versions saved with one dimension."""
     return saved.shape == own.shape or (own.dim() == 0 and saved.dim() == 1)
 
 
@@ -110,8 +118,11 @@ def _is_custom(module: torch.nn.Module) -> bool:
 
 
 def _persistent_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
-    """What torch's ``load_state_dict`` asks for, whatever the module's ``state_dict`` leaves out. Tied ones twice."""
+    """Returns the tensors that torch's ``load_state_dict`` asks for, whatever the module's ``state_dict`` leaves out.
+    Tied ones are there under each name."""
     tensors: dict[str, Tensor] = {}
+    # not by ``state_dict()``: a module that leaves frozen weights out of its checkpoints overrides that, and strict
+    # loading asks for them nevertheless
     for prefix, child in module.named_modules(remove_duplicate=False):
         buffers = {
             name: value for name, value in child._buffers.items() if name not in child._non_persistent_buffers_set

@@ -1,15 +1,18 @@
-"""Noticing that a rank waits in a collective that will never complete.
+"""Notices that a rank waits in a collective that will never complete.
 
-A backend knows when the process at the other end dies, but not that it has left what was begun together, or that it
-waits itself, for this rank, in another collective. Whoever waits for long leaves a note in the key-value store that
-torch.distributed was started with, and reads the others'.
+A backend knows when the process at the other end dies. It does not know that this process left what was begun together,
+or waits for this rank in another collective. So a rank that waits for long leaves a note in the key-value store that
+torch.distributed was started with, and reads the notes of the others.
 
 [Note: when a deadlock is certain]
-A rank notes what it waits for, and which collectives of each group it has started. I wait, so I start nothing.
-Whoever waits for a collective that I have not started is stuck with me, however old its note, and so is one that has
-started another in its place, since they are carried out in order; whoever waits for one that such a rank has not
-started is stuck too. If I wait so for one of those, all of us wait for ever. No time is involved: a slow network is
-not taken for a deadlock.
+A note says what its rank waits for, and which collectives of each group it has started. A group carries its collectives
+out in order. So rank B needs rank A if it waits for a collective that A has not started, or stands behind one in whose
+place A has started another.
+
+A rank that waits starts nothing. So while A waits, a rank that needs A cannot go on, however old its note is, and nor
+can one that needs that rank. Let S be this rank and all that need it in this way: none of them goes on before this rank
+does. If this rank itself needs another member of S, all of S wait for ever. No time enters into this: a slow network is
+never taken for a deadlock.
 """
 
 from __future__ import annotations
@@ -27,13 +30,14 @@ from .recovery import store_of, who_left
 
 
 class _Started(NamedTuple):
-    """How many collectives of a group a rank has started, and the kinds of the last of them."""
+    """Counts the collectives of a group that a rank has started, and names the kinds of the last of them."""
 
     total: int
     kinds: list[str]
 
     def kind(self, number: int) -> str | None:
-        """Of the ``number``-th, if it is known."""
+        """The kind of the ``number``-th collective (from 1); None if it was not started, or so long ago that it is
+        forgotten."""
         place = number - 1 - (self.total - len(self.kinds))
         return self.kinds[place] if 0 <= place < len(self.kinds) else None
 
@@ -47,6 +51,8 @@ class _Note(NamedTuple):
     def needs(self, other: _Note) -> bool:
         """Whether it waits for a collective that the other rank had not started, or behind one that differs."""
         mine, theirs = self.started[self.group], other.started.get(self.group, _Started(0, []))
+        # a rank that skipped one collective is found by the first pair of kinds that differ, although its count is
+        # right. Kinds are remembered for the last collectives alone; what is forgotten (None) proves nothing
         pairs = (
             (mine.kind(number), theirs.kind(number)) for number in range(max(1, self.number - 64), self.number + 1)
         )
@@ -54,15 +60,15 @@ class _Note(NamedTuple):
 
 
 class WaitsInVain:
-    """Says why a rank waits in vain: another rank failed, or the ranks wait for each other.
+    """Finds out why a rank waits in vain: another rank failed or left, or the ranks wait for each other.
 
     Args:
         name: gives the name of the next exception, see :func:`~.process_collectives.exception_name`.
     """
 
     GRACE_S = 5.0
-    """How long after another rank failed: what can still complete without that rank does so, and ranks that fail alike
-    come by themselves."""
+    """Seconds from another rank's failure until a waiting rank gives up. What can complete without that rank does so
+    meanwhile, and ranks that fail alike come by themselves."""
 
     def __init__(self, name: Callable[[], str]) -> None:
         self._name = name
@@ -70,17 +76,17 @@ class WaitsInVain:
         self._groups: dict[str, Collectives] = {}
 
     def watch(self, group: str, collectives: Collectives) -> Collectives:
-        """From now on those who wait in ``collectives``, called ``group`` in messages, are told."""
+        """Asks :meth:`_ask` from now on while a rank waits in ``collectives``, which messages call ``group``."""
         self._groups[group] = collectives
         collectives.why_give_up = functools.partial(self._ask, group)
         return collectives
 
     def forget(self) -> None:
-        """The collectives are given up."""
+        """Drops the groups, whose collectives are given up."""
         self._groups.clear()
 
     def _ask(self, group: str, what: str, number: int) -> str:
-        """Why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
+        """Says why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
         name = self._name()
         try:
             return who_left(name) or self._failure(name) or self._deadlock(name, group, what, number)
@@ -88,7 +94,8 @@ class WaitsInVain:
             return ""
 
     def is_awaited(self) -> bool:
-        """Whether another rank is known to wait in a collective that this one, which is in none, has not started."""
+        """Whether another rank is known to wait in a collective that this one has not started. This one waits in
+        none."""
         here = _Note("", "", 0, self._started())
         return any(note.needs(here) for note in self._notes_of_others(self._name()).values())
 
@@ -112,14 +119,17 @@ class WaitsInVain:
         return store.get("first").decode() if time.monotonic() - self._failed[1] > self.GRACE_S else ""
 
     def _deadlock(self, name: str, group: str, what: str, number: int) -> str:
-        """See [Note: when a deadlock is certain]."""
+        """Says which ranks wait where, if they wait for each other; see [Note: when a deadlock is certain]."""
         store, rank = store_of(f"exception/{name}/waiting"), torch.distributed.get_rank()
         own = _Note(group, what, number, self._started())
+        # before the others' notes are read: of two ranks that write at the same moment, at least one reads both
         store.set(f"{rank}", pickle.dumps(own))  # type: ignore[arg-type]  # bytes are taken
         notes = self._notes_of_others(name)
+        # ``stuck`` grows to S of the note: this rank, those that need it, those that need one of these
         stuck = {rank: own}
         while found := {r: n for r, n in notes.items() if r not in stuck and any(map(n.needs, stuck.values()))}:
             stuck |= found
+        # others may be stuck behind a rank that is only slow. Without a cycle through this rank nothing is certain
         if not any(own.needs(note) for other, note in stuck.items() if other != rank):
             return ""
         places = "; ".join(f"rank {r} waits {note.group} ({note.what})" for r, note in sorted(stuck.items()))

@@ -1,4 +1,7 @@
-"""What a process keeps about the world of ranks it is in, over all that the doors set up in it."""
+"""Keeps the process groups of this process, for all models and fits that the doors set up in it.
+
+They belong to the default group: when that is destroyed and made anew, they are made anew, too.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from .deadlocks import WaitsInVain
 
 
 def exception_name() -> str:
-    """A name for the exception that is being dealt with; equal on ranks that are in step."""
+    """The name of the exception that is being dealt with; equal on ranks that are in step."""
     state = _state()
     return _name(state.num_setups, state.num_exceptions)
 
@@ -39,16 +42,18 @@ _STATES: WeakKeyDictionary[ProcessGroup, _State] = WeakKeyDictionary()
 
 
 def _state() -> _State:
-    """Of the world there is now; lost without one, where there are no other ranks to agree with."""
+    """The state of the present default group. Without one a fresh state is returned and not kept: no rank has to agree
+    with it."""
     world = torch.distributed.group.WORLD
     return _State() if world is None else _STATES.setdefault(world, _State())
 
 
 def engine_collectives(device: torch.device, *, agreed: bool = False) -> Collectives:
-    """Collectives on a group for the engine alone, since a framework's on the default group would wait behind ours.
+    """Collectives on a group for the engine alone: on the default group a framework's would wait behind them.
 
-    One for all fits in this process: what a Trainer made for itself could be freed only by ending the default group.
-    Made anew if any rank has given the last one up; ``agreed`` says that all have or none. Collective.
+    One group serves all fits of this process, since one for each fit could be freed only by destroying the default
+    group. Collective. If any rank has given the last one up, all make a new one; ``agreed`` says that all have one or
+    none, and saves asking.
     """
     assert torch.distributed.is_initialized(), "the framework does so before it sets a model up"
     state = _state()
@@ -61,9 +66,9 @@ def engine_collectives(device: torch.device, *, agreed: bool = False) -> Collect
 
 
 def give_up_engine_collectives() -> None:
-    """After an exception: a collective may have been cut off on some rank.
+    """Drops all groups after an exception, since a collective may have been cut off in them on some rank.
 
-    The group is left alone, since gloo ends a process that destroys one while a peer is sending into it.
+    They are not destroyed: gloo ends a process that destroys a group while a peer is sending into it.
     """
     state = _state()
     state.collectives = state.meeting_collectives = None
@@ -79,11 +84,12 @@ def _give_up_unless_all_have(collectives: Collectives | None, device: torch.devi
 
 
 def meeting_collectives(device: torch.device) -> Collectives:
-    """Collectives between host memories, to meet in before a collective of the framework's. Made anew if any rank has
-    given the last one up. Collective.
+    """The gloo group in which ranks meet before each collective of the framework's, so that none is begun by some
+    alone.
 
-    Those for :func:`agreement_collectives` are made with it, since all ranks are known to be here: ``new_group`` waits
-    for one that failed before it until the process group's timeout.
+    Collective. If any rank dropped the group after an exception, all make a new one. The group of
+    :func:`agreement_collectives` is made at the same time, while all ranks are known to be here: ``new_group`` would
+    wait until the process group's timeout for a rank that failed before it.
     """
     state = _state()
     _give_up_unless_all_have(state.meeting_collectives, device)
@@ -95,8 +101,10 @@ def meeting_collectives(device: torch.device) -> Collectives:
 
 
 def agreement_collectives() -> Collectives:
-    """Collectives between host memories, for what ranks agree on before a batch: on the engine's they would wait for
-    gradients and weights. Collective where there are none yet."""
+    """The gloo group for what ranks agree on before a batch. On the engine's they would wait for gradients and weights.
+
+    Collective where there is none yet.
+    """
     state = _state()
     if state.agreement_collectives is None:
         state.agreement_collectives = state.waits_in_vain.watch("before the next batch", host_collectives())
@@ -104,8 +112,10 @@ def agreement_collectives() -> Collectives:
 
 
 def checkpoint_collectives() -> Collectives:
-    """Collectives between host memories, for saving alone, since that may go on while the engine trains. Collective
-    where there are none yet."""
+    """The gloo group for saving, which may go on in the background while the engine trains.
+
+    Collective where there is none yet.
+    """
     state = _state()
     if state.checkpoint_collectives is None:
         state.checkpoint_collectives = host_collectives()
@@ -113,13 +123,16 @@ def checkpoint_collectives() -> Collectives:
 
 
 def known_findings() -> KnownFindings:
-    """What trials of optimizers showed in this process."""
+    """The results of all trials of optimizers in this process."""
     return _state().known_findings
 
 
 def begin_setup() -> tuple[str, str]:
-    """A fit, validation or the like begins: a name for it, and one for the exception that ended the last one here,
-    empty if none did. Equal on ranks that are in step."""
+    """Counts a fit, validation or the like that begins.
+
+    Returns its name, and the name of the exception that ended the last one here, empty if none did. Both are equal on
+    ranks that are in step.
+    """
     state = _state()
     last = _name(state.num_setups, state.num_exceptions - 1) if state.num_exceptions else ""
     state.num_setups += 1
@@ -128,7 +141,7 @@ def begin_setup() -> tuple[str, str]:
 
 
 def count_exception() -> None:
-    """The exception was dealt with."""
+    """Counts an exception that was dealt with: the next one gets a name of its own."""
     _state().num_exceptions += 1
 
 

@@ -1,9 +1,9 @@
-"""What ranks may still do together after an exception on one of them.
+"""Says what ranks may still do together after an exception on one of them.
 
-A collective may have been cut off anywhere by then, so ranks speak over the key-value store that torch.distributed
-was started with, and wait for each other for a bounded time. If all come, with states that belong together, a
-checkpoint can be saved although its optimizer state is spread over them; if all have left what the exception ended,
-the next fit can begin; if not, everybody knows, and nobody hangs.
+A collective may have been cut off anywhere by then. So ranks speak over the key-value store that torch.distributed was
+started with, and wait for each other for a bounded time. If all come, with states that belong together, a checkpoint
+can be saved although its optimizer state is spread over them. If all have left what the exception ended, the next fit
+can begin. If not, everybody knows, and nobody hangs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from ..core import CollectiveError
 
 PATIENCE = timedelta(seconds=20)
-"""How long a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks meet) come
-at once; one that waits for a rank that failed, in a collective of the engine or of the Trainer, comes after
-WaitsInVain.GRACE_S; one that waits in a collective of somebody else's only when that rank's process ends."""
+"""The longest that a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks
+meet) come at once. One that waits for a failed rank, in a collective of the engine or of the Trainer, comes after
+WaitsInVain.GRACE_S. One that waits in a collective of somebody else's comes only when that rank's process ends."""
 
 POLL_S = 0.02
 _MAX_CAUSE_CHARS = 500
@@ -45,11 +45,14 @@ def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -
     what = what[:_MAX_CAUSE_CHARS]
     store = store_of(f"exception/{name}")
     try:
+        # ranks fail at the same moment, too. The store decides which was first, so all name the same one
         first = store.compare_set("first", "", f"rank {torch.distributed.get_rank()}: {what}").decode()
+        # the others learn at once that this rank will not come to save, or that it may begin the next fit
         if leaves:
             store.set(f"left/{torch.distributed.get_rank()}", _point())
     except RuntimeError:  # the store went with the process that held it, whose rank had no time to say anything
         return ""
+    # an error that all ranks meet is nobody's in particular: each has raised it itself, and needs no note
     return "" if first.partition(": ")[2] == what else first
 
 
@@ -99,12 +102,15 @@ def join_setup(setup: str, last_exception: str, patience: timedelta) -> None:
 
 def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
     rank, came = torch.distributed.get_rank(), store_of(f"setup/{setup}")
+    # written in every set-up, after an exception or not: a rank that saw none is asked by those that did
     came.set(f"{rank}", _point())
+    # a rank that caught no exception has left nothing half done, and does not wait
     if not last_exception:
         return ""
     left = store_of(f"exception/{last_exception}/left")
     others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
     deadline = time.monotonic() + patience.total_seconds()
+    # either place proves that a rank has left what the exception ended: it said so, or it began the next set-up
     while missing := [other for other in others if not (left.check([f"{other}"]) or came.check([f"{other}"]))]:
         if time.monotonic() > deadline:
             return f"rank(s) {missing} have not left it within {patience.total_seconds():g} s, and wait for this one"
@@ -112,6 +118,8 @@ def _join_setup(setup: str, last_exception: str, patience: timedelta) -> str:
     for other in others:
         both = left if left.check([f"{other}"]) else came
         here, there = both.get(f"{rank}").decode(), both.get(f"{other}").decode()
+        # a rank that began one collective more than this one leaves a half-done one behind. The next of the default
+        # group would be matched with that, so ranks hang or read each other's bytes
         if here != there:
             return f"rank {rank} left it after {here} collectives of the default group, and rank {other} after {there}"
     return ""
@@ -127,14 +135,14 @@ def store_of(what: str) -> PrefixStore:
 
 
 def _point() -> str:
-    """Where this rank stands in the default group: backends match collectives by their number."""
+    """The number of collectives that this rank has started in the default group; backends match them by it."""
     world = torch.distributed.group.WORLD
     assert world is not None
     return f"{world._get_sequence_number_for_group()}"  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 class Meeting:
-    """One exception's meeting of all ranks.
+    """A meeting of all ranks after one exception: they compare their states, then exchange values.
 
     Args:
         name: of the exception, see :func:`~megastrategy._faults.process_collectives.exception_name`.
@@ -172,15 +180,21 @@ class Meeting:
 
     def _exchange(self, key: str, value: Any, patience: timedelta) -> list[Any]:
         store, deadline = self._store, time.monotonic() + patience.total_seconds()
+        # the value before the count: a rank that is counted can be read
         store.set(f"{key}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
         store.add(f"{key}/arrived", 1)
         others = [rank for rank in range(self._size) if rank != self._rank]
+        # ``add`` of 0 reads the count; ``get`` would block where nobody has written. An outcome ends the wait also for
+        # a rank that came after the others had given up
         while store.add(f"{key}/arrived", 0) < self._size and not store.check([f"{key}/outcome"]):
+            # a rank that left without its value never comes, so its time need not be waited for
             left = any(store.check([f"left/{rank}"]) and not store.check([f"{key}/{rank}"]) for rank in others)
             if left or time.monotonic() > deadline:
                 store.compare_set(f"{key}/outcome", "", "given up")
             time.sleep(POLL_S)
-        if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":  # whoever writes first decides for all
+        # whoever writes first decides for all. Else one rank could save together with others that had given it up
+        if store.compare_set(f"{key}/outcome", "", "complete") != b"complete":
+            # none may be missing: the last rank can come just after another has given up
             missing = [rank for rank in range(self._size) if not store.check([f"{key}/{rank}"])]
             who = f"rank(s) {missing} did" if missing else f"rank {self._rank} or another did"
             self.problem = f"{who} not come within {patience.total_seconds():g} s"

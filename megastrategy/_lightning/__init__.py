@@ -1,1 +1,1 @@
-"""What the addresses of Lightning's four packages share: strategies, precision, signals, callbacks."""
+"""Shared by the addresses of Lightning's four packages: strategies, precision, signals, callbacks."""

@@ -1,10 +1,12 @@
-"""Collectives of the framework's, which no rank enters before all are there.
+"""Makes sure that all ranks call the same collective of the framework's before any of them enters it.
 
-Lightning's own barriers, broadcasts and reductions (in its set-up, in validation, for a metric) run on the default
-group, where a rank that waits for one that failed notices only the end of that one's process, and where a collective
-that was begun by some ranks makes the group useless. So ranks first meet in a collective of a group made for it, in
-which waiting is watched (:mod:`megastrategy._faults.deadlocks`): who waits in vain gives up, and nothing was begun.
-They also learn there whether all call the same.
+Lightning's barriers, broadcasts and reductions (in its set-up, in validation, for a metric) run on the default group. A
+rank that waits there for one that failed notices only the end of that one's process, and a collective that some ranks
+began and others did not makes the group useless.
+
+So ranks first meet in a small all-reduce on a group made for it, whose waits are watched
+(:mod:`megastrategy._faults.deadlocks`). A rank that waits in vain gives up there, before anything was begun on the
+default group. The same all-reduce shows whether all call the same.
 """
 
 from __future__ import annotations
@@ -32,24 +34,27 @@ _CALLS = ("setup", "barrier", "broadcast", "reduce", "all_gather")
 
 
 class CollectivesTogether(_Base):
-    """In front of ``DDPStrategy``: its collectives, between :meth:`begin_together` and :meth:`end_together`; after an
-    exception in a :class:`~megastrategy._faults.recovery.Meeting`."""
+    """Comes in front of ``DDPStrategy``, and checks its collectives between :meth:`begin_together` and
+    :meth:`end_together`.
+
+    After an exception they go through a :class:`~megastrategy._faults.recovery.Meeting` instead.
+    """
 
     _all_here: Collectives | None = None
 
     def begin_together(self) -> None:
-        """All ranks are about to set something up. Collective."""
+        """Checks collectives from now on, since all ranks are about to set something up. Collective."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._all_here = meeting_collectives(self.root_device)
 
     def end_together(self) -> None:
-        """From now on they are Lightning's alone."""
+        """Leaves collectives to Lightning alone from now on."""
         if self._all_here is not None:
             self._all_here.close()
             self._all_here = None
 
     def give_up_together(self) -> None:
-        """After an exception: some ranks may be in any collective."""
+        """Gives up all groups after an exception, since some ranks may be in any collective of them."""
         self._all_here = None
         give_up_engine_collectives()
 
@@ -61,6 +66,7 @@ class CollectivesTogether(_Base):
         """
         if self._all_here is None:
             return
+        # the maximum over ranks has a mark for each call that some rank is about to make: more than one is a mismatch
         called = torch.tensor([name == call for name in _CALLS], dtype=torch.uint8)
         self._all_here.all_reduce_max(called).wait()
         if called.sum() > 1:
@@ -103,8 +109,8 @@ class CollectivesTogether(_Base):
         return min(decisions) if all else max(decisions)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """After an exception this rank's own value: ModelCheckpoint asks for all metrics then, of which the ranks may
-        have different ones left to reduce."""
+        """Returns this rank's own value after an exception. ModelCheckpoint asks for all metrics then, and the ranks
+        may have different ones left to reduce."""
         if self._is_interrupted():
             return tensor
         self._await_others_of("reduce", tensor, group)
@@ -115,7 +121,10 @@ class CollectivesTogether(_Base):
         return super().all_gather(tensor, group, sync_grads)
 
     def _await_others_of(self, call: str, tensor: Any, group: Any) -> None:
-        """Where the tensor is elsewhere than on the host, a collective does not keep it, and this must not either."""
+        """Meets the other ranks before a collective over all of them, if ``tensor`` is on the host.
+
+        A collective on a GPU does not keep the host, and neither must this.
+        """
         of_all_ranks = group is None or group is torch.distributed.group.WORLD
         if of_all_ranks and isinstance(tensor, Tensor) and tensor.device.type == "cpu":
             self.await_others(call)

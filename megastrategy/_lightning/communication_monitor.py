@@ -25,18 +25,18 @@ else:
     _Base = object
 
 _WAITS = ("gradients", "parameters")
-"""What WAIT_START's and WAIT_END's index means."""
+"""Names the values of ``index`` in WAIT_START and WAIT_END: what the rank waits for."""
 _BATCH = "batch"
 _KEPT_INTERVALS = 1000
-"""So that a rare log does not pile them up."""
+"""Bounds the intervals that are kept, so that a rare log does not pile them up."""
 
 
 class TrainerMonitor(_Base):
     """Logs how long training waits for communication, how much is sent, and how many steps were skipped.
 
-    Every ``Trainer(log_every_n_steps=...)`` optimizer steps, and for those that are left when training ends, to all of
-    the Trainer's loggers (each rank tells its own numbers; Lightning's loggers write rank 0's), averaged over the
-    optimizer steps since it last logged:
+    It logs to all of the Trainer's loggers, every ``Trainer(log_every_n_steps=...)`` optimizer steps, and for those
+    that are left when training ends. Each rank tells its own numbers, and Lightning's loggers write rank 0's. They are
+    averages over the optimizer steps since it last logged:
 
     - ``communication/exposed_gradients_ms``, ``communication/exposed_parameters_ms``: milliseconds a step in which the
       rank waited for gradients at the end of backward, and for new weights after the optimizer. Includes waiting for a
@@ -58,13 +58,14 @@ class TrainerMonitor(_Base):
     """
 
     _misconfiguration: ClassVar[type[Exception]]
-    """The package's own; set by the class that is made from this one."""
+    """The package's own error; set by the class that is made from this one."""
 
     def __init__(self) -> None:
         self._record = _Record(_HostClock(), lambda *_: 0)
         self._first_step = self._logged_step = self._logger_step = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # evaluation sends no gradients, and needs neither a logger nor this strategy
         if stage != "fit":
             return
         if not trainer.loggers:
@@ -76,12 +77,14 @@ class TrainerMonitor(_Base):
                 f"strategy is {type(strategy).__module__}.{type(strategy).__qualname__}: choose that strategy, or "
                 "leave the callback out"
             )
+        # before the model is wrapped, which is when the engine takes its listeners; so the bytes are asked of the
+        # strategy later
         device = strategy.root_device
         self._record = _Record(_CudaClock(device) if device.type == "cuda" else _HostClock(), _SentBytes(strategy))
         strategy.add_listener(self._record)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Also the start of a trial run, as of the learning rate finder, in the middle of a fit's setup."""
+        """Begins to count, also in a trial run like the learning rate finder's, in the middle of a fit's setup."""
         self._first_step = self._logged_step = trainer.global_step
         self._record.reset()
 
@@ -104,8 +107,11 @@ class TrainerMonitor(_Base):
             self._log(trainer)
 
     def _step(self, trainer: pl.Trainer) -> int:
-        """The optimizer steps so far, skipped ones too. The Trainer does not count those of an optimizer that manual
-        optimization takes without its wrapper; of these none is skipped."""
+        """Counts the optimizer steps so far, skipped ones too.
+
+        The Trainer does not count those of an optimizer that manual optimization takes without its wrapper. None of
+        these is skipped.
+        """
         return self._first_step + max(trainer.global_step - self._first_step, self._record.num_updates)
 
     def _log(self, trainer: pl.Trainer) -> None:
@@ -135,7 +141,7 @@ def _log_every_n_steps(trainer: pl.Trainer) -> int:
 
 
 class _SentBytes:
-    """What a collective over a bucket of the strategy's model sends, now. A copy, of a Trainer for one, knows none."""
+    """Computes what a collective over a bucket of the strategy's model sends now. A copy of a Trainer has no model."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = weakref.ref(strategy)
@@ -150,7 +156,7 @@ class _SentBytes:
 
 
 def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:
-    """What one rank sends for one collective over a bucket.
+    """Computes the bytes that one rank sends for one collective over a bucket.
 
     By the rings, which send the least possible: a reduce-scatter and an all-gather ``(d - 1) / d`` of the bucket's
     bytes each, an all-reduce the two of them (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
@@ -169,7 +175,7 @@ def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:
 
 
 class _HostClock:
-    """Where waiting blocks the host."""
+    """Reads the host's time, where waiting blocks the host."""
 
     def now(self) -> int:
         return time.perf_counter_ns()
@@ -179,7 +185,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """Where waiting blocks the current stream, and the host runs ahead."""
+    """Reads the device's time, where waiting blocks the current stream and the host runs ahead."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -196,8 +202,7 @@ class _CudaClock:
 
 
 class _Record:
-    """The listener: collects what happens until it is taken. Times are subtracted only then, since on CUDA that
-    waits.
+    """Collects events until they are taken; the listener. Times are subtracted only then, since on CUDA that waits.
 
     Args:
         clock: of the device.
@@ -223,6 +228,7 @@ class _Record:
     def __call__(self, event: Event) -> None:
         kind = event.kind
         if kind is EventKind.REDUCE_START or kind is EventKind.GATHER_START:
+            # when it is launched: buckets may have changed by the time of a log
             self._sent_bytes += self._bytes_of(kind, event.index)
         elif kind is EventKind.WAIT_START:
             self.start(_WAITS[event.index])
@@ -232,18 +238,18 @@ class _Record:
             self.num_updates += 1
 
     def start(self, what: str) -> None:
-        """An interval begins. One that never ended, because of an exception in it, is dropped."""
+        """Begins an interval. One that never ended, because of an exception in it, is dropped."""
         self._started[what] = self._clock.now()
 
     def end(self, what: str) -> None:
-        """The interval that began last ends, if one began: a batch that is None has an end alone."""
+        """Ends the interval that began last, if one began: a batch that is None has an end alone."""
         if what in self._started:
             self._intervals.append((what, self._started.pop(what), self._clock.now()))
         if len(self._intervals) >= 2 * _KEPT_INTERVALS:  # the older half has ended on the device as well: no waiting
             self._add_up(_KEPT_INTERVALS)
 
     def take(self) -> tuple[dict[str, float], int]:
-        """The milliseconds of each kind of interval, and the bytes sent, since the last call."""
+        """Returns the milliseconds of each kind of interval, and the bytes sent, since the last call."""
         self._add_up(len(self._intervals))
         total_ms, self._total_ms = self._total_ms, dict.fromkeys(self._total_ms, 0.0)
         sent_bytes, self._sent_bytes = self._sent_bytes, 0

@@ -59,8 +59,8 @@ else:
     _Base = object
 
 MAIN_PARAMS_KEY = "megatron_ddp_main_params"
-"""In a checkpoint of 16-bit weights: by the optimizer's key in the saved state, its fp32 main params by parameter name,
-whole."""
+"""Key in a checkpoint of 16-bit weights. It holds, by the optimizer's key in the saved state, its fp32 main params by
+parameter name, whole."""
 
 
 class FabricStrategy(WholeFilesByDefault, _Base):
@@ -111,7 +111,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy (launchers that spawn make one, and so does a copy of what ``setup`` returned) has no models."""
+        """Leaves the models out: launchers that spawn make a copy, and so does a copy of what ``setup`` returned."""
         return self.__dict__ | {
             "_models": [],
             "_optimizers": [],
@@ -129,10 +129,13 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 params.
         """
         self._adapt_scaler()
+        # a second wrapper would take the parameters out of the buffers that the first one's optimizer steps
         for wrapped in self._open_models():
             if wrapped.module is module and wrapped.engine.is_as_wrapped():
+                # as under "ddp", whose second wrap sends rank 0's weights, too
                 wrapped.engine.broadcast_all()
                 return wrapped
+            # unfrozen, or cast, since: its buffers are laid out for what it was
             if wrapped.module is module:
                 wrapped.close()
         wrapped = DistributedDataParallel(
@@ -141,6 +144,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             collectives=engine_collectives(self.root_device),
             all_reduce_option=ALL_REDUCE_OPTION,
         )
+        # it would find stand-ins for gradients, or step 16-bit weights without their main params
         if not wrapped.engine.steps_params_themselves and (early := self._whole_optimizers.of(wrapped)) is not None:
             wrapped.close()
             raise ValueError(
@@ -160,15 +164,18 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         owners = self._owners(optimizer)
         if not owners:
             return self._whole_optimizers.add(optimizer)
+        # a second wrapper would have shards and state of its own, and both would step the same weights
         for known, model in self._pairs():
             if known.optimizer is optimizer and model is owners[0]:
                 return known
+            # its groups and its state are of the model that was closed
             if known.optimizer is optimizer:
                 raise ValueError(
                     f"this {type(optimizer).__name__} was set up with a model that has changed since and was set up "
                     "again: build a new optimizer on its parameters"
                 )
         if len(owners) > 1:
+            # whole fp32 parameters with reduced gradients are stepped by any optimizer as it is
             if all(owner.engine.steps_params_themselves for owner in owners):
                 return optimizer
             raise ValueError(
@@ -183,7 +190,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         return distributed
 
     def _owners(self, optimizer: Optimizer) -> list[DistributedDataParallel]:
-        """The model that has all of the optimizer's parameters, or those that have some of them."""
+        """Finds the one model that has all of the optimizer's parameters, or the models that have some of them."""
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
         owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self._open_models()]
         whole = [model for model, ids in owned if ids and ids == wanted]
@@ -200,6 +207,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 "meets infinite gradients on purpose, to find the largest scale: drop the option (such steps are "
                 "skipped), or choose a precision without a scaler, like 'bf16-mixed'"
             )
+        # a class of the user's own keeps its methods, behind those that see the other ranks' shards
         if not isinstance(scaler, GradScaler):
             kind = type(scaler)
             scaler.__class__ = (
@@ -207,7 +215,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             )
 
     def teardown(self) -> None:
-        """Fabric never calls it; who does gets plain modules back."""
+        """Closes all models, so that they are plain modules. Fabric never calls it; a user may."""
         for model in self._open_models():
             model.close()
         super().teardown()
@@ -238,7 +246,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         distributed.clip_grad_value_(clip_val)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, of which ``.grad`` is a stand-in under reduce-scatter. Collective.
+        """Returns a parameter's whole reduced gradient, for which ``.grad`` stands in under reduce-scatter. Collective.
 
         Raises:
             ValueError: if it is not a trainable parameter of a model that was set up.
@@ -251,11 +259,11 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         )
 
     def _distributed(self, optimizer: Any) -> Any:
-        """The sharded optimizer around one of the user's, who may hold both; anything else as it is."""
+        """Finds the sharded optimizer around one of the user's, who may hold both; returns anything else as it is."""
         return next((known for known, _ in self._pairs() if known.optimizer is optimizer), optimizer)
 
     def _pairs(self) -> list[tuple[DistributedOptimizer, DistributedDataParallel]]:
-        """The optimizers that are alive, each with its model, which it keeps alive."""
+        """Lists the optimizers that are alive, each with its model, which it keeps alive."""
         pairs = [(optimizer(), model()) for optimizer, model in self._optimizers]
         self._optimizers = [
             refs for refs, (optimizer, _) in zip(self._optimizers, pairs, strict=True) if optimizer is not None
@@ -263,7 +271,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         return [(optimizer, model) for optimizer, model in pairs if optimizer is not None and model is not None]
 
     def _open_models(self) -> list[DistributedDataParallel]:
-        """The models that are alive and not closed, in the order of their setup."""
+        """Lists the models that are alive and not closed, in the order of their setup."""
         models = [(reference, reference()) for reference in self._models]
         self._models = [reference for reference, model in models if model is not None and not model.is_closed]
         return [model for _, model in models if model is not None and not model.is_closed]
@@ -282,7 +290,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 optimizer.load_main_params(weights)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
+        """Gathers torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective."""
         return super().get_optimizer_state(self._distributed(optimizer))
 
     def save_checkpoint(
@@ -300,6 +308,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         distributed = {key: value for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)}
         for value in distributed.values():
             value.require_all_ranks("fabric.save()")  # which ends in a barrier
+        # collective, so for every optimizer on every rank, although rank 0 alone is given any
         gathered = {key: value.main_params() for key, value in distributed.items()}
         main_params = {key: params for key, params in gathered.items() if params}
         if main_params:
@@ -314,9 +323,11 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         for key, given in state.items():
             value: Any = self._distributed(given)
             keeps = filter.get(key, lambda name, item: True)
+            # all ranks write these together; everything else is rank 0's, in ``meta.pt``
             if isinstance(given, Module) or isinstance(value, DistributedOptimizer):
                 sharded = isinstance(value, DistributedOptimizer)
                 saved = value.sharded_state_dict() if sharded else self.get_module_state_dict(value)
+                # module buffers differ from rank to rank: whoever writes least must not decide which are saved
                 if not sharded:
                     rank_zeros |= of_rank_zero(key, saved, _unwrapped(given))
                 written[key] = {name: item for name, item in saved.items() if keeps(name, item)}
@@ -326,7 +337,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         save_directory(written, extra, path, checkpoint_collectives(), rank_zeros)
 
     def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:
-        """What is in the directory, whole; the states of optimizers in ``state`` are left there, to be read in part."""
+        """Reads a directory, but for the states of optimizers in ``state``: these stay there, to be read in part."""
         optimizers = state.items() if isinstance(state, dict) else ()
         left = {key for key, value in optimizers if isinstance(self._distributed(value), DistributedOptimizer)}
         return load_extra(path, weights_only) | {
@@ -353,6 +364,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             loaded = self._read_directory(local, state, weights_only)
         else:
             loaded = super().load_checkpoint(path, None, strict, weights_only)
+        # the user keeps it, perhaps longer than the file is there
         if not state:
             return cast(dict[str, Any], own_memory(loaded))
         if not isinstance(state, dict):
@@ -363,6 +375,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         saved, objects = dict(loaded), {key: self._distributed(value) for key, value in state.items()}
         main_params: Mapping[str, dict[str, Tensor]] = saved.pop(MAIN_PARAMS_KEY, {})
         state.update(self._load_objects(objects, saved, strict, path))
+        # after all weights: a main param counts where the present weight is its rounding
         for key, params in main_params.items():
             optimizer = objects.get(key)
             if isinstance(optimizer, DistributedOptimizer):
@@ -372,10 +385,11 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     def _load_objects(
         self, objects: dict[str, Any], saved: dict[str, Any], strict: bool, path: str | Path
     ) -> dict[str, Any]:
-        """What in ``saved`` belongs to ``objects`` is taken out of it and loaded; returns what has no way to load."""
+        """Takes what belongs to ``objects`` out of ``saved`` and loads it; returns values that cannot load."""
         missing = [key for key in objects if key not in saved]
         if strict and missing:
             raise KeyError(f"{path} has no {missing[0]!r}, only {sorted(saved)}; strict=False loads what is there")
+        # down to ``values`` all is looked at and nothing changed: what fails, fails before the first object is loaded
         models = {id(optimizer): model for optimizer, model in self._pairs()}
         sharded = {key for key, model in models.items() if model.layout.num_shards > 1}
         objects = {key: value for key, value in objects.items() if key in saved}
@@ -386,6 +400,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
                 names = {param: name for name, param in models[id(value)].module.named_parameters()}
                 check_optimizer_state(value, saved[key], names, source, id(value) in sharded)
+        # a directory's optimizers are read now, and changed below: their files may be damaged
         read = {
             key: value.read_sharded(*saved[key])
             for key, value in objects.items()
@@ -399,6 +414,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             elif key in read:
                 read[key]()
             elif id(value) in sharded:
+                # each rank copies its part out of the mapped file; all others keep what they are given
                 value.load_state_dict(own)
             elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
                 value.load_state_dict(own_memory(own))
@@ -414,7 +430,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
 
 
 class BackwardSyncControl:
-    """What ``fabric.no_backward_sync`` asks; Fabric's own knows torch's wrapper only."""
+    """Blocks the synchronisation of backward for ``fabric.no_backward_sync``; Fabric's knows torch's wrapper."""
 
     def no_backward_sync(self, module: Module, enabled: bool) -> AbstractContextManager[None]:
         if not enabled:

@@ -8,7 +8,7 @@ from megastrategy_autoload import START_METHODS
 
 
 class PointsToNotebookNames:
-    """In front of a package's ``DDPStrategy``, for which it says the same of "ddp"."""
+    """Comes in front of a package's ``DDPStrategy``, which says the same of "ddp"."""
 
     # the package's; set by the class that is made from this one
     _is_interactive: ClassVar[bool]
@@ -19,7 +19,8 @@ class PointsToNotebookNames:
     _start_method: Any
 
     def _configure_launcher(self) -> None:
-        """Called before Lightning looks at the launcher, whose text would send the user back to torch DDP."""
+        """Refuses a launcher that cannot work in a notebook before Lightning does, whose text would send the user to
+        torch DDP."""
         super()._configure_launcher()  # type: ignore[misc]
         launcher = self.launcher
         if not self._is_interactive or launcher is None or launcher.is_interactive_compatible:

@@ -1,8 +1,8 @@
-"""Signals that ranks tell each other of through the key-value store that torch.distributed was started with.
+"""Posts signals in the key-value store that torch.distributed was started with, where the other ranks find them.
 
 Between two batches of evaluation ranks have no collective in common, and one of their own would cost some of every
-batch. So a rank that gets a signal posts it, the others look every so often, and what they then do together begins in
-the store, too.
+batch. So a rank that gets a signal posts it, and the others look every so often. Their meeting then begins in the
+store, too.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .._faults.process_collectives import exception_name, is_awaited
 from .._faults.recovery import POLL_S, say_left, store_of, who_left
 
 LOOK_S = 0.2
-"""How often a rank looks: one request of the store, of a tenth of a millisecond."""
+"""Seconds between two looks of a rank. A look is one request of the store, of a tenth of a millisecond."""
 
 _PATIENCE = timedelta(seconds=20)
-"""How long a rank waits for the others to save with it between two batches of an evaluation. A batch of theirs may be
-under way."""
+"""The longest that a rank waits for the others to save with it between two batches of an evaluation. A batch of theirs
+may be under way."""
 
 _FAREWELL_S = 5.0
-"""How long rank 0 waits for the others to stop for SIGTERM, too. Most come within a batch or a second; one that is in a
-collective which nobody watches comes when this process ends. Schedulers kill after 30 s."""
+"""Seconds that rank 0 waits at most for the others to stop for SIGTERM, too. Most come within a batch or a second. One
+that is in a collective which nobody watches comes when this process ends. Schedulers kill after 30 s."""
 
 
 class PostedSignals:
@@ -44,17 +44,17 @@ class PostedSignals:
         self.terminates = False
 
     def post_sigterm(self) -> None:
-        """This rank got it. Called by a signal's handler."""
+        """Posts that this rank got SIGTERM. Called by a signal's handler."""
         self.terminates = True
         self._post("sigterm")
 
     def post_requeue(self, number: int, signum: int) -> None:
-        """This rank got the signal to save and requeue for the ``number``-th time. Called by a signal's handler."""
+        """Posts that this rank got the ``number``-th signal to save and requeue. Called by a signal's handler."""
         self._next_look = 0.0
         self._post(f"requeue/{number}", f"{signum}")
 
     def leave(self) -> None:
-        """This rank stops for SIGTERM, and will not come to what the others may wait for.
+        """Says that this rank stops for SIGTERM, and will not come to what the others may wait for.
 
         The process of rank 0 most often holds the store, and stays a moment, so that the others learn of it.
         """
@@ -90,10 +90,10 @@ class PostedSignals:
         return 0
 
     def _await_others(self, number: int) -> int:
-        """The signal if all ranks come between two batches, for none can save alone.
+        """Returns the signal if all ranks come between two batches, for none can save alone; else 0.
 
-        Where one waits in a collective for this rank it cannot come, and all save before the next batch of training.
-        Whoever finds out first decides it for all, and for the rest of this evaluation.
+        A rank that waits in a collective for this one cannot come: all save before the next batch of training then.
+        Whoever finds that out first decides it for all, and for the rest of this evaluation.
         """
         store, key = self._store, f"requeue/{number}"
         deadline = time.monotonic() + _PATIENCE.total_seconds()

@@ -1,4 +1,4 @@
-"""What a Trainer's precision plugin does during a fit: the engine's clipping.
+"""Puts the engine's clipping into a Trainer's precision plugin for a fit.
 
 Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, like :mod:`megastrategy._lightning.trainer_strategy`.
 """
@@ -35,8 +35,8 @@ class EnginePrecision(_Base):
 def lend(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
     """Gives a plugin the engine's clipping until :func:`take_back`.
 
-    The engine's functions come in the method resolution order after the plugin's class and everything a user derived
-    it from, and before Lightning's own ``Precision``: what a user overrides is called, and ``super()`` inside of it
+    The engine's functions come in the method resolution order after the plugin's class and everything a user derived it
+    from, and before Lightning's own ``Precision``. So what a user overrides is called, and ``super()`` inside of it
     finds the engine. The new class has the old one's name, under which checkpoints store a plugin's state.
     """
     kind: type = type(plugin)
@@ -48,6 +48,6 @@ def lend(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
 
 
 def take_back(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:
-    """The plugin is again of the class that it was of."""
+    """Gives a plugin the class again that it had before :func:`lend`."""
     if isinstance(plugin, engine_precision):
         plugin.__class__ = plugin._lent_by  # type: ignore[assignment]

@@ -36,7 +36,7 @@ _log = logging.getLogger("megastrategy")
 
 
 class _InPlace:
-    """What stands in the place of a method of Lightning's object. Copies and pickles of that have its own again."""
+    """Stands in the place of a method of Lightning's object. Copies and pickles of the object have their own again."""
 
     def __init__(self, of: Any, name: str, run: Callable[..., Any]) -> None:
         self._of, self._name, self._run = of, name, run
@@ -81,11 +81,11 @@ class SignalAgreement:
             self._replace(trainer, "_run_stage", self._stopping_with_others(trainer._run_stage))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the Trainer runs nothing that a signal could end: there is None."""
+        """Copies as None: a copy of the Trainer runs nothing that a signal could end."""
         return type(None), ()
 
     def remove(self) -> None:
-        """Lightning's own methods again, or those that a user had put in their place."""
+        """Puts Lightning's own methods back, or those that a user had put in their place."""
         for of, name, before in self._replaced:
             if before is not None:
                 setattr(of, name, before)
@@ -125,7 +125,7 @@ class SignalAgreement:
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def _obeying(self, loop: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A loop's method for one batch of evaluation, which a signal that came before goes before."""
+        """Wraps a loop's method for one batch of evaluation: signals that came before the batch are obeyed first."""
 
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -148,7 +148,8 @@ class SignalAgreement:
             raise self._sigterm_exception
 
     def _stopping_with_others(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The whole run: what fails since other ranks stopped for SIGTERM ends in the same way."""
+        """Wraps the whole run: a failure that follows from other ranks having stopped for SIGTERM ends this rank in the
+        same way."""
 
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -168,7 +169,7 @@ class SignalAgreement:
     # --- training ----------------------------------------------------------------------------------------------------
 
     def _saving_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """On one rank."""
+        """Wraps a batch of training on one rank: a requeue signal is obeyed before it, when no step is half done."""
 
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:
@@ -178,7 +179,7 @@ class SignalAgreement:
         return run
 
     def _agreeing_before(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Before a fit ends: no batch comes before which ranks would stop, and the user's program would go on."""
+        """Wraps the end of a fit. No batch comes before which ranks would stop, and the user's program would go on."""
 
         @functools.wraps(method)
         def run(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the classes of all doors show of themselves: their options as a signature, and the package they are made for."""
+"""Shows the options of the classes of all doors as a signature, and the package that each class is made for."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _TORCH_DDP_ARGUMENTS = [
     Parameter("bucket_cap_mb", Parameter.KEYWORD_ONLY, default=None, annotation=float | None),
     Parameter("gradient_as_bucket_view", Parameter.KEYWORD_ONLY, default=True, annotation=bool),
 ]
-"""torch DDP's that are understood and are not fields of the config."""
+"""Arguments of torch DDP that are understood and are no fields of the config."""
 
 
 ALL_REDUCE_OPTION = 'strategy="megatron_ddp_all_reduce" or MegatronDDPStrategy(use_distributed_optimizer=False)'
-"""How a Trainer or Fabric is told to all-reduce, for errors whose way out it is."""
+"""Tells a user of a Trainer or Fabric how to ask for an all-reduce, in errors whose way out it is."""
 
 
 def strategy_class(cls: _Class) -> _Class:
-    """For a class that takes the fields of the config as ``**options`` and derives from a package's ``DDPStrategy``.
+    """Decorates a class that takes the config's fields as ``**options`` and derives from a package's ``DDPStrategy``.
 
-    ``help()``, an editor and LightningCLI see a field only if it stands in the signature of ``__init__``, and it should
-    not be written a second time: the signature is made from the config. The package's own types are taken from its
+    ``help()``, an editor and LightningCLI see a field only if it stands in the signature of ``__init__``. It should not
+    be written a second time, so the signature is made from the config. The package's own types are taken from its
     ``DDPStrategy``, since they are other classes in each package.
     """
     initialise: Any = cls.__init__  # type: ignore[misc]
@@ -69,7 +69,8 @@ def _signature(cls: type, initialise: Any) -> Signature:
 
 
 def _describe(strategy: Any, package: str) -> str:
-    """Lightning shows a strategy that it refuses, as one of another of its packages is: so the remedy stands here."""
+    """Names the classes for other packages, too. Lightning shows a strategy that it refuses, as one made for another of
+    its packages is, so the remedy stands in its ``repr``."""
     options = ", ".join(
         f"{field.name}={getattr(strategy.config, field.name)!r}"
         for field in dataclasses.fields(strategy.config)

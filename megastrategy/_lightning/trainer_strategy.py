@@ -77,10 +77,10 @@ T = TypeVar("T")
 _log = logging.getLogger("megastrategy")
 
 MAIN_PARAMS_KEY = "megatron_ddp_main_params"
-"""In a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
+"""Key in a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
 
 LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on from the 16-bit weights"
-"""Beside the callbacks' states, since Lightning warns of those that nobody takes: so "ddp" says what it loses."""
+"""Key beside the callbacks' states. Lightning warns of those that nobody takes, so "ddp" says what it loses."""
 
 
 class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, _Base):
@@ -102,7 +102,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     strategy_name = "megatron_ddp"
 
     patience: timedelta = PATIENCE
-    """How long a rank that saves after an exception waits for the others to come and save, too."""
+    """The longest that a rank which saves after an exception waits for the others to come and save, too."""
 
     # what the package calls these; set by the class that is made from this one
     _lightning_optimizer: ClassVar[type[LightningOptimizer]]
@@ -205,6 +205,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
         plugin = self.precision_plugin
+        # evaluation wraps no model, and has no gradients to clip or to scale
         if not isinstance(self.model, DistributedDataParallel):
             return
         lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, a stand-in under reduce-scatter
@@ -217,12 +218,14 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
                 "infinite gradients on purpose, to find the largest scale: drop the option (such steps are skipped), "
                 "or choose a precision without a scaler, like 'bf16-mixed'"
             )
+        # the plugin stays and its scaler alone is replaced: checkpoints keep a plugin's state by the name of its class
         if not isinstance(scaler, GradScaler):
             self._replaced_scaler = scaler
             plugin.scaler = GradScaler.like(scaler)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
         plugin = self.precision_plugin
+        # a plugin may be shared with the next Trainer, under "ddp" perhaps
         take_back(plugin, self._engine_precision)
         if self._signal_agreement is not None:
             self._signal_agreement.remove()
@@ -231,6 +234,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         self._listeners = []
         scaler = getattr(plugin, "scaler", None)
         if self._replaced_scaler is not None and scaler is not None:
+            # before its first step a scaler has no state to hand back
             if scaler._scale is not None:
                 self._replaced_scaler.load_state_dict(scaler.state_dict())
             plugin.scaler, self._replaced_scaler = self._replaced_scaler, None  # type: ignore[attr-defined]
@@ -238,6 +242,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             self.model.close()
             self.model = self.lightning_module
         super().teardown()
+        # raises if the save in the background failed, so it comes when the module is the user's again
         self._directory_saver.close()
         self.end_together()
 
@@ -249,7 +254,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             self.model.watch_backward(closure_loss)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """In manual optimization module buffers stay each rank's own, as under "ddp", which broadcasts them before the
+        """Leaves module buffers each rank's own in manual optimization, as "ddp" does: it broadcasts them before the
         first forward alone."""
         module, wrapped = self.lightning_module, self.model
         outputs = super().training_step(*args, **kwargs)
@@ -258,16 +263,16 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         return outputs
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Gradients are final when backward returns, before ``on_after_backward``: nothing is left to do here."""
+        """Does nothing: gradients are final when backward returns, before ``on_after_backward``."""
 
     def full_grad(self, param: torch.nn.Parameter) -> Tensor | None:
-        """The whole reduced gradient of a parameter, of which ``.grad`` stands in under reduce-scatter. Collective."""
+        """Returns a parameter's whole reduced gradient, for which ``.grad`` stands in. Collective."""
         if not isinstance(self.model, DistributedDataParallel):
             raise RuntimeError("full_grad() is there during a fit, between a backward and the next zero_grad")
         return self.model.full_grad(param)
 
     def grad_norm(self, norm_type: float | str = 2.0) -> dict[str, Tensor]:
-        """What ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` returns under "ddp", in every mode.
+        """Returns what ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` would under "ddp", in every mode.
 
         For ``self.log_dict(self.trainer.strategy.grad_norm())`` in ``on_before_optimizer_step``. Collective with
         reduce-scatter.
@@ -284,6 +289,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             for name, param in model.module.named_parameters()
             if param in by_param and param.grad is not None
         }
+        # without a gradient Lightning's has no total either
         if found:
             every = torch.stack(list(found.values()))
             found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(every, norm_type)
@@ -292,7 +298,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     # --- after an exception ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """After an exception makes sure that all ranks have left what it ended: the next collective must meet its own.
+        """Waits, after an exception, until all ranks have left what it ended: the next collective must meet its own.
 
         Raises:
             RuntimeError: if not all have, in bounded time. The processes must be started anew.
@@ -310,19 +316,27 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         count_exception()
 
     def _meet_if_interrupted(self) -> Meeting | None:
-        """Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks."""
+        """Returns the meeting of all ranks after an exception; None where there is none, or nobody has to be met.
+
+        Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks.
+        """
         if not self._is_interrupted() or self._engine is None or self._engine.collectives.size == 1:
             return None
+        # one for an exception: several callbacks may save, and the ranks count their exchanges
         if self._meeting is None:
             if (exception := sys.exception()) is not None:
                 tell_failure(exception_name(), exception)  # before the others' failures that follow from it
+            # the groups may hold a collective that was cut off, which would be matched with the first of the save
             self.give_up_together()
             steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+            # whole optimizers are rank 0's to save, at whichever step the others stopped
             sharded = self._engine.layout.num_shards > 1
             state = f"steps begun and done: {steps}" if sharded else ""
             self._meeting = Meeting(exception_name(), state, self.patience)
+            # all ranks may have stopped in the same step, when some buckets' weights were from before it
             if sharded and any(begun != done for begun, done in steps):
                 self._meeting.problem = self._meeting.problem or "a step was under way"
+            # ``agreed``: all ranks of the meeting have just given the old group up, and none need be asked
             if not self._meeting.problem:
                 self._engine.save_over(engine_collectives(self.root_device, agreed=True))
         return self._meeting
@@ -338,12 +352,14 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective.
+        """Gathers torch's own format, full-shaped, on rank 0; on other ranks without the state. Collective.
 
         For a sharded checkpoint this rank's part, by parameter name.
         """
+        # Lightning's wrapper would run the methods on a copy of the attributes, not on the engine's object
         if isinstance(optimizer, self._lightning_optimizer):
             optimizer = optimizer._optimizer
+        # :meth:`save_checkpoint` finds the same, and writes nothing
         if not self._may_save():
             return {}
         if self.state_dict_type == "sharded" and isinstance(optimizer, DistributedOptimizer):
@@ -355,7 +371,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" ignores.
 
-        After an exception on some rank the shards of the others may be out of reach: nothing is written then, rather
+        After an exception on some rank the shards of the others may be out of reach. Then nothing is written, rather
         than half a state, and the reason is logged on every rank.
         """
         if (meeting := self._meet_if_interrupted()) is not None:
@@ -404,7 +420,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         self._directory_saver.save(state, checkpoint, path, rank_zeros, in_background=in_background)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Not before what replaces it is complete."""
+        """Removes a checkpoint, not before what replaces it is complete."""
         self._directory_saver.then(functools.partial(self._remove_now, filepath))
 
     def _remove_now(self, filepath: str | Path) -> None:
@@ -415,7 +431,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """What this class loads itself stays in the mapped file; callbacks and hooks get the rest to keep.
+        """Leaves what this class loads itself in the mapped file. Callbacks and hooks get the rest, in memory of its
+        own, to keep.
 
         Raises:
             CheckpointError: if the file is not a Trainer's.
@@ -459,10 +476,12 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         if any(isinstance(state, OptimizerInDirectory) for state in states):
             load_optimizers(self.optimizers, states, weights)
             return
+        # all before any: Lightning loads one by one, and would change the first where the second does not fit
         sharded = self._engine is not None and self._engine.layout.num_shards > 1
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             if isinstance(optimizer, DistributedOptimizer):
                 check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}", sharded)
+        # shards are copied out of the mapped file; a whole optimizer keeps what it is given, so that must be its own
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if sharded else own_memory(states)})
         optimizers = [opt for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
         saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(optimizers))

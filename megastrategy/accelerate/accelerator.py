@@ -78,6 +78,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, megatron_ddp_plugin: MegatronDDPPlugin | None = None, **kwargs: Any) -> None:
+        # by name, as other engines may be asked for by position, too
         arguments = inspect.signature(accelerate.Accelerator.__init__).bind(self, *args, **kwargs).arguments
         handlers = list(arguments.get("kwargs_handlers") or ())
         given = [megatron_ddp_plugin, *(handler for handler in handlers if isinstance(handler, MegatronDDPPlugin))]
@@ -88,10 +89,12 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             raise ValueError(f"megatron_ddp_plugin: expected a MegatronDDPPlugin, got {type(plugins[0]).__name__}")
         refuse_other_engines(arguments)
         wrap_trainer()
+        # accelerate raises KeyError for a handler of a class that it does not know
         if "kwargs_handlers" in arguments:
             arguments["kwargs_handlers"] = [item for item in handlers if not isinstance(item, MegatronDDPPlugin)]
         del arguments["self"]
         super().__init__(**arguments)
+        # the state is the process's: a Trainer makes an Accelerator of its own, and passes no plugin
         known = getattr(self.state, "megatron_ddp_plugin", None)
         self.megatron_ddp_plugin: MegatronDDPPlugin = plugins[0] if plugins else known or MegatronDDPPlugin()
         self.state.megatron_ddp_plugin = self.megatron_ddp_plugin
@@ -112,7 +115,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
     # --- prepare -----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's, in any order of arguments: models are prepared before the optimizers that they shard."""
+        """Prepares as accelerate's does, in any order of arguments: models come before the optimizers they shard."""
         if device_placement is None or len(device_placement) == len(args):
             placements: Sequence[bool | None] = device_placement or [None] * len(args)
             args = tuple(
@@ -122,16 +125,18 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(self, model: Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """As accelerate's. A module that is prepared already keeps its engine."""
+        """Prepares a model as accelerate's does, with this engine. One that is prepared already keeps its engine."""
         if getattr(model, "_is_accelerate_prepared", False):
             inner = self.unwrap_model(model, keep_torch_compile=False)
             if inner not in self._models:
                 self._models.append(inner)  # the user's module, as for torch DDP: hooks and files see it
             return model
         trains = any(param.requires_grad for param in model.parameters())
+        # there is nothing to reduce; in ``evaluation_mode`` accelerate places and casts it without torch DDP
         if evaluation_mode or not trains or not (self.use_distributed or _has_16_bit_weights(model)):
             return super().prepare_model(model, device_placement, evaluation_mode or self.use_distributed)
         known = prepared_model(model, self.megatron_ddp_config)
+        # an optimizer that is alive steps its buffers. Rank 0's weights are sent, as torch DDP's second wrap does
         if known is not None:
             self._models.append(model)
             known.engine.broadcast_all()
@@ -142,6 +147,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         collectives = engine_collectives(self.device) if self.use_distributed else LoneCollectives()
         way_out = self.megatron_ddp_plugin.all_reduce_option
         prepared = PreparedModel(placed, self.megatron_ddp_config, collectives=collectives, all_reduce_option=way_out)
+        # such an optimizer would find stand-ins for gradients, or step 16-bit weights without their main params
         if not prepared.engine.steps_params_themselves and (early := self._whole_optimizers.of(prepared)) is not None:
             prepared.close()
             raise ValueError(
@@ -161,7 +167,8 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _compiling_regions_only(self, model: Module) -> Iterator[None]:
-        """A whole model is compiled in its wrapper; regions are compiled inside, as they are copies of modules."""
+        """Keeps accelerate from compiling a whole model, which is compiled in its wrapper. Regions are compiled inside,
+        as they are copies of modules."""
         plugin = self.state.dynamo_plugin
         if not (plugin.use_regional_compilation and has_repeated_blocks(model)):
             self.state.dynamo_plugin = TorchDynamoPlugin(backend=DynamoBackend.NO)
@@ -171,13 +178,14 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             self.state.dynamo_plugin = plugin
 
     def unwrap_model(self, model: Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """As accelerate's, which would not look for compiled regions inside of the wrapper."""
+        """Unwraps as accelerate's does, and looks for compiled regions inside of the wrapper, too."""
         inner = super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
         return inner if keep_torch_compile else inner.__dict__.get("_orig_mod", inner)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Shards the optimizer over the ranks of the model that its parameters belong to, prepared before it. One that
-        has no parameter of a prepared model is left as it is, as under torch DDP.
+        """Shards the optimizer over the ranks of the model that its parameters belong to, prepared before it.
+
+        One that has no parameter of a prepared model is left as it is, as under torch DDP.
 
         Raises:
             ValueError: if there is more than one such model.
@@ -212,7 +220,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         return distributed
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate's, which would not find the optimizer that the scheduler was built on inside of ours."""
+        """Prepares as accelerate's does, and finds the optimizer that the scheduler was built on inside of ours."""
         prepared = super().prepare_scheduler(scheduler)
         known = _sharded(getattr(scheduler, "optimizer", None))
         if isinstance(prepared, AcceleratedScheduler) and known is not None:
@@ -224,7 +232,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             warnings.warn(text, stacklevel=2)
 
     def _adapt_scaler(self) -> None:
-        """fp16's scaler must see sharded gradients, and all ranks must skip the same steps."""
+        """Makes fp16's scaler see sharded gradients, so that all ranks skip the same steps."""
         scaler = self.scaler
         if not isinstance(scaler, torch.amp.GradScaler) or isinstance(scaler, GradScaler):
             return
@@ -240,7 +248,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: Module) -> Iterator[None]:
-        """As accelerate's: the next backward is synchronised, although its forward ran under ``no_sync``."""
+        """Synchronises the next backward, as accelerate's does, although its forward ran under ``no_sync``."""
         prepared = _uncompiled(model)
         if not isinstance(prepared, PreparedModel):
             with accelerate.Accelerator.trigger_sync_in_backward(model):
@@ -254,15 +262,17 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             prepared.require_backward_grad_sync = before
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """As accelerate's; the optimizer may be the user's own."""
+        """Unscales as accelerate's does; the optimizer may be the user's own."""
         if optimizer is not None:
             given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
             optimizer = [_sharded(item) or item for item in given]
         super().unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """As accelerate's, over any parameters of prepared models: the norm of all of them together, which is the same
-        bits on every rank. Collective."""
+        """Clips as accelerate's does, over any parameters of prepared models together. Collective.
+
+        Returns the norm of all of them, the same bits on every rank.
+        """
         norm: Tensor | None = self._clip(
             parameters,
             lambda parts: clip_norm_(parts, float(max_norm), float(norm_type)),
@@ -271,7 +281,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As accelerate's, over any parameters of prepared models."""
+        """Clips as accelerate's does, over any parameters of prepared models."""
         self._clip(
             parameters,
             lambda parts: clip_value_(parts, clip_value),
@@ -280,6 +290,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
 
     def _clip(self, parameters: Any, ours: Callable[[Any], Any], theirs: Callable[[Any], Any]) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        # whole gradients are in ``.grad``, where accelerate's clipping is right
         parts = trained_by([model for model in open_models() if model.is_sharded], params)
         # within a window of accumulation each rank clips what it has so far, as under torch DDP
         if not parts or (not self.sync_gradients and all(model.engine.reducer.has_local_grads for model, _ in parts)):
@@ -297,7 +308,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """As accelerate's where batches are even. Uneven ones are for evaluation: a backward that reduces gradients is
+        """Joins as accelerate's does where batches are even. Uneven ones are for evaluation: a backward that reduces is
         refused.
 
         Raises:
@@ -309,6 +320,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
                 yield
             return
         wanted = self.even_batches if even_batches is None else even_batches
+        # accelerate's would enter torch's Join, which needs torch's reducer: what it does to data loaders is done here
         samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in self._dataloaders]
         changed = [item for item in samplers if getattr(item, "even_batches", wanted) is not wanted]
         with contextlib.ExitStack() as uneven:
@@ -325,8 +337,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As accelerate's: the files of torch DDP, and beside them fp32 main params; with ``state_dict_type="sharded"``
-        weights and optimizers in a directory.
+        """Saves torch DDP's files, and fp32 main params beside them; with ``state_dict_type="sharded"`` a directory.
 
         All ranks call it together. The main process may call it alone if its optimizers are not sharded or, on the CPU,
         between a step and the next backward; it does not write a directory so.
@@ -368,16 +379,18 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """As accelerate's, from what this class or torch DDP saved on any number of ranks. All ranks call it."""
+        """Loads what this class or torch DDP saved on any number of ranks. All ranks call it."""
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._latest_checkpoint()
         optimizers = [_sharded_inside(item) for item in self._optimizers]
         kwargs.setdefault("map_location", "cpu")  # whole, where there is room; each rank keeps its part
         if folder is not None and checkpoint.is_sharded(folder):
             models = list(self._models)
+            # a hook may take a model out of the list, which it loads itself
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))
             with self._loading_directories() as loading:
                 checkpoint.load_sharded(folder, models, loading)
+            # then everything that is in no directory: schedulers, random states, the user's own objects
             with self._set_aside(self._load_model_state_pre_hook):
                 super().load_state(str(folder), load_kwargs, **kwargs)
         else:
@@ -403,10 +416,11 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _loading_directories(self) -> Iterator[list[DistributedOptimizer]]:
-        """The optimizers that a directory has. In one process they may be torch's own, and get an engine to load it."""
+        """Yields the optimizers that a directory has. In one process torch's own get an engine to load it."""
         loading, models = [], []
         for item in self._optimizers:
             known = _sharded_inside(item)
+            # a directory has state by parameter name: only a model can say which number of torch's each is
             if known is None and not self.use_distributed:
                 params = {id(param) for group in item.param_groups for param in group["params"]}
                 owner = [model for model in self._models if params <= {id(param) for param in model.parameters()}]
@@ -424,7 +438,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
                 model.close()
 
     def _latest_checkpoint(self) -> Path | None:
-        """What accelerate loads if it is not told; None where it has none, and says so."""
+        """Finds what accelerate loads if it is not told; None where it has none, and says so itself."""
         if not self.project_configuration.automatic_checkpoint_naming:
             return None
         return checkpoint.latest(Path(self.project_dir) / "checkpoints")
@@ -452,13 +466,13 @@ def _check_owners(optimizer: Optimizer, models: list[PreparedModel]) -> None:
 
 
 def _sharded(optimizer: Any) -> DistributedOptimizer | None:
-    """The sharded optimizer around one of the user's."""
+    """Returns the sharded optimizer around one of the user's, or None."""
     known: DistributedOptimizer | None = getattr(optimizer, "__dict__", {}).get("_megatron_ddp", (None,))[0]
     return known
 
 
 def _sharded_inside(optimizer: Any) -> DistributedOptimizer | None:
-    """The sharded optimizer inside of accelerate's."""
+    """Returns the sharded optimizer inside of accelerate's, or None."""
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     return inner if isinstance(inner, DistributedOptimizer) else None
 

@@ -1,4 +1,4 @@
-"""What ``Accelerator.save_state`` writes beside accelerate's own files, and instead of some of them."""
+"""Writes and reads what ``Accelerator.save_state`` has beside accelerate's own files, and instead of some of them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from ..core import (
 )
 
 MAIN_PARAMS_FILE = "megatron_ddp_main_params.bin"
-"""By the optimizer's number, its fp32 main params by parameter name, whole."""
+"""Holds, by the optimizer's number, its fp32 main params by parameter name, whole."""
 
 DIRECTORY = "megatron_ddp"
-"""In a checkpoint with ``state_dict_type="sharded"``: weights and sharded optimizers for torch.distributed.checkpoint,
-under ``model``, ``model_1``, ..., ``optimizer``, ``optimizer_1``, ..., as accelerate numbers its files."""
+"""Holds, with ``state_dict_type="sharded"``, weights and sharded optimizers for torch.distributed.checkpoint, under
+``model``, ``model_1``, ..., ``optimizer``, ``optimizer_1``, ..., as accelerate numbers its files."""
 
 
 def save_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | None], writes: bool) -> None:
-    """Collective if any of the optimizers has main params; ``writes`` says whether this rank has a file to write."""
+    """Gathers and writes fp32 main params; ``writes`` says whether this rank has a file to write.
+
+    Collective if any of the optimizers has main params.
+    """
     gathered = {number: item.main_params() for number, item in enumerate(optimizers) if item is not None}
     main_params = {number: params for number, params in gathered.items() if params}
     if writes and main_params:
@@ -39,7 +42,8 @@ def save_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | N
 
 
 def load_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | None]) -> None:
-    """To be called after the weights were loaded: where one is not the rounding of its main param, the weight wins."""
+    """Loads fp32 main params. Call it after the weights were loaded: where one is not the rounding of its main param,
+    the weight wins."""
     path = folder / MAIN_PARAMS_FILE
     if path.is_file():
         saved = load_file(path, weights_only=True)
@@ -49,8 +53,8 @@ def load_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | N
 
 
 def part_of_process(state: dict[str, Any], model: Module, is_main: bool) -> dict[str, Any]:
-    """What a rank writes of a model's state: parameters, of which all ranks have the same, and on the main process all
-    the rest, like BatchNorm's statistics, as under torch DDP."""
+    """Returns what a rank writes of a model's state: parameters, which are equal on all ranks, and on the main process
+    all the rest, like BatchNorm's statistics, as under torch DDP."""
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in state.items() if is_main or name in params}
 
@@ -66,7 +70,7 @@ def save_sharded(
     optimizers: Sequence[DistributedOptimizer],
     collectives: Collectives,
 ) -> None:
-    """Every rank writes its part of what all of them have, and what it alone has. Collective.
+    """Writes a directory: every rank its part of what all of them have, and what it alone has. Collective.
 
     Raises:
         CheckpointError: on all ranks if any of them could not write.
@@ -77,14 +81,16 @@ def save_sharded(
 
 
 def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[DistributedOptimizer]) -> None:
-    """Each rank reads the weights, and its part of the optimizers.
+    """Loads a directory: each rank reads the weights, and its part of the optimizers.
 
     Raises:
-        CheckpointError: if the directory is of another model, before anything is changed, or has less than is asked.
+        CheckpointError: if a key is missing or the weights are another model's, before anything is changed; if an
+            optimizer's state does not fit, when the weights are loaded already.
     """
     path = folder / DIRECTORY
     wanted = [_key("model", number) for number in range(len(models))]
     wanted += [_key("optimizer", number) for number in range(len(optimizers))]
+    # all keys and all weights are looked at before the first model is changed
     missing = [key for key in wanted if key not in directory_keys(path)]
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(directory_keys(path))}")
@@ -98,7 +104,7 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
 
 
 def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None], writes: bool) -> None:
-    """Every node gets rank 0's files of the sharded optimizers, since no other rank has their whole state. Collective.
+    """Gives every node rank 0's files of the sharded optimizers, since no other rank has their whole state. Collective.
 
     ``writes`` says whether this rank saves for its node.
     """
@@ -106,6 +112,7 @@ def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None
     names = [f"{_key('optimizer', number)}.bin" for number, item in enumerate(optimizers) if item is not None]
     for name in [*names, MAIN_PARAMS_FILE]:
         path = folder / name
+        # all ranks take part for every name, since rank 0 alone knows which files it wrote
         content = [path.read_bytes() if rank == 0 and path.is_file() else None]
         torch.distributed.broadcast_object_list(content, src=0)
         if writes and rank != 0 and content[0] is not None:
@@ -113,7 +120,7 @@ def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None
 
 
 def latest(folder: Path) -> Path | None:
-    """The last of the checkpoints that accelerate numbered; None if there are none."""
+    """Returns the last of the checkpoints that accelerate numbered; None if there are none."""
     numbers = {
         int(found[-1]): path
         for path in (folder.iterdir() if folder.is_dir() else ())

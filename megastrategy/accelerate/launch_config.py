@@ -14,7 +14,7 @@ from ..core import config_from_arguments, field_names
 from .plugin import MegatronDDPPlugin
 
 SECTION = "megatron_ddp_config"
-"""The key of the file that has our options; all others are accelerate's."""
+"""The key under which a file has our options; all others are accelerate's."""
 
 PREFIX = "MEGATRON_DDP_"
 
@@ -24,11 +24,11 @@ _TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no
 
 
 class LaunchConfigError(ValueError):
-    """What cannot be launched, and why: one line for who typed it."""
+    """Says what cannot be launched, and why, in one line for who typed it."""
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The whole file.
+    """Reads the whole file.
 
     Raises:
         LaunchConfigError: if it is not there, or is no YAML file with keys.
@@ -47,7 +47,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 
 def plugin_from_launch(path: Path | None, environment: Mapping[str, str]) -> MegatronDDPPlugin:
-    """The options under ``megatron_ddp_config:`` of the file, if there is one, under ``MEGATRON_DDP_<FIELD>``.
+    """Reads the options under ``megatron_ddp_config:`` of the file, if there is one, and ``MEGATRON_DDP_<FIELD>`` over
+    them.
 
     Text is read as the field's type, in the file as well, where YAML takes ``1e6`` for text.
 
@@ -77,6 +78,7 @@ def plugin_from_launch(path: Path | None, environment: Mapping[str, str]) -> Meg
 
 def _section(path: Path) -> dict[Any, Any]:
     content = read_config_file(path)
+    # an option beside the section would be ignored, and the run would train with its default
     misplaced = [key for key in content if key in _KNOWN]
     if misplaced:
         raise LaunchConfigError(f"{path}: {misplaced[0]} stands beside {SECTION}:, and belongs under it")
@@ -85,6 +87,7 @@ def _section(path: Path) -> dict[Any, Any]:
         hint = f"{near[0]!r} is near: " if near else ""
         raise LaunchConfigError(f"{path}: {hint}expected the key {SECTION}: with options under it")
     section = content[SECTION]
+    # the key alone: the launcher is wanted, with the defaults
     if section is None:
         return {}
     if not isinstance(section, dict):
@@ -108,14 +111,17 @@ def _check_name(name: str, value: Any, where: str) -> None:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Text (and 1e+6, for YAML a float) as a value of the field's type. What is none comes back as it is, for the
-    config to refuse by name."""
+    """Turns text (and 1e+6, for YAML a float) into a value of the field's type.
+
+    A value that is none comes back as it is, for the config to refuse by name.
+    """
     if not isinstance(value, str | float):
         return value
     kinds = get_args(_TYPES[name]) or (_TYPES[name],)
     text = str(value).strip().lower()
     if NoneType in kinds and text in ("none", "null"):
         return None
+    # before numbers: "1" turns a flag on
     if bool in kinds:
         return _TRUTHS.get(text, value)
     if int in kinds or float in kinds:
@@ -125,6 +131,7 @@ def _typed(name: str, value: Any) -> Any:
 
 def _number(text: str, otherwise: str | float, *, whole: bool) -> int | float | str:
     try:
+        # exact where a float would round, above 2**53
         return int(text)
     except ValueError:
         pass
@@ -132,6 +139,7 @@ def _number(text: str, otherwise: str | float, *, whole: bool) -> int | float | 
         number = float(text)
     except ValueError:
         return otherwise
+    # 1e6 may stand for a number of elements, and 1.5 may not: the config refuses it by name
     if not whole:
         return number
     return int(number) if math.isfinite(number) and number.is_integer() else otherwise

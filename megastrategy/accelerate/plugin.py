@@ -35,14 +35,14 @@ class MegatronDDPPlugin(ConfigFields):
     """
 
     bucket_cap_mb: float | None = None
-    """torch DDP's: MiB of fp32 gradients, instead of ``bucket_size``."""
+    """MiB of fp32 gradients in a bucket, as for torch DDP, instead of ``bucket_size``."""
 
     gradient_as_bucket_view: bool = True
-    """torch DDP's; gradients always live in the buckets."""
+    """Accepted as torch DDP's; gradients always live in the buckets."""
 
     state_dict_type: Literal["full", "sharded"] = "full"
-    """What ``save_state`` writes: the files of torch DDP, or weights and optimizers as a directory that every rank
-    writes its part of. Either is loaded."""
+    """Chooses what ``save_state`` writes: the files of torch DDP, or weights and optimizers as a directory that every
+    rank writes its part of. Either is loaded."""
 
     _all_reduce_option: ClassVar[str] = "MegatronDDPPlugin(use_distributed_optimizer=False)"
 
@@ -52,11 +52,11 @@ class MegatronDDPPlugin(ConfigFields):
 
     @property
     def all_reduce_option(self) -> str:
-        """How whoever chose these options asks for an all-reduce, for errors whose way out it is."""
+        """Says how to ask for an all-reduce in the form in which these options came, for errors whose way out it is."""
         return self._all_reduce_option
 
     def launched_with(self, file: Path | None) -> MegatronDDPPlugin:
-        """These options, which came from the launcher's file and environment and are changed there."""
+        """Marks these options as those of the launcher's file and environment, where they are changed. Returns them."""
         where = "in the file that --config names" if file is None else f"in {file}"
         text = (
             f"`use_distributed_optimizer: false` under megatron_ddp_config: {where}, or "
@@ -66,13 +66,13 @@ class MegatronDDPPlugin(ConfigFields):
         return self
 
     def options(self) -> dict[str, Any]:
-        """What differs from the defaults, but for ``state_dict_type``."""
+        """Returns the options that differ from the defaults, without ``state_dict_type``."""
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         del values["state_dict_type"]
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def config(self, **defaults: Any) -> DistributedDataParallelConfig:
-        """The engine's configuration. ``defaults`` hold where this plugin leaves an option as it is."""
+        """Makes the engine's configuration. ``defaults`` hold where this plugin leaves an option as it is."""
         options = self.options()
         if options.get("bucket_size") is not None:
             defaults.pop("bucket_cap_mb", None)
@@ -88,6 +88,7 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
         "torch_tp_plugin": "",
         "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
     }
+    # accelerate launch passes its file on in the environment, where the arguments show nothing
     for name, variable in environment.items():
         found = f"{name}=" if arguments.get(name) is not None else ""
         if not found and variable and os.environ.get(variable, "false").lower() in ("true", "1"):

@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` makes of a module: the engine's wrapper, which whoever knows torch's DDP recognises
+"""Wraps the modules of ``Accelerator.prepare`` in the engine, so that whoever knows torch's DDP recognises them
 (:mod:`megastrategy.accelerate.torch_ddp_by_name` says how).
 
 Nothing is kept on the user's module: what was prepared is known by weak references.
@@ -39,8 +39,10 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
+            # in a copy that is being made there is no module yet, and to ask for it would come here again
             if module is None:
                 raise
+            # after the module, which may have an attribute of the same name and is more likely meant
             if name in OF_TORCHS_REDUCER and not hasattr(module, name):
                 raise no_such_attribute(name) from None
             if name in NOT_USED and not hasattr(module, name):
@@ -48,7 +50,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
             return getattr(module, name)
 
     def no_sync(self) -> Any:
-        """As the engine's. Asked for by accelerate's ``LocalSGD`` it is refused: parameters would not part."""
+        """Suspends synchronisation as the engine's does. ``LocalSGD`` is refused: parameters would not part."""
         if sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
             raise NotImplementedError(
                 "LocalSGD lets the parameters of the ranks part between synchronisations, and a sharded optimizer "
@@ -58,9 +60,9 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
 
     @contextlib.contextmanager
     def uneven_batches(self) -> Iterator[None]:
-        """Ranks may run different numbers of forwards inside; a backward that would be synchronised is refused.
+        """Lets ranks run different numbers of forwards inside; a backward that would be synchronised is refused.
 
-        Collective at both ends: a forward sends the module's buffers if they may differ, and inside some rank may have
+        Collective at both ends. A forward sends the module's buffers if they may differ, and inside some rank may have
         no forward. So they are sent on entering, and count as different afterwards, on all ranks alike.
         """
         self.check_open()
@@ -74,13 +76,13 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
             self.require_forward_param_sync = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the engine's."""
+        """Runs as the engine's. No module buffers are sent where ranks run different numbers of forwards."""
         if self._has_uneven_batches:
             self.require_forward_param_sync = False
         return super().forward(*args, **kwargs)
 
     def should_sync(self, decision: bool | None) -> bool:
-        """As the engine's.
+        """Decides as the engine's.
 
         Raises:
             NotImplementedError: if ranks run different numbers of batches.
@@ -101,11 +103,11 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether gradients are reduce-scattered, so that ``.grad`` is None when they are complete."""
+        """Whether gradients are reduce-scattered, so that ``.grad`` is a stand-in when they are complete."""
         return self.layout.num_shards > 1
 
     def owned_grads(self, params: Iterable[Parameter]) -> list[Tensor]:
-        """This rank's parts of the reduced gradients of these parameters: views, to be changed in place."""
+        """Returns this rank's parts of the reduced gradients of these parameters: views, to be changed in place."""
         engine = self.engine
         engine.reducer.finish_grad_sync()
         indices = [engine.index_by_id[id(param)] for param in params]
@@ -120,13 +122,13 @@ _PREPARED: WeakKeyDictionary[Module, weakref.ref[PreparedModel]] = WeakKeyDictio
 
 
 def remember(module: Module, model: PreparedModel) -> PreparedModel:
-    """``model`` was made for a user's module, by which :func:`prepared_model` finds it."""
+    """Notes that ``model`` was made for a user's module, by which :func:`prepared_model` finds it."""
     _PREPARED[module] = weakref.ref(model)
     return model
 
 
 def prepared_model(module: Module, config: DistributedDataParallelConfig) -> PreparedModel | None:
-    """The wrapper that a module has already, if it fits; one that does not is closed.
+    """Finds the wrapper that a module has already, if it fits; closes one that does not.
 
     A module is prepared again by a second Trainer, and after every attempt of ``find_executable_batch_size``.
     """
@@ -141,13 +143,13 @@ def prepared_model(module: Module, config: DistributedDataParallelConfig) -> Pre
 
 
 def open_models() -> list[PreparedModel]:
-    """All wrappers that are alive and not closed."""
+    """Lists all wrappers that are alive and not closed."""
     models = [reference() for reference in _PREPARED.values()]
     return [model for model in models if model is not None and not model.is_closed]
 
 
 def owners(params: Iterable[Tensor]) -> list[PreparedModel]:
-    """The one model that has all the parameters, or those that have some of them."""
+    """Finds the one model that has all the parameters, or the models that have some of them."""
     wanted = {id(param) for param in params}
     some = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in open_models()]
     whole = [model for model, ids in some if ids and ids == wanted]
@@ -158,7 +160,7 @@ def owners(params: Iterable[Tensor]) -> list[PreparedModel]:
 
 
 def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[tuple[PreparedModel, list[Parameter]]]:
-    """Which of the parameters are reduced by which of the models, each once."""
+    """Lists which of the models reduce which of the parameters, each once."""
     parts = []
     for model in models:
         own = {id(param): param for param in params if id(param) in model.engine.index_by_id}
@@ -168,8 +170,10 @@ def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[t
 
 
 def clip_norm_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], max_norm: float, norm_type: float) -> Tensor:
-    """Scales reduce-scattered gradients so that their norm together is at most ``max_norm``; the norm, the same bits on
-    every rank. Collective."""
+    """Scales reduce-scattered gradients so that their norm together is at most ``max_norm``. Collective.
+
+    Returns the norm, the same bits on every rank.
+    """
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
     first = parts[0][0]
     norm = total_grad_norm(grads, norm_type, first.engine.shard_collectives, first.device)

@@ -24,7 +24,7 @@ _ONE_FILE = "write one file instead of a directory: `state_dict_type: full`"
 
 
 class SavesAlone:
-    """What an Accelerator does about it; comes before accelerate's own class."""
+    """Lets an Accelerator save on the main process alone; comes before accelerate's own class."""
 
     _is_alone = False  # in a save that other ranks are not in
 
@@ -35,29 +35,29 @@ class SavesAlone:
     project_configuration: Any
 
     def wait_for_everyone(self) -> None:
-        """As accelerate's."""
+        """Waits as accelerate's does, but not in a save that the main process makes alone."""
         if not self._is_alone:
             self._enter("accelerator.wait_for_everyone()")
             super().wait_for_everyone()  # type: ignore[misc]
 
     def gather(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's."""
+        """Gathers as accelerate's does."""
         self._enter("accelerator.gather()")
         return super().gather(*args, **kwargs)  # type: ignore[misc]
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's, whose defaults it has."""
+        """Reduces as accelerate's does, with its defaults."""
         self._enter("accelerator.reduce()")
         return super().reduce(*args, **kwargs)  # type: ignore[misc]
 
     def _enter(self, barrier: str) -> None:
-        """Counted, so that who is in one of these is known to be past where another rank is."""
+        """Counts a barrier, so that a rank in one of these is known to be past where another rank is."""
         engine = self._engine()
         if engine is not None:
             engine.progress.enter(barrier)
 
     def _engine(self) -> Collectives | None:
-        """Of the prepared models; None where there are none, or one process."""
+        """Returns the collectives of the prepared models; None in one process, or where nothing is prepared."""
         if not self.use_distributed:
             return None
         mine = (model for model in open_models() if any(model.module is item for item in self._models))
@@ -65,7 +65,7 @@ class SavesAlone:
 
     @contextlib.contextmanager
     def _saving(self, *, is_sharded: bool, in_directory: bool) -> Iterator[bool]:
-        """Yields whether all ranks are here. If not, the main process is alone, or was: then another rank comes late.
+        """Yields whether all ranks are here. If not, the main process is alone; on a rank that comes late, it was.
 
         Args:
             is_sharded: whether the main process lacks anything.
@@ -80,6 +80,7 @@ class SavesAlone:
             return
         # what accelerate numbers must not be there yet for any rank
         is_numbered = self.project_configuration.automatic_checkpoint_naming
+        # on a GPU the host runs ahead, and cannot tell the shards before a step from those after it
         on_host = self.device.type == "cpu"
         may_go_alone = not in_directory and not is_numbered and (on_host or not is_sharded)
         remedy = REMEDY.format(_ONE_FILE if in_directory and on_host else _WHOLE)
@@ -89,6 +90,7 @@ class SavesAlone:
                 self._is_alone = not meeting.is_complete
                 yield meeting.is_complete
         except NotOnAllRanksError as error:
+            # the refusal of this meeting names the way out; one from inside the save does not yet
             if remedy in str(error):
                 raise
             raise NotOnAllRanksError(f"in accelerator.save_state(): {error}\n{remedy}") from error

@@ -1,20 +1,23 @@
-"""What makes a prepared model an instance of torch's DDP, and what it answers where torch's attributes are asked for.
+"""Makes a prepared model an instance of torch's DDP, and answers where torch's attributes are asked for.
 
 [Note: an instance of torch's DDP]
 ``accelerate``, ``transformers``, ``diffusers``, PEFT and torch's own checkpoint helpers find the user's module by
 ``isinstance(model, torch.nn.parallel.DistributedDataParallel)`` and then ``model.module``, many of them without asking
 the Accelerator. A wrapper that is a plain Module would come back from ``extract_model_from_parallel`` as it was, and
-nothing short of patching those packages would change that. So the wrapper is an instance of torch's class, of which it
-has nothing but the name: its ``__init__`` is not run, and every function of it that the engine does not define itself
-is refused by name, since there is no reducer of torch's behind it. Lightning's doors use the engine's own class, since
-there ``DDPStrategy`` would reach for that reducer.
+nothing short of patching those packages would change that.
+
+So the wrapper is an instance of torch's class, of which it has nothing but the name. Its ``__init__`` is not run, and
+there is no reducer of torch's behind it. Therefore every function of torch's that the engine does not define itself is
+refused by name. Lightning's doors use the engine's own class, since there ``DDPStrategy`` would reach for that reducer.
 
 [Note: torch's attributes]
 Who has found an instance of torch's DDP also reads what torch's ``__init__`` sets (sentence-transformers' cached losses
 read four of them). Each has one of three answers, and a test looks for names of the installed torch that have none:
-what has a meaning here is the engine's value; what describes a feature that this engine has not is torch's value for
-"not used"; what belongs to torch's reducer is an AttributeError that says so. Setting the first kind does what it does
-under torch, or is refused: a value that nobody reads would be silently without effect.
+
+- What has a meaning here is the engine's value. Setting it does what it does under torch, or is refused: a value that
+  nobody reads would be silently without effect.
+- What describes a feature that this engine has not is torch's value for "not used".
+- What belongs to torch's reducer is an AttributeError that says so.
 """
 
 from __future__ import annotations
@@ -57,8 +60,11 @@ class TorchDDPByName(TorchDDP):
         Module.__setstate__(self, state)
 
     def _set_static_graph(self) -> None:
-        """As torch's, which needs it where layers are used twice under re-entrant checkpoints. Here they are right
-        without it, so there is nothing to switch: declared or not, the gradients are the same."""
+        """Notes the declaration, and switches nothing.
+
+        torch needs it where layers are used twice under re-entrant checkpoints. Here the gradients are right without
+        it, and the same with it.
+        """
         if self.static_graph:
             warnings.warn("static_graph is set already: _set_static_graph() has nothing to do", stacklevel=2)
         self._static_graph_is_declared = True
@@ -122,7 +128,7 @@ _ENGINES: dict[str, Callable[[Any], Any]] = {
     "named_module_buffers": lambda model: dict(model.module.named_buffers()),
     "_module_parameters": lambda model: list(model.module.parameters()),
 }
-"""What has a meaning here. The module's own attributes of these names stand behind, as under torch."""
+"""Attributes that have a meaning here, each with the engine's value. The module's own stand behind, as under torch."""
 
 NOT_USED: dict[str, Callable[[], Any]] = {
     "dim": lambda: 0,
@@ -145,14 +151,14 @@ NOT_USED: dict[str, Callable[[], Any]] = {
     "_lazy_init_ran": lambda: True,
     "_ddp_sink_clone": lambda: False,
 }
-"""Features of torch's that are not used. An attribute of the module's goes before them: ``model.dim`` is more likely
-to mean its width than the dimension along which torch's DDP would scatter."""
+"""Features of torch's that are not used, with torch's value for that. An attribute of the module's goes before them:
+``model.dim`` is more likely to mean its width than the dimension along which torch's DDP would scatter."""
 
 OF_TORCHS_REDUCER = ("logger", "_bucket_config")
 
 
 def no_such_attribute(name: str) -> AttributeError:
-    """For what belongs to torch's reducer."""
+    """Makes the error for what belongs to torch's reducer."""
     return AttributeError(
         f"{name} belongs to torch DDP's reducer, and this model is reduced by megastrategy: it looks like torch's DDP "
         "so that libraries find model.module, and has none of its machinery"

@@ -1,4 +1,4 @@
-"""How ``transformers.Trainer`` saves a sharded optimizer: it asks for the state on the rank that writes alone.
+"""Lets ``transformers.Trainer`` save a sharded optimizer, although it asks for the state on the rank that writes alone.
 
 Nothing that all ranks call comes just before it, so the two methods that save and load are wrapped, in a process that
 makes an Accelerator of ours. With any other optimizer they do what they did. Trainers of other libraries are
@@ -19,7 +19,10 @@ from .checkpoint import MAIN_PARAMS_FILE, load_main_params
 
 
 def wrap_trainer() -> None:
-    """Called when an Accelerator is made, which a Trainer does first. Does nothing where there is no Trainer."""
+    """Wraps the methods that save and load. Does nothing where there is no Trainer, or where they are wrapped already.
+
+    Called when an Accelerator is made, which a Trainer does first.
+    """
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     if trainer is None or trainer._save_optimizer_and_scheduler.__module__ == __name__:
         return
@@ -52,6 +55,6 @@ def wrap_trainer() -> None:
 
 
 def _distributed(trainer: Any) -> DistributedOptimizer | None:
-    """Inside of accelerate's own."""
+    """Returns the sharded optimizer inside of accelerate's, or None."""
     inner = getattr(trainer.optimizer, "optimizer", None)
     return inner if isinstance(inner, DistributedOptimizer) else None

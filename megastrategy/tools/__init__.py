@@ -1,1 +1,1 @@
-"""What people run beside a training: the ``megastrategy`` command. Tools read core; core never imports them."""
+"""Serves people beside a training: the ``megastrategy`` command. Tools read core; core never imports them."""

@@ -41,7 +41,7 @@ class _UnlaunchableError(click.ClickException):
 
 
 def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
-    """In one line, and exit code 1; 2 for a configuration that cannot be."""
+    """Tells expected failures in one line, with exit code 1; with 2 for a configuration that cannot be."""
 
     @functools.wraps(command)
     def run(*args: P.args, **options: P.kwargs) -> None:
@@ -55,6 +55,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
         except LaunchConfigError as error:
             raise _UnlaunchableError(str(error)) from error
         except ModuleNotFoundError as error:
+            # a module that the user's own code lacks is an error of that code, with its traceback
             if error.name not in ("accelerate", "yaml"):
                 raise
             raise click.ClickException(f"this needs {error.name}: pip install 'megastrategy[accelerate]'") from error
@@ -82,7 +83,7 @@ def checkpoint() -> None:
 @_trust
 @_expected_failures
 def inspect_command(path: Path, depth: int, everything: bool, trust: bool) -> None:
-    """What is in the file or directory PATH, and which strategies load it. Reads no tensor's data."""
+    """Show what is in the file or directory PATH, and which strategies load it. Reads no tensor's data."""
     console = _console()
     for renderable in render(inspect_checkpoint(path, trust), None if everything else depth):
         console.print(renderable)
@@ -203,6 +204,7 @@ def profile_command(
         raise click.UsageError(f"the script {script} does not exist")
     done = run_script(script, arguments, out, is_module=is_module, num_ranks=num_ranks, skip=skip, steps=steps)
     console = _console()
+    # also of a script that failed later: what was recorded may show why
     if has_steps(done.ranks):
         for renderable in tables(done.ranks):
             console.print(renderable)
@@ -221,7 +223,7 @@ def _console() -> Console:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Tell]:
-    """Bars on stderr, if somebody looks at it."""
+    """Draws bars on stderr, if somebody looks at it."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""What ``megastrategy checkpoint inspect`` tells: found without reading any tensor's data."""
+"""Finds what ``megastrategy checkpoint inspect`` tells, without reading any tensor's data."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Contents:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of all tensors, those that share memory once."""
+        """The bytes of all tensors; those that share memory count once."""
         return sum(entry.nbytes for entry in self.entries if not entry.shared_with)
 
 
@@ -103,6 +103,7 @@ def inspect_checkpoint(path: Path, trust: bool = False) -> Contents:
     else:
         parts = read_file(path, trust)
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+    # one for all parts: tensors of different parts may share memory, which the file has once
     seen: dict[int, str] = {}
     models = {key: list(_entries(key, model, seen)) for key, model in parts.models.items()}
     optimizers = [_optimizer(key, state, parts, seen) for key, state in parts.optimizers.items()]
@@ -118,12 +119,13 @@ def _plain(value: Any) -> str:
 
 
 def loads_with(contents: Contents) -> list[tuple[str, str]]:
-    """Who can load it, and how; what is lost or what to do first where it is not all."""
+    """Lists who can load it, and how; what is lost, or what to do first, where it is not all."""
     parts = contents.parts
     has_optimizers = any(optimizer.groups for optimizer in contents.optimizers)
     resume = "trainer.fit(..., ckpt_path=PATH)" if parts.writer == "Trainer" else "fabric.load(PATH, state)"
     if parts.kind == "folder":
         return _folder_loads_with(parts)
+    # bare weights or a bare optimizer state, which no strategy's resume finds under its keys
     if set(parts.models) == {""} or "" in parts.optimizers:
         resume = "module.load_state_dict" if parts.models else "optimizer.load_state_dict"
         return (
@@ -141,6 +143,7 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
             ("plain torch", "torch.load(PATH), and load_state_dict of what is in it" + rounded),
             ("a directory", "megastrategy checkpoint convert PATH DIR, for ranks that each read their part"),
         ]
+    # torch.distributed.checkpoint writes directories without it, which Lightning refuses
     complete = (parts.path / "meta.pt").is_file()
     ours = resume if complete else "not by a Trainer or Fabric, whose directories have a meta.pt"
     return [
@@ -157,6 +160,7 @@ def _folder_loads_with(parts: Parts) -> list[tuple[str, str]]:
     else:
         theirs, how = "accelerate", "accelerator.load_state(PATH)"
     ours = f"{theirs}, with megastrategy's Accelerator"
+    # accelerate alone looks for its own files, and finds none there
     if (parts.path / SHARDED / ".metadata").is_file():
         return [
             (ours, how),
@@ -183,9 +187,10 @@ def _optimizer(key: str, state: Mapping[str, Any], parts: Parts, seen: dict[int,
 
 
 def _entries(section: str, value: Any, seen: dict[int, str], owner: str = "") -> Iterator[Entry]:
-    """Tensors anywhere in nested containers, with their way as the name."""
+    """Yields the tensors anywhere in nested containers, each named by its way."""
     if isinstance(value, Tensor):
         shared_with = ""
+        # tensors of directories and of safetensors' headers have no memory to compare
         if value.device.type != "meta" and value.nbytes:
             place = value.untyped_storage().data_ptr()
             shared_with = seen.get(place, "")

@@ -42,7 +42,8 @@ _ALIGNMENT = 64
 
 
 def default_file(directory: Path) -> Path:
-    """Where :func:`consolidate` writes if nobody says: ``last.ckpt`` becomes ``last.consolidated.ckpt`` beside it."""
+    """Returns the file that :func:`consolidate` writes if nobody says: ``last.ckpt`` becomes ``last.consolidated.ckpt``
+    beside it."""
     path = Path(os.path.abspath(directory))
     return path.with_name(f"{path.stem}.consolidated{path.suffix}")
 
@@ -99,6 +100,7 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
     for key, optimizer in parts.optimizers.items():
         if not optimizer.get("param_groups"):
             continue  # Lightning's stand-in where a module has none
+        # see param_names' [Note: names are not guessed]
         if key not in names:
             raise CheckpointError(
                 f"{parts.path} has the state of {key!r} by number, and the directory needs parameter names, which only "
@@ -107,6 +109,7 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
         state[key] = by_name(optimizer, names[key], parts.models, f"{key!r} in {parts.path}")
         if key in parts.main_params:
             state[key]["main_params"] = dict(parts.main_params[key])
+    # under a name of its own until all of it is on the disk: a directory is complete or not there
     staged = directory.with_name(f".{directory.name}.incomplete")
     with _naming(directory, "it was not written"):
         if staged.is_dir():
@@ -122,8 +125,10 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
 
 
 def check_target(path: Path, force: bool) -> None:
-    """Raises CheckpointError if something is at ``path`` that must stay there. A directory goes only if it is a
-    checkpoint, whoever insists."""
+    """Raises CheckpointError if something is at ``path`` that must stay there.
+
+    A directory goes only if it is a checkpoint, whoever insists.
+    """
     if path.is_dir() and not is_directory_checkpoint(path):
         raise CheckpointError(f"{path} is a directory, and no checkpoint: say where in it the checkpoint shall be")
     if path.exists() and not force:
@@ -165,8 +170,11 @@ def _nbytes(state: Any) -> int:
 
 
 class _Scratch:
-    """Room for all tensors of a directory, in a file that has no name: memory that the system writes out when it needs
-    some, and that is gone when the process is, however it ends."""
+    """Makes room for all tensors of a directory, in a file that has no name.
+
+    That is memory which the system writes out when it needs some, and which is gone when the process is, however it
+    ends.
+    """
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self.nbytes = sum(_aligned(nbytes) for nbytes in sizes) or 1  # nothing cannot be mapped
@@ -185,7 +193,7 @@ class _Scratch:
         self._map = None  # unmapped when the last tensor in it is gone
 
     def tensor(self, entry: TensorStorageMetadata) -> Tensor:
-        """With a storage of its own: torch.save writes whole storages."""
+        """Makes room for one tensor, with a storage of its own: torch.save writes whole storages."""
         nbytes = nbytes_of(entry)
         if nbytes == 0:
             return torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -201,7 +209,7 @@ def _aligned(nbytes: int) -> int:
 
 @contextlib.contextmanager
 def _naming(path: Path, what: str) -> Iterator[None]:
-    """Errors of the system tell of the path that was asked for, not of one beside it."""
+    """Names the path that was asked for in the system's errors, not one beside it."""
     try:
         yield
     except OSError as error:

@@ -20,7 +20,7 @@ from ..core import CheckpointError, is_directory_checkpoint
 from .parts import MAIN_PARAMS_KEY, Parts, read_directory_parts, read_object
 
 SHARDED = "megatron_ddp"
-"""The directory in the folder, in place of weights and optimizers, of ``state_dict_type="sharded"``."""
+"""The directory in the folder that ``state_dict_type="sharded"`` puts in place of weights and optimizers."""
 
 _WEIGHTS = re.compile(r"(?:model|pytorch_model|adapter_model)(?:_(\d+))?\.(?:safetensors|bin)(?:\.index\.json)?")
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
@@ -60,6 +60,7 @@ def read_folder(path: Path, trust: bool = False) -> Parts:
             if a file is broken, or needs ``trust``.
     """
     parts = Parts(path, "folder", "transformers" if (path / _TRAINER).is_file() else "accelerate")
+    # the loop below adds to it what hooks saved in files beside it
     if is_directory_checkpoint(path / SHARDED):
         inner = read_directory_parts(path / SHARDED, trust)
         parts.models, parts.optimizers, parts.main_params = inner.models, inner.optimizers, inner.main_params
@@ -75,6 +76,7 @@ def read_folder(path: Path, trust: bool = False) -> Parts:
             main_params = read_object(file, trust)
         else:
             parts.extra[file.name] = SavedFile(file.stat().st_size)
+    # told as a broken directory, which it is if its save was cut off; else one of those below is meant
     if not parts.models and not parts.optimizers:
         raise CheckpointError(
             f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last{_below(path)}"
@@ -108,8 +110,10 @@ def _optimizer(file: Path, trust: bool) -> dict[str, Any]:
 
 
 def _header_of(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Tensors on the "meta" device, of what a safetensors file says of itself: eight bytes with the length of a JSON
-    header, in which data lies by offsets from its end."""
+    """Yields the tensors of which a safetensors file tells, on the "meta" device.
+
+    It begins with eight bytes, the length of a JSON header. In that, data lies by offsets from the header's end.
+    """
     try:
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
@@ -123,6 +127,7 @@ def _header_of(file: Path) -> Iterator[tuple[str, Tensor]]:
         }
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{file} is no file of safetensors, or is cut off: {error!r}") from error
+    # the header comes first, so a file that was cut off still has it whole
     if (size := file.stat().st_size) < 8 + length + end:
         raise CheckpointError(f"{file} is cut off: it has {size:,} bytes of {8 + length + end:,}")
     yield from tensors.items()
@@ -139,12 +144,13 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _below(path: Path) -> str:
-    """The newest checkpoints somewhere in the folder, as a Trainer's logger and a run with many saves leave them."""
+    """Names the newest checkpoints somewhere in the folder, as a logger and a run with many saves leave them."""
     found = {file for file in path.rglob("*.ckpt") if file.is_file()}
     found |= {file.parent for file in path.rglob(".metadata")}
     for file in path.rglob("*"):
         if file.is_file() and (_WEIGHTS.fullmatch(file.name) or _OPTIMIZER.fullmatch(file.name)):
             found.add(file.parent)
+    # such a directory is a part of its folder, and the folder is what is loaded
     found = {item.parent if item.name == SHARDED else item for item in found} - {path}
     if not found:
         return ""

@@ -1,4 +1,4 @@
-"""What a rank does where the engine tells nothing: the gaps between its spans, each with a name.
+"""Names the gaps between the engine's spans, in which it tells nothing of what a rank does.
 
 A gap is named by what comes before and after it. Batches that a ``DataLoader`` hands out are told by the recorder, and
 are cut out of the gap that they lie in. Forwards without gradients that lie in no training step's forward, and what is
@@ -47,7 +47,7 @@ class GapTimes:
 
 
 def gaps_of(model: ModelEvents, loads: Iterable[tuple[int, int]] = ()) -> list[Gap]:
-    """In order of time, apart from each other.
+    """Lists the gaps in order of time, apart from each other.
 
     Args:
         model: whose spans leave gaps.
@@ -60,7 +60,7 @@ def gaps_of(model: ModelEvents, loads: Iterable[tuple[int, int]] = ()) -> list[G
 
 
 def gap_times(gaps: Sequence[Gap]) -> list[GapTimes]:
-    """By name, the longest in all first."""
+    """Sums gaps up by name, the longest in all first."""
     times = []
     for name in dict.fromkeys(gap.name for gap in gaps):
         lengths_ms = [(gap.end_ns - gap.start_ns) / 1e6 for gap in gaps if gap.name == name]
@@ -70,6 +70,7 @@ def gap_times(gaps: Sequence[Gap]) -> list[GapTimes]:
 
 def _between_spans(model: ModelEvents) -> list[Gap]:
     spans = [span for span in spans_of(model.events) if span.lane is not Lane.COMMUNICATION]
+    # collectives run beside everything else, and forwards without gradients are no training
     busy: list[tuple[int, int, Span | None]] = [
         (span.start_ns, span.end_ns, span) for span in spans if span.kind is not _FORWARD or span.index
     ]
@@ -89,15 +90,17 @@ def _between_spans(model: ModelEvents) -> list[Gap]:
 
 
 def _name(before: Span | None, after: Span | None, has_optimizer: bool) -> str:
-    """Beside an evaluation, which is None here, lies what lies between steps."""
+    """Names the gap between two spans. None stands for an evaluation: beside one lies what lies between steps."""
     if before is None or after is None:
         return BETWEEN
     if before.kind is _FORWARD and after.kind is _BACKWARD:
         return LOSS
     if before.kind is _STEP and after.kind is _WAIT:
         return STEP  # weights are cast, and their gathers launched
+    # a wait of index 0 is for gradients: a step that clips in a hook waits for them before it begins
     if before.kind in (_BACKWARD, _WAIT) and (after.kind is _STEP or (after.kind is _WAIT and not after.index)):
         return BEFORE_STEP
+    # a plain optimizer tells nothing, so its step lies in this gap, too
     if before.kind is _BACKWARD:
         return MICROBATCHES if has_optimizer else PLAIN
     return BETWEEN if has_optimizer else PLAIN
@@ -106,6 +109,7 @@ def _name(before: Span | None, after: Span | None, has_optimizer: bool) -> str:
 def _cut(gap: Gap, loads: Iterable[tuple[int, int]]) -> list[Gap]:
     pieces: list[Gap] = []
     start_ns = gap.start_ns
+    # a load may begin before the gap or end after it: its part inside is cut out
     for load_start, load_end in loads:
         begin, end = max(load_start, start_ns), min(load_end, gap.end_ns)
         if begin >= end:

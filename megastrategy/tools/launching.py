@@ -1,4 +1,4 @@
-"""One file for accelerate's keys and ours: how it is written, and how it is split for ``accelerate launch``."""
+"""Writes one file for accelerate's keys and ours, and splits it for ``accelerate launch``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAUNCHER = "megastrategy.launch"
 
 
 class ConfigFileError(ValueError):
-    """A place where no configuration can be written, and why."""
+    """Names a place where no configuration can be written, and why."""
 
 
 _ANOTHER_ENGINE = (
@@ -27,7 +27,7 @@ _ANOTHER_ENGINE = (
 
 
 def launch(arguments: Sequence[str]) -> None:
-    """``accelerate launch`` with these arguments, the script under :mod:`megastrategy.launch`.
+    """Runs ``accelerate launch`` with these arguments, the script under :mod:`megastrategy.launch`.
 
     Accelerate refuses a file with keys that it does not know, so it gets one without ours; the launcher reads ours from
     the file itself.
@@ -38,6 +38,7 @@ def launch(arguments: Sequence[str]) -> None:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     parsed = launch_command_parser().parse_args(list(arguments))
+    # the script runs under a Python module of ours, so it must be Python
     if parsed.no_python:
         raise LaunchConfigError("--no_python: the launcher runs Python scripts and modules (-m)")
     for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm"):
@@ -51,6 +52,7 @@ def launch(arguments: Sequence[str]) -> None:
     # what every rank would say
     plugin_from_launch(config, os.environ)
     _check_target(parsed.training_script, is_module=parsed.module)
+    # the user's command becomes arguments of our launcher, which accelerate starts as a module
     parsed.training_script_args = [
         *(["--config", str(config)] if config else []),
         *(["-m"] if parsed.module else []),
@@ -69,7 +71,7 @@ def launch(arguments: Sequence[str]) -> None:
 
 
 def _check_target(target: str, *, is_module: bool) -> None:
-    """The launcher would find out on every rank."""
+    """Finds out here, in one line, what the launcher would find out on every rank."""
     if not is_module:
         if not os.path.exists(target):
             raise LaunchConfigError(f"the script {target} does not exist (in {os.getcwd()})")
@@ -81,13 +83,13 @@ def _check_target(target: str, *, is_module: bool) -> None:
 
 
 def _split(path: Path) -> tuple[dict[str, Any], bool]:
-    """Accelerate's part, and whether there is one of ours."""
+    """Returns accelerate's part of the file, and whether there is one of ours."""
     content = read_config_file(path)
     return {key: value for key, value in content.items() if key != SECTION}, SECTION in content
 
 
 def _check_keys(path: Path, theirs: Mapping[str, Any]) -> None:
-    """Accelerate would name the file that it was given, not the user's, and no nearest name."""
+    """Refuses unknown keys. Accelerate would name the file that it was given, not the user's, and no nearest name."""
     from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
 
     kind = SageMakerConfig if theirs.get("compute_environment") == "AMAZON_SAGEMAKER" else ClusterConfig
@@ -97,6 +99,7 @@ def _check_keys(path: Path, theirs: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f": did you mean {near[0]!r}?" if near else f", neither accelerate's nor {SECTION}"
             raise LaunchConfigError(f"{path}: unknown key {key!r}{hint}")
+    # in the file it means the same as on the command line, which was asked before
     if theirs.get("distributed_type") in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
         raise LaunchConfigError(f"{path}: distributed_type: {theirs['distributed_type']}: {_ANOTHER_ENGINE}")
 
@@ -109,7 +112,7 @@ def _write(content: dict[str, Any], path: Path) -> str:
 
 
 def check_config_file(path: Path, force: bool) -> None:
-    """Before anything is asked: answers to six questions would be lost.
+    """Checks the place before anything is asked: answers to six questions would be lost.
 
     Raises:
         ConfigFileError: if the file could not be written, or is there and not to be replaced.
@@ -132,7 +135,7 @@ def check_config_file(path: Path, force: bool) -> None:
 def write_config(
     path: Path, *, num_processes: int, use_cpu: bool, mixed_precision: str, options: Mapping[str, object]
 ) -> None:
-    """A file for :func:`launch`, on one machine."""
+    """Writes a file for :func:`launch`, on one machine."""
     accelerates: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         # MULTI_CPU would want mpirun; what the processes run on is said by use_cpu

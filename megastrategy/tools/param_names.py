@@ -1,8 +1,8 @@
-"""Which parameter an optimizer's number means, from whoever knows.
+"""Gives the optimizer's numbers parameter names, from whoever knows them.
 
 [Note: names are not guessed]
 A file has optimizer state by number, counted through the optimizer's groups; only the code that made the groups knows
-the names. The order of the weights is no proof: groups are often made of weight decay first and the rest after, and
+the names. The order of the weights is no proof. Groups are often made of weight decay first and the rest after, and
 where two layers have one shape nothing in the file would contradict an exchange of their moments.
 """
 
@@ -27,8 +27,11 @@ Names = dict[str, list[list[str]]]
 
 
 def names_in_file(parts: Parts) -> Names:
-    """Those of optimizers that were made from ``named_parameters()``, in whose groups torch keeps them; and of those
-    whose state FSDP wrote, which is by name in files, too."""
+    """Returns the names that are in the file, by optimizer.
+
+    Those of optimizers that were made from ``named_parameters()``, in whose groups torch keeps them; and of those whose
+    state FSDP wrote, which is by name in files, too.
+    """
     names: Names = {}
     for key, state in parts.optimizers.items():
         groups = state.get("param_groups", ())
@@ -42,7 +45,8 @@ def names_in_file(parts: Parts) -> Names:
 
 
 def names_from(path: Path, trust: bool = False) -> Names:
-    """From another sharded directory of the same training, or from JSON: ``{optimizer: [[name, ...], ...]}``.
+    """Reads the names from another sharded directory of the same training, or from JSON:
+    ``{optimizer: [[name, ...], ...]}``.
 
     Raises:
         CheckpointError: if it is neither.
@@ -55,6 +59,7 @@ def names_from(path: Path, trust: bool = False) -> Names:
             names = json.loads(path.read_text())
         except ValueError as error:
             raise CheckpointError(f"{path} is neither JSON nor a sharded directory: {error}") from error
+    # the file is written by hand: a wrong form is told here, not by an error from within
     groups = list(names.values()) if isinstance(names, dict) else [None]
     if not all(
         isinstance(own, list)
@@ -66,7 +71,7 @@ def names_from(path: Path, trust: bool = False) -> Names:
 
 
 def names_from_module(spec: str, parts: Parts) -> Names:
-    """From the code itself.
+    """Takes the names from the code itself.
 
     Args:
         spec: ``package.module:name`` of what is called and returns a LightningModule, or a module and its optimizer,
@@ -78,6 +83,7 @@ def names_from_module(spec: str, parts: Parts) -> Names:
         CheckpointError: if that fails, with the reason.
     """
     factory = _find(spec)
+    # a class of Lightning's is made as ``load_from_checkpoint`` makes it
     saved = parts.extra.get("hyper_parameters", {}) if inspect.isclass(factory) else {}
     try:
         made = factory(**saved)
@@ -87,10 +93,12 @@ def names_from_module(spec: str, parts: Parts) -> Names:
             "give a function that returns the module and its optimizer" if inspect.isclass(factory) else "correct it"
         )
         raise CheckpointError(f"--module {spec} failed with {type(error).__name__}: {error}; {remedy}") from error
+    # fabric's files have optimizers under the user's own keys
     if isinstance(made, Mapping) and set(made) == set(parts.optimizers):
         optimizers = dict(made)
     else:
         found = _optimizers_in(made)
+        # others are matched by their order, so there must be as many
         if len(found) != len(parts.optimizers):
             raise CheckpointError(
                 f"--module {spec} makes {len(found)} optimizer(s), {parts.path} has {len(parts.optimizers)}"
@@ -121,7 +129,7 @@ def _find(spec: str) -> Callable[..., Any]:
 
 
 def _optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
-    """In any of the forms that ``configure_optimizers`` may return."""
+    """Lists the optimizers in any of the forms that ``configure_optimizers`` may return."""
     if isinstance(made, torch.optim.Optimizer):
         return [made]
     if isinstance(made, Mapping):

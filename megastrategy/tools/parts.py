@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # importing it takes half a second
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 MAIN_PARAMS_KEY = "megatron_ddp_main_params"
-"""In a file: the fp32 main params by parameter name, for each optimizer."""
+"""Key in a file of the fp32 main params by parameter name, for each optimizer."""
 
 _TRAINER_MARK = "pytorch-lightning_version"
 
@@ -39,7 +39,7 @@ def silent(what: str, total_bytes: int) -> Advance:
 
 @dataclasses.dataclass
 class Parts:
-    """What is in a checkpoint, under the keys that it has in a directory.
+    """Holds what is in a checkpoint, under the keys that it has in a directory.
 
     Attributes:
         path: it is from.
@@ -65,7 +65,7 @@ class Parts:
 
 
 def read_file(path: Path, trust: bool = False) -> Parts:
-    """The parts of a file, with tensors that are mapped: their data is read when it is looked at.
+    """Takes a file apart, with tensors that are mapped: their data is read when it is looked at.
 
     Raises:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
@@ -73,6 +73,7 @@ def read_file(path: Path, trust: bool = False) -> Parts:
     content = read_object(path, trust)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary: it is no checkpoint")
+    # ``torch.save`` of a bare ``state_dict()`` looks like a checkpoint whose keys are the names
     if _is_module_state(content):
         return Parts(path, "file", "other", models={"": content})
     if _is_optimizer_state(content):
@@ -110,7 +111,7 @@ def _is_whole_optimizer_state(value: Any) -> bool:
 
 
 def content_of_file(parts: Parts) -> dict[str, Any]:
-    """What ``strategy="ddp"`` would have given to ``torch.save``: optimizer state by number, in torch's order."""
+    """Returns what ``strategy="ddp"`` would have given to ``torch.save``: optimizer state by number."""
     numbered = {key: _by_number(state, f"{key!r} in {parts.path}") for key, state in parts.optimizers.items()}
     if parts.writer == "other":
         if set(parts.models) == {""}:
@@ -119,6 +120,7 @@ def content_of_file(parts: Parts) -> dict[str, Any]:
         main_params = {MAIN_PARAMS_KEY: parts.main_params} if parts.main_params else {}
         return {**models, **numbered, **parts.extra, **main_params}
     keys = [f"optimizer_{number}" for number in range(len(numbered))]
+    # a list has no holes: what follows one would be loaded into the optimizer before
     if missing := set(keys) - set(numbered):
         raise CheckpointError(f"{parts.path} has {len(keys)} optimizers, but no {sorted(missing)[0]!r}")
     content = {**parts.extra, "state_dict": OrderedDict(parts.models.get("model", {}))}
@@ -130,7 +132,7 @@ def content_of_file(parts: Parts) -> dict[str, Any]:
 
 
 def read_object(path: Path, trust: bool) -> Any:
-    """What torch saved in a file, with tensors that are mapped.
+    """Loads what torch saved in a file, with tensors that are mapped.
 
     Raises:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
@@ -155,7 +157,7 @@ def read_directory_parts(
     make: Callable[[TensorStorageMetadata], Tensor] | None = None,
     progress: Progress = silent,
 ) -> Parts:
-    """The parts of a directory.
+    """Takes a directory apart.
 
     Args:
         path: of the directory.
@@ -172,6 +174,7 @@ def read_directory_parts(
     extra = read_object(extra_file, trust) if extra_file.is_file() else {}
     found = _read_nested(path, trust, metadata, make, progress)
     parts = Parts(path, "directory", "Trainer" if _TRAINER_MARK in extra else "other", extra=dict(extra))
+    # a bare ``state_dict()``, saved by dcp.save without a key
     if _is_module_state(found):
         parts.models[""] = found
     else:
@@ -184,7 +187,7 @@ def read_directory_parts(
 
 
 def read_metadata(path: Path, trust: bool = False) -> Metadata:
-    """What is in a directory, all of whose files are there.
+    """Reads what a directory says of itself, and makes sure that all of its files are there.
 
     Raises:
         CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
@@ -193,6 +196,7 @@ def read_metadata(path: Path, trust: bool = False) -> Metadata:
         raise CheckpointError(f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last")
     try:
         metadata = directory_reader(path, trust).read_metadata()
+        # ``.metadata`` is written last, and yet a copy may lack files, or have some cut off
         needed: dict[str, int] = {}
         for place in metadata.storage_data.values():
             needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
@@ -221,6 +225,7 @@ def _read_nested(
 
     saved = metadata.state_dict_metadata
     tensors = {name: entry for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
+    # torch's load reads into the tensors that it is given, and makes every other value itself
     values: dict[str, Any] = dict.fromkeys(name for name in saved if name not in tensors)
     if make is not None:
         values |= {name: make(entry) for name, entry in tensors.items()}
@@ -240,6 +245,7 @@ def _read_nested(
         told = next((cause for cause in causes if isinstance(cause, CheckpointError)), None)
         raise told or CheckpointError(f"{path} cannot be read: {error!r}") from error
     if make is None:
+        # without ``make`` the metadata alone is told: no byte of a tensor is read
         values |= {name: torch.empty(e.size, dtype=e.properties.dtype, device="meta") for name, e in tensors.items()}
     places = metadata.planner_data or {name: (name,) for name in saved}  # in the order in which it was saved
     nested: dict[Any, Any] = {}
@@ -252,7 +258,7 @@ def _read_nested(
 
 
 def _with_lists(value: Any) -> Any:
-    """In the format the keys of dictionaries are strings, so numbers are places in lists."""
+    """Makes lists of dictionaries with numbers for keys: the format has strings for keys, and numbers for places."""
     if not isinstance(value, dict):
         return value
     if value and all(isinstance(key, int) for key in value):
@@ -261,7 +267,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def nbytes_of(entry: TensorStorageMetadata) -> int:
-    """Of the whole tensor."""
+    """The bytes of the whole tensor."""
     return entry.size.numel() * entry.properties.dtype.itemsize
 
 
@@ -283,7 +289,7 @@ def _is_optimizer_state(value: Any) -> bool:
 
 
 def _is_module_state(value: Any) -> bool:
-    """Tensors by name; a module may add what it likes as ``_extra_state``."""
+    """Whether it has tensors by name; a module may add what it likes as ``_extra_state``."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         return False
     tensors = [isinstance(item, Tensor) for key, item in value.items() if not key.endswith("_extra_state")]
@@ -294,10 +300,11 @@ def _is_module_state(value: Any) -> bool:
 
 
 def _by_number(optimizer: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """State by parameter name turned into torch's: by number, counted through the groups."""
+    """Turns state by parameter name into torch's: by number, counted through the groups."""
     numbers: dict[str, int] = {}
     for group in optimizer["param_groups"]:
         for name in group["params"]:
+            # a parameter in two groups has one number, as torch counts it
             numbers.setdefault(str(name), len(numbers))
     unknown = [name for name in optimizer["state"] if name not in numbers]
     if unknown:
@@ -312,7 +319,7 @@ def _by_number(optimizer: Mapping[str, Any], source: str) -> dict[str, Any]:
 def by_name(
     optimizer: Mapping[str, Any], names: Sequence[Sequence[str]], models: Mapping[str, Mapping[str, Any]], source: str
 ) -> dict[str, Any]:
-    """State by number, as torch has it, turned into state by parameter name.
+    """Turns state by number, as torch has it, into state by parameter name.
 
     Args:
         optimizer: torch's state_dict.
@@ -333,8 +340,10 @@ def by_name(
         for number, name in zip(group["params"], own, strict=True)
     }
     weights = {name: value for model in models.values() for name, value in model.items()}
+    # one of the two states would be lost under the other's name
     if len(set(name_of.values())) < len(name_of):
         raise CheckpointError(f"{source}: a name is given to two parameters")
+    # names of another order pass the count. Names that the weights lack, and shapes that differ, show it in most cases
     for number, name in name_of.items():
         if name not in weights:
             raise CheckpointError(

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 
 def chrome_trace(ranks: Iterable[RankEvents]) -> dict[str, Any]:
-    """For chrome://tracing and https://ui.perfetto.dev: a process a rank, and in it threads for steps and each lane.
+    """Makes a trace for chrome://tracing and https://ui.perfetto.dev: a process a rank, with a thread for steps and
+    each lane.
 
     Collectives whose spans overlap, as they do where nobody knows when they ran, get threads of their own. Times are
     microseconds from the first event of any rank.
     """
     ranks = list(ranks)
+    # ranks started at different times on different clocks: one zero for all, after each clock's offset
     origin = min(
         (
             span.launched_ns + rank.clock_offset_ns
@@ -92,7 +94,7 @@ def _details(span: Span, model: ModelEvents) -> dict[str, Any]:
 
 
 def _rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """As few as it takes for no two in a row to overlap."""
+    """Puts spans into as few rows as it takes for no two in a row to overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.start_ns):
         free = next((row for row in rows if row[-1].end_ns <= span.start_ns), None)
@@ -121,7 +123,7 @@ _COLORS = {
 _GAP_COLORS = {LOADING: "#f2d13c", EVALUATION: "#9fd8cb"}
 _OTHER_GAPS = "#e6e6e6"
 _MIN_SHARE_TO_NAME = 0.04
-"""Of the picture's width, below which a gap's name would not fit into it."""
+"""The part of the picture's width below which a gap's name would not fit into it."""
 
 _LEGEND = ("forward", "backward", "optimizer step", "reduce a bucket", "gather a bucket", "waiting: exposed")
 _MAX_RANKS_DRAWN = 4
@@ -164,7 +166,7 @@ def plot(ranks: Sequence[RankEvents], path: Path, *, num_steps: int = 2) -> None
 
 
 def _last_in_a_row(steps: Sequence[Step], model: ModelEvents, num_steps: int) -> Sequence[Step]:
-    """As many as can be had without an evaluation, up to ``num_steps``; the last such."""
+    """Returns as many steps as can be had without an evaluation, up to ``num_steps``; the last such."""
     evaluations = evaluations_of(spans_of(model.events))
     for length in range(min(num_steps, len(steps)), 0, -1):
         for first in range(len(steps) - length, -1, -1):
@@ -197,7 +199,8 @@ def _title(rank: int, steps: Sequence[Step]) -> str:
 
 
 def _draw(axis: Axes, spans: Iterable[Span], offset_ns: int, length_ns: int) -> None:
-    """Waiting comes over the backward that it is in, and over nothing else. A forward without gradients is a gap."""
+    """Draws spans. Waiting comes over the backward that it is in, and over nothing else. A forward without gradients is
+    a gap."""
     trained = [span for span in spans if span.kind is not EventKind.FORWARD_START or span.index]
     for span in sorted(trained, key=lambda span: (span.lane is Lane.WAITING, span.start_ns, -span.end_ns)):
         start_ns, end_ns = span.start_ns + offset_ns, span.end_ns + offset_ns

@@ -1,4 +1,4 @@
-"""What ``megastrategy profile`` leaves and prints."""
+"""Writes and prints what ``megastrategy profile`` leaves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def has_steps(ranks: Sequence[RankEvents]) -> bool:
 
 
 def why_nothing(ranks: Sequence[RankEvents], skip: int) -> str:
-    """Of a script that ended well."""
+    """Says why nothing was recorded of a script that ended well."""
     models = [model for rank in ranks for model in rank.models]
     if not models:
         return "the script wrapped no model: it does not train with megastrategy (a strategy other than megatron_ddp?)"
@@ -33,7 +33,7 @@ def why_nothing(ranks: Sequence[RankEvents], skip: int) -> str:
 
 
 def write_files(ranks: Sequence[RankEvents], folder: Path) -> Iterator[str]:
-    """The trace of all ranks and the picture; yields what to say about each."""
+    """Writes the trace of all ranks and the picture; yields what to say about each."""
     trace, picture = folder / "trace.json", folder / "timeline.png"
     trace.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")
     yield f"{trace}: open it in https://ui.perfetto.dev or chrome://tracing"
@@ -49,8 +49,9 @@ def write_files(ranks: Sequence[RankEvents], folder: Path) -> Iterator[str]:
 
 
 def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
-    """Steps by rank, and rank 0's buckets and gaps, of every model that has made a whole step."""
+    """Yields steps by rank, and rank 0's buckets and gaps, of every model that has made a whole step."""
     loads = {rank.rank: rank.loads for rank in ranks}
+    # ranks wrap their models in one order, so the number says which belong together
     for number in range(max(len(rank.models) for rank in ranks)):
         own = [(rank.rank, rank.models[number]) for rank in ranks if number < len(rank.models)]
         own = [(rank, model) for rank, model in own if model.steps]

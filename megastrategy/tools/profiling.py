@@ -34,7 +34,7 @@ _RANK_PROGRAM = "megastrategy.tools.profiling"
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What a script did.
+    """Holds what was recorded of a script, and how it ended.
 
     Attributes:
         ranks: what was recorded, by rank; those that recorded nothing are not there.
@@ -58,6 +58,7 @@ def run_script(
     from torch.distributed.run import parse_args, run
 
     folder.mkdir(parents=True, exist_ok=True)
+    # a rank that records nothing leaves no file, and an older run's would be taken for its own
     for old in folder.glob("events.rank*.json"):
         old.unlink()
     program = ["-m", _RANK_PROGRAM, str(folder.resolve()), str(skip), str(steps), *(["-m"] if is_module else [])]
@@ -69,6 +70,7 @@ def run_script(
         failure = f"{target}: rank {rank} ended with exit code {first.exitcode}"
     except (KeyboardInterrupt, SignalException):
         failure = f"{target} was interrupted"
+    # also after a failure: steps that were recorded are shown, beside how the script ended
     records = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("events.rank*.json")]
     return Profile(sorted(map(RankEvents.from_json, records), key=lambda rank: rank.rank), failure)
 
@@ -98,7 +100,7 @@ class Recorder:
         self.is_done = False
 
     def follow(self, model: DistributedDataParallel) -> None:
-        """Whose events they are; it may go before the record is written."""
+        """Belongs to ``model`` from now on, which may go before the record is written."""
         self._model = weakref.ref(model)
         if model.device.type == "cuda":
             self._clock = _CudaClock(model.device)
@@ -110,15 +112,18 @@ class Recorder:
         model = self._model() if self._model is not None else None
         assert model is not None, "it has just told"
         self._has_optimizer = model.engine.has_optimizer
+        # a step lasts until the next begins: waits for new weights come after its last own event
         if event.kind in BEGINS_STEP and self._is_complete:
             self._is_complete = False
             self._num_steps += 1
         elif completes_step(event, self._has_optimizer):
             self._is_complete = True
+        # unfrozen parameters add buckets, and leave those before as they are
         elif event.kind is EventKind.LAYOUT_EXTENDED:
             self._note_buckets(model)
         elif event.kind is EventKind.LAYOUT_CHANGED:
             self._note_buckets(model)
+            # bucket numbers before and after a change mean different buckets, which one table cannot show
             self._start_after_this_step()
             return
         if self._num_steps >= self._skip:
@@ -131,7 +136,7 @@ class Recorder:
             self._on_done()
 
     def _start_after_this_step(self) -> None:
-        """What there is so far is of other buckets."""
+        """Drops the events so far, which are of other buckets, and begins again after this step."""
         later = max(0, self._num_steps + 1 - self._skip)
         self._skip, self._end = self._skip + later, self._end + later
         self._events = []
@@ -146,7 +151,7 @@ class Recorder:
         self._gathered_bytes = [n * b.dtype.itemsize for n, b in zip(numels, buffers, strict=True)]
 
     def take(self) -> ModelEvents:
-        """What is kept so far."""
+        """Returns what is kept so far."""
         events = self._events if self._clock is None else self._clock.timed(self._events)
         num_skipped = min(self._num_steps + self._is_complete, self._skip)
         return ModelEvents(events, self._reduced_bytes, self._gathered_bytes, num_skipped, self._has_optimizer)
@@ -210,8 +215,8 @@ class Recording:
         iterator.__next__ = timed_next
 
     def install(self, wrapper: type[DistributedDataParallel] = DistributedDataParallel) -> None:
-        """For the rest of the process. The class stays where it is, since doors have it by reference and derive from
-        it already."""
+        """Patches ``wrapper`` for the rest of the process. The class stays where it is, since doors have it by
+        reference and derive from it already."""
         init = wrapper.__init__
 
         @functools.wraps(init)
@@ -258,7 +263,7 @@ def main() -> None:
 
 
 def _run(command: list[str]) -> None:
-    """As ``python script.py`` or ``python -m module`` would, in this process."""
+    """Runs the target in this process, as ``python script.py`` or ``python -m module`` would."""
     is_module = command[0] == "-m"
     sys.argv = command[1:] if is_module else command
     target = sys.argv[0]

@@ -15,7 +15,7 @@ from .contents import Contents, Entry, OptimizerContents, loads_with
 
 
 def render(contents: Contents, depth: int | None) -> Iterator[RenderableType]:
-    """The report, piece by piece; names are cut after ``depth`` components, None for a line a tensor."""
+    """Yields the report, piece by piece; names are cut after ``depth`` components, None for a line a tensor."""
     yield from _header(contents)
     states = _state_by_parameter(contents.optimizers)
     for key, entries in contents.models.items():
@@ -45,7 +45,7 @@ def render(contents: Contents, depth: int | None) -> Iterator[RenderableType]:
 
 
 def size(nbytes: int) -> str:
-    """In the largest unit that leaves a number of one or more."""
+    """Writes bytes in the largest unit that leaves a number of one or more."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -83,7 +83,7 @@ def _plain(value: Any) -> Any:
 
 
 def _state_by_parameter(optimizers: Iterable[OptimizerContents]) -> dict[str, str]:
-    """What optimizers hold of a parameter, where they know its name."""
+    """Lists what optimizers hold of a parameter, where they know its name."""
     states: dict[str, dict[str, list[str]]] = {}
     for optimizer in optimizers:
         for entry in optimizer.entries:

@@ -1,13 +1,14 @@
-"""What the engine's events say about time: spans, steps, exposed communication.
+"""Computes from the engine's events where time goes: spans, steps, exposed communication.
 
-Pure functions over the events of one rank (``core.events``). Times are the host's, in nanoseconds
-of the rank's own clock; a rank's ``clock_offset_ns`` takes them to a clock that all ranks share.
+Pure functions over the events of one rank (``core.events``). Times are the host's, in nanoseconds of the rank's own
+clock; a rank's ``clock_offset_ns`` takes them to a clock that all ranks share.
 
 [Note: what a step is]
-From the first forward that trains (or backward, if no forward is seen) to the last event before the next forward or
-backward after the optimizer's step: with the wait for new weights, without what lies between steps (data loading,
-validation, logging). Microbatches that are accumulated belong to the step that uses them. A plain optimizer, which may
-step after an all-reduce, tells nothing: there the synchronised backward is taken for it.
+A step begins with the first forward that trains, or with a backward if no forward is seen. It ends with the last event
+before the next forward or backward after the optimizer's step. So the wait for new weights is in it, and what lies
+between steps (data loading, validation, logging) is not. Microbatches that are accumulated belong to the step that uses
+them. A plain optimizer, which may step after an all-reduce, tells nothing: there the synchronised backward is taken for
+it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Interval = tuple[int, int]
 
 
 class Lane(enum.Enum):
-    """Where a span is drawn."""
+    """Names the row in which a span is drawn."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
@@ -68,7 +69,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One training step, see [Note: what a step is]; waiting in it is its exposed communication.
+    """A training step, see [Note: what a step is]; waiting in it is its exposed communication.
 
     An evaluation between its microbatches is no part of its time.
     """
@@ -90,7 +91,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """Over steps; ``exposed_share`` is the part, from 0 to 1, of the steps' time that was spent waiting."""
+    """Averages over steps; ``exposed_share`` is the part, from 0 to 1, of the steps' time that was spent waiting."""
 
     num_steps: int
     step_ms: float
@@ -108,7 +109,7 @@ class Average:
 
 @dataclasses.dataclass(frozen=True)
 class BucketTimes:
-    """One bucket's reductions, or its gathers; medians over their number.
+    """Times of one bucket's reductions, or of its gathers: medians over their number.
 
     Attributes:
         what: "reduce" or "gather".
@@ -129,7 +130,7 @@ class BucketTimes:
 
 @dataclasses.dataclass(frozen=True)
 class ModelEvents:
-    """What one wrapper told its listener.
+    """Holds the events of one wrapper, as its listener heard them.
 
     Attributes:
         reduced_bytes, gathered_bytes: by bucket.
@@ -150,7 +151,7 @@ class ModelEvents:
 
 @dataclasses.dataclass(frozen=True)
 class RankEvents:
-    """What all wrappers of one rank told.
+    """Holds the events of all wrappers of one rank.
 
     Attributes:
         clock_offset_ns: is added to its times to compare them with others'.
@@ -163,7 +164,7 @@ class RankEvents:
     loads: Sequence[_Interval] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain types."""
+        """Returns plain types."""
         models = [
             {
                 **dataclasses.asdict(model),
@@ -175,7 +176,7 @@ class RankEvents:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> RankEvents:
-        """What :meth:`to_json` wrote."""
+        """Reads what :meth:`to_json` wrote."""
         models = [
             ModelEvents(
                 **{
@@ -221,7 +222,7 @@ def completes_step(event: Event, has_optimizer: bool) -> bool:
 
 
 def spans_of(events: Iterable[Event]) -> list[Span]:
-    """In the order of their ends. What has no end (an exception, the end of the record) or no start is left out."""
+    """Lists spans by their ends. One without an end (an exception, the record's end) or a start is left out."""
     started: dict[tuple[EventKind, int], Event] = {}
     spans: list[Span] = []
     for event in events:
@@ -236,8 +237,10 @@ def spans_of(events: Iterable[Event]) -> list[Span]:
 
 
 def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
-    """The whole steps among the events, see [Note: what a step is]; one that an exception or the record's end cut off
-    is left out."""
+    """Lists the whole steps among the events, see [Note: what a step is].
+
+    One that an exception or the record's end cut off is left out.
+    """
     events = list(events)
     spans = spans_of(events)
     waits = [span for span in spans if span.lane is Lane.WAITING]
@@ -247,14 +250,17 @@ def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
     start_ns: int | None = None
     end_ns: int | None = None  # so far, once the step is complete
     for event in [*events, None]:
+        # none comes after the last event, and ends the last step as a next forward would
         begins = event is None or event.kind in BEGINS_STEP
         if begins and end_ns is not None:
+            # without a start the record began within the step, whose length nobody knows
             if start_ns is not None:
                 lost = [_overlap_ns((start_ns, end_ns), intervals) for intervals in (*by_kind, evaluations)]
                 steps.append(Step(start_ns, end_ns, *lost))
             start_ns = end_ns = None
         if event is None:
             break
+        # a forward without gradients (index 0) begins no step: it is an evaluation
         if start_ns is None and begins and (event.kind is EventKind.BACKWARD_START or event.index):
             start_ns = event.time_ns
         if end_ns is not None or completes_step(event, has_optimizer):
@@ -263,13 +269,17 @@ def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
 
 
 def evaluations_of(spans: Iterable[Span]) -> list[_Interval]:
-    """From the first to the last of consecutive forwards without gradients, with what is between them. One inside of
-    a training forward (a teacher's, in manual optimization) is a part of that."""
+    """Lists evaluations: from the first to the last of consecutive forwards without gradients, with what is between
+    them.
+
+    One inside of a training forward (a teacher's, in manual optimization) is a part of that.
+    """
     found: list[_Interval] = []
     goes_on = False
     trained_until_ns = 0
     computed = [span for span in spans if span.lane is Lane.COMPUTE]
     for span in sorted(computed, key=lambda span: (span.start_ns, -span.end_ns)):
+        # inside the span before: a teacher's forward, or a step in manual optimization
         if span.end_ns <= trained_until_ns:
             continue
         is_evaluation = span.kind is EventKind.FORWARD_START and not span.index
@@ -284,7 +294,8 @@ def evaluations_of(spans: Iterable[Span]) -> list[_Interval]:
 
 
 def average(steps: Sequence[Step]) -> Average:
-    """
+    """Averages steps.
+
     Raises:
         ValueError: for no steps.
     """
@@ -298,7 +309,7 @@ def average(steps: Sequence[Step]) -> Average:
 
 
 def bucket_times(model: ModelEvents) -> list[BucketTimes]:
-    """Reductions first, by bucket."""
+    """Lists the times of reductions, by bucket, then those of gathers."""
     spans = spans_of(model.events)
     waits = [(span.start_ns, span.end_ns) for span in spans if span.lane is Lane.WAITING]
     times = []
@@ -313,6 +324,8 @@ def bucket_times(model: ModelEvents) -> list[BucketTimes]:
                     bucket,
                     len(own),
                     nbytes[bucket] if bucket < len(nbytes) else 0,
+                    # where one event lacks its times, the span is from launch to wait, and would be told as time on the
+                    # wire
                     statistics.median(ran_ns) / 1e6 if all(span.has_run_times for span in own) else None,
                     statistics.median(span.end_ns - span.launched_ns for span in own) / 1e6,
                     1.0 - exposed_ns / sum(ran_ns) if sum(ran_ns) else 1.0,
@@ -322,6 +335,6 @@ def bucket_times(model: ModelEvents) -> list[BucketTimes]:
 
 
 def _overlap_ns(interval: _Interval, others: Iterable[_Interval]) -> int:
-    """How much of it lies in any of the others, which do not overlap each other."""
+    """Sums how much of an interval lies in any of the others, which do not overlap each other."""
     start, end = interval
     return sum(max(0, min(end, other_end) - max(start, other_start)) for other_start, other_end in others)

@@ -1,6 +1,6 @@
-"""Reading directories of torch.distributed.checkpoint without running code that they may hold.
+"""Reads directories of torch.distributed.checkpoint without running code that they may hold.
 
-The format is pickled in two places, its ``.metadata`` and every value that is no tensor, and torch's own reader makes
+The format is pickled in two places: its ``.metadata``, and every value that is no tensor. torch's own reader makes
 objects of any class of both. Here they are of the classes that torch writes, unless whoever asks trusts the writer.
 """
 
@@ -44,7 +44,7 @@ _OF_TORCH = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""By module, what a ``.metadata`` is made of; and dtypes, layouts and memory formats."""
+"""Lists by module what a ``.metadata`` is made of; and dtypes, layouts and memory formats."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -56,7 +56,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def refusal(path: Path, error: pickle.UnpicklingError, trust: bool) -> CheckpointError:
-    """What to say of a file in which something is not loaded."""
+    """Makes the error for a file in which something is not loaded."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"an object of {found[1]}" if found and not trust else "what torch cannot load"
     remedy = "" if trust else ". If you trust whoever wrote it, --trust loads it, and runs code that it may hold"
@@ -64,7 +64,7 @@ def refusal(path: Path, error: pickle.UnpicklingError, trust: bool) -> Checkpoin
 
 
 def directory_reader(path: Path, trust: bool) -> FileSystemReader:
-    """torch's reader; it raises CheckpointError for a ``.metadata`` that needs ``trust``."""
+    """Makes torch's reader; it raises CheckpointError for a ``.metadata`` that needs ``trust``."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     class Reader(FileSystemReader):
@@ -79,7 +79,7 @@ def directory_reader(path: Path, trust: bool) -> FileSystemReader:
 
 
 def load_planner(path: Path, trust: bool) -> type[DefaultLoadPlanner]:
-    """torch's planner; it raises CheckpointError for a value that needs ``trust``."""
+    """Makes torch's planner; it raises CheckpointError for a value that needs ``trust``."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class Planner(DefaultLoadPlanner):

@@ -35,7 +35,7 @@ COPIED = (
     "README.md",
 )
 LIMIT_S = 300
-"""Of the tests of one fault; each test alone is ended after 120 s, which counts as its failure."""
+"""Seconds for the tests of one fault. Each test alone is ended after 120 s, which counts as its failure."""
 
 
 def first_red(breakage: Breakage, tree: Path) -> str | None:
@@ -102,7 +102,7 @@ Written on {date}, with torch {torch}: {seen} of {all} were seen.
 
 
 def page(reds: dict[str, str | None]) -> str:
-    """What ``--write`` writes."""
+    """Makes the page that ``--write`` writes."""
     rows = [f"| {b.what} | `{b.file}` | `{reds[b.what] or 'none'}` |" for b in BREAKAGES if b.what in reds]
     seen = sum(red is not None for red in reds.values())
     version = importlib.metadata.version("torch").partition("+")[0]

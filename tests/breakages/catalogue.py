@@ -1,4 +1,4 @@
-"""Which lines are broken, how, and the tests that have to see it."""
+"""Lists lines that are broken, how, and the tests that have to see it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Breakage:
-    """One fault.
+    """A fault, and the tests that fail with it.
 
     Attributes:
         what: in words, as it would stand in a bug report.

@@ -1,4 +1,4 @@
-"""What the fuzzer draws: a model, options, and what a user does with them in what order.
+"""Draws cases: a model, options, and what a user does with them in what order.
 
 Gradients are whole numbers (over a power of two) whatever the weights are, so that no sum over ranks or microbatches
 is rounded, in no order and in 16 bits neither: results have to be equal to the bit on any number of ranks.
@@ -38,8 +38,8 @@ Clip = Literal["no", "value", "norm", "largest"]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One parameter. ``used``: in which forwards. ``group``: of the optimizer's two, with learning rates of their
-    own. ``tied``: another module has it too, and a forward that uses it uses it twice."""
+    """A parameter. ``used``: in which forwards. ``group``: of the optimizer's two, with learning rates of their own.
+    ``tied``: another module has it too, and a forward that uses it uses it twice."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
@@ -101,7 +101,7 @@ class Save:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What was remembered last comes back, on the same ranks."""
+    """Brings back what was remembered last, on the same ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Case:
         return ranks != 3 and (shards or self.sums_in_fp32)
 
     def instances(self, ranks: int) -> int:
-        """As many as divide the ranks, and leave shards where there has to be one to sum into."""
+        """Returns as many as divide the ranks, and leave shards where there has to be one to sum into."""
         asked: int = self.options.get("num_distributed_optimizer_instances", 1)
         sums_in_shards = self.config.reduce_scatter_with_fp32_accumulation or self.config.grad_buffer == "pooled"
         return 1 if ranks % asked or (ranks == asked and sums_in_shards) else asked
@@ -204,7 +204,7 @@ def is_used(layer: Layer, step: int, rank: int) -> bool:
 
 
 def after_forward(seen: Tensor, number: int, rank: int) -> Tensor:
-    """What a forward in training makes of the module's buffer: another value on each rank."""
+    """Makes the module's buffer what a forward in training leaves there: another value on each rank."""
     return seen * 0.5 + torch.tensor([1.0, number, 3.0 * rank])
 
 

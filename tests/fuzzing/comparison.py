@@ -27,7 +27,7 @@ from .players import Clock, Emulation, OfTorchDDP, Ours, Player, Saved
 
 @dataclasses.dataclass
 class Outcome:
-    """Of one script on one rank. ``weights``: the rank's own, with module buffers."""
+    """Holds what one script left on one rank. ``weights``: the rank's own, with module buffers."""
 
     weights: dict[str, Tensor]
     saved: Saved
@@ -37,7 +37,7 @@ class Outcome:
 
 @dataclasses.dataclass
 class Script:
-    """From its start to its end or to a :class:`Resume`. ``directory``: whether the next goes on from one."""
+    """A part of a case, up to its end or a :class:`Resume`. ``directory``: whether the next goes on from one."""
 
     ranks: int
     actions: list[Action] = dataclasses.field(default_factory=list)
@@ -62,7 +62,7 @@ def scripts(case: Case) -> list[Script]:
 
 
 def play(case: Case, kind: Callable[..., Any], folder: Path) -> list[list[Outcome]]:
-    """By script and rank. ``folder``: where directories are written."""
+    """Plays a case; outcomes by script and rank. ``folder``: where directories are written."""
     outcomes: list[list[Outcome]] = []
     loads: Path | None = None
     for number, script in enumerate(scripts(case)):

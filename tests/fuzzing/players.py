@@ -1,4 +1,4 @@
-"""Who plays a case: megastrategy on ranks, torch DDP on ranks (fp32), plain torch for all ranks at once (16 bits)."""
+"""Plays cases: megastrategy on ranks, torch DDP on ranks (fp32), plain torch for all ranks at once (16 bits)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Saved:
 
 @dataclasses.dataclass
 class Clock:
-    """Where in the program a player is; the same on all ranks. Nothing of it ends with a script."""
+    """Tells where in the program a player is; the same on all ranks. Nothing of it ends with a script."""
 
     step: int = 0
     number: int = 0  # of microbatches
@@ -79,7 +79,7 @@ def make_optimizer(case: Case, params: list[Tensor]) -> torch.optim.Optimizer:
 
 
 class Player:
-    """One rank of a script, from its start to its end or to a :class:`Resume`."""
+    """Plays one rank of a script, from its start to its end or to a :class:`Resume`."""
 
     def __init__(self, case: Case, rank: int, ranks: int, clock: Clock) -> None:
         self.case, self.rank, self.ranks, self.clock = case, rank, ranks, clock

@@ -23,7 +23,7 @@ Tell = Callable[[int, Tally], object]
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Of one case; the first is as it was drawn, the others are ever smaller."""
+    """The failures of one case; the first is as it was drawn, the others are ever smaller."""
 
     case: Case
     error: AssertionError

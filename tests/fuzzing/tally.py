@@ -1,4 +1,4 @@
-"""What was drawn: how many cases and actions, and which pairs of options met."""
+"""Counts what was drawn: how many cases and actions, and which pairs of options met."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FREE: dict[str, list[Any]] = {
     "late": [False, True],
     "optimizer": list(OPTIMIZERS),
 }
-"""What goes with any value of any option."""
+"""Options whose every value goes with any value of any other."""
 
 
 @functools.cache
@@ -38,13 +38,13 @@ def possible_pairs() -> frozenset[Pair]:
 
 
 def pairs(values: dict[str, Any]) -> set[Pair]:
-    """In the order of the options."""
+    """Lists each two of the values, in the order of the options."""
     return {(a, values[a], b, values[b]) for a, b in itertools.combinations(values, 2)}
 
 
 @dataclasses.dataclass
 class Tally:
-    """Of many cases."""
+    """Counts over many cases."""
 
     num_cases: int = 0
     num_scripts: int = 0

@@ -65,7 +65,7 @@ PLANTS = [no_wait_for_reductions, main_params_that_stay_as_they_are, padding_tha
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found_within_two_minutes(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this process: a loaded machine takes longer."""
+    """The minutes are this process's own: a loaded machine takes longer."""
     plant(monkeypatch)
     begun = time.process_time()
     with pytest.raises(AssertionError):
@@ -76,7 +76,7 @@ def test_a_planted_fault_is_found_within_two_minutes(plant: Any, monkeypatch: py
 @pytest.mark.long
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_shrinks_to_few_actions_and_prints_as_a_test(plant: Any) -> None:
-    """Which fails with the fault, and passes without. Run with ``-m long -s`` to see it."""
+    """The test that it prints fails with the fault, and passes without. Run with ``-m long -s`` to see it."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         with pytest.raises(AssertionError) as found:
@@ -96,7 +96,7 @@ def test_a_planted_fault_shrinks_to_few_actions_and_prints_as_a_test(plant: Any)
 
 
 def test_pairs_that_the_configuration_refuses_are_not_missing() -> None:
-    """What it refuses whatever else is chosen cannot be met."""
+    """A pair that is refused whatever else is chosen cannot be met."""
     possible = possible_pairs()
     assert ("use_distributed_optimizer", True, "grad_buffer", "pooled") in possible
     assert ("use_distributed_optimizer", False, "grad_buffer", "pooled") not in possible

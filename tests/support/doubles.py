@@ -68,7 +68,7 @@ class _Double(Collectives):
 
 
 class _OfInstance(_Double):
-    """What one instance of the distributed optimizer does, as part of the whole double."""
+    """Does the collectives of one instance of the distributed optimizer, as part of the whole double."""
 
     def __init__(self, real: Collectives, do: Callable[..., Handle]) -> None:
         super().__init__(real)
@@ -104,7 +104,7 @@ class RecordingCollectives(_Double):
         return handle
 
     def _do_before(self, what: str, run: Callable[[], object]) -> Handle:
-        """In the thread of the real collectives, between what was started before and what is started after it."""
+        """Runs in the thread of the real collectives, between what was started before and what is started after."""
         start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
         handle: Handle = start(what, run)
         return handle
@@ -122,7 +122,7 @@ EVERYTHING = (*REDUCTIONS, "all_reduce_max", "all_gather", "broadcast")
 
 
 class DelayingCollectives(RecordingCollectives):
-    """Before each reduction (or what else is named) ``delay_s`` passes in the worker's thread, so buckets stay in
+    """Lets ``delay_s`` pass in the worker's thread before each reduction (or what else is named), so buckets stay in
     flight.
 
     Args:
@@ -151,11 +151,11 @@ class DelayingCollectives(RecordingCollectives):
 
 
 class OutOfLuckError(RuntimeError):
-    """What a collective raises that was told to fail."""
+    """Raised by a collective that was told to fail."""
 
 
 class FailingCollectives(RecordingCollectives):
-    """One collective, named by :meth:`fail_at`, fails on this rank. Until then, everything is done."""
+    """Fails in one collective, named by :meth:`fail_at`, on this rank. Until then, everything is done."""
 
     def __init__(self, group: ProcessGroup, real: Collectives | None = None) -> None:
         super().__init__(group, real)
@@ -164,7 +164,7 @@ class FailingCollectives(RecordingCollectives):
         self._on_the_wire = self.has_failed = False
 
     def fail_at(self, number: int, names: Sequence[str] = EVERYTHING, *, on_the_wire: bool = False) -> None:
-        """From now on the ``number``-th of those with these names fails.
+        """Tells the ``number``-th collective with one of these names, counted from now on, to fail.
 
         Args:
             number: from 1; 0 for none.

@@ -1,4 +1,4 @@
-"""What a few forwards and backwards leave in ``.grad``, under torch DDP and under ours."""
+"""Collects what a few forwards and backwards leave in ``.grad``, under torch DDP and under ours."""
 
 from __future__ import annotations
 

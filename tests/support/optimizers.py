@@ -55,8 +55,8 @@ class GloballyNormalised(torch.optim.Optimizer):
 
 
 class DistanceInGroup(Simple):
-    """As Prodigy and D-Adaptation: moves by 1e-6 at first; an estimate of the distance to go, from all parameters,
-    grows in the group."""
+    """Steps as Prodigy and D-Adaptation: moves by 1e-6 at first; an estimate of the distance to go, from all
+    parameters, grows in the group."""
 
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, lr, d=1e-6, numerator=0.0)
@@ -90,7 +90,7 @@ class TinySteps(torch.optim.Optimizer):
 
 
 class DistanceOverGradients(Simple):
-    """As LDoG: by the largest distance from the start over the root of all squared gradients, for each parameter."""
+    """Steps as LDoG: by each parameter's largest distance from the start over the root of its squared gradients."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
@@ -101,8 +101,8 @@ class DistanceOverGradients(Simple):
 
 
 class Projected(Simple):
-    """As SGDP and AdamP: takes the part along the weights out of the step, of matrices and only where gradient and
-    weights are nearly orthogonal."""
+    """Steps as SGDP and AdamP: takes the part along the weights out of the step, of matrices and only where gradient
+    and weights are nearly orthogonal."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         step = state.setdefault("momentum", torch.zeros_like(param)).mul_(0.9).add_(grad)
@@ -116,7 +116,7 @@ class Projected(Simple):
 
 
 class NormHistory(Simple):
-    """As AdaNorm: a gradient smaller than the mean of its tensor's norms so far is scaled up to it."""
+    """Steps as AdaNorm: a gradient smaller than the mean of its tensor's norms so far is scaled up to it."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         norm = grad.norm()
@@ -153,7 +153,7 @@ class DecaysMatrices(Simple):
 
 
 class DecaysByMean(torch.optim.Optimizer):
-    """As AdamS: Adam whose decay is divided by the root mean square of all gradients, which large ones hide."""
+    """Steps as AdamS: Adam whose decay is divided by the root mean square of all gradients, which large ones hide."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -168,7 +168,7 @@ class DecaysByMean(torch.optim.Optimizer):
 
 
 class ProjectedGradients(Simple):
-    """As SGDP without momentum: takes the part along the weights out of nearly orthogonal gradients of matrices."""
+    """Steps as SGDP without momentum: cuts the part along the weights out of matrices' nearly orthogonal gradients."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if param.dim() > 1:
@@ -181,7 +181,7 @@ class ProjectedGradients(Simple):
 
 
 class SecondDerivatives(Simple):
-    """As AdaHessian: differentiates the gradients once more, of parameters; shards have no graph behind them."""
+    """Steps as AdaHessian: differentiates the gradients once more, of parameters; shards have no graph behind them."""
 
     @torch.no_grad()
     def step(self, closure: Closure = None) -> None:  # type: ignore[override]
@@ -206,7 +206,7 @@ class ScaledByProportions(Simple):
 
 
 class InBlocks(Simple):
-    """As 8-bit Adam: from 4,096 elements on the momentum is kept in 8 bits, with the largest of each block of 256."""
+    """Steps as 8-bit Adam: from 4,096 elements on the momentum is in 8 bits, with the largest of each block of 256."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if param.numel() < 4096:
@@ -235,7 +235,7 @@ class KeepsRows(Simple):
 
 
 class KeepsMatrix(Simple):
-    """As Shampoo: a matrix of the first dimension, of which flat tensors have but one."""
+    """Steps as Shampoo: keeps a matrix of the first dimension, of which flat tensors have but one."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         assert param.dim() > 1 or len(param) < 2000, "a matrix of gigabytes"
@@ -303,7 +303,7 @@ class Patient(Simple):
 
 
 class Averaging(Simple):
-    """As Schedule-Free: ``eval()`` moves the weights to an average, ``train()`` moves them back."""
+    """Steps as Schedule-Free: ``eval()`` moves the weights to an average, ``train()`` moves them back."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr, train_mode=False)
@@ -378,7 +378,7 @@ class CountsOnState(Prepared):
 
 
 class SumsItsState(CountsOnState):
-    """As that, and each element moves by what all have."""
+    """Counts on its state, too, and moves each element by what all have."""
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         state["sum"].add_(grad)

@@ -151,7 +151,7 @@ class Methods(torch.optim.SGD):
 
     @torch.no_grad()
     def first_step(self, rho: float = 0.05) -> None:
-        """As SAM's."""
+        """Climbs as SAM's does."""
         norm = torch.stack([param.grad.norm() for param in self._params() if param.grad is not None]).norm()
         for param in (param for param in self._params() if param.grad is not None):
             self.state[param]["ascent"] = param.grad * (rho / (norm + 1e-12))

@@ -1,4 +1,4 @@
-"""What the examples import, for the server whose forks run them."""
+"""Imports what the examples import, for the server whose forks run them."""
 
 from __future__ import annotations
 

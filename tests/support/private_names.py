@@ -76,14 +76,14 @@ LIVES_IN = {
 """The object or module that has the names, or in whose source they are."""
 
 NOT_YET = {"_require_manual_backward_finalization": "2.15"}
-"""Of torch, since when there is one: a prepared model answers for it on older ones, too."""
+"""Names that torch has since a later version: a prepared model answers for them on older ones, too."""
 
 NOT_THEIRS = {"_getframe", "_extra_state", "_megatron_ddp", "_notebook", "_norm_total"}
 """Python's own; a key of torch's state_dicts; marks, endings of names and members of ours."""
 
 
 def uses() -> dict[str, set[str]]:
-    """By private name that nothing of ours has, the files that use it."""
+    """Lists the files that use each private name which nothing of ours has."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
     own = {name for tree in trees.values() for name in _defined(tree)} | NOT_THEIRS
     found: dict[str, set[str]] = defaultdict(set)

@@ -25,7 +25,7 @@ import megastrategy  # noqa: F401 - preloaded in the fork server
 from .patience import HANG_S
 
 AFTER_A_FAILURE_S = 30.0
-"""How long the other ranks are waited for: they may wait for the one that failed, and its reason should be told."""
+"""Seconds that the other ranks get after a failure: they may wait for the failed one, and shall tell its reason."""
 
 
 def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeout_s: float = HANG_S) -> list[Any]:
@@ -55,7 +55,7 @@ def run_processes(size: int, job: Callable[..., Any], /, *arguments: Any, timeou
 
 
 def _receive(connections: list[Connection], timeout_s: float) -> list[tuple[bool, Any]]:
-    """By rank, whether it succeeded, and its result or why not."""
+    """Returns for each rank whether it succeeded, and its result or why not."""
     outcomes: list[tuple[bool, Any]] = [(False, f"no result within {timeout_s} s, or after another failed")] * len(
         connections
     )

@@ -61,7 +61,7 @@ holding the GIL, which such a thread needs to let go of the last tensor. By the 
 
 
 class RankError(AssertionError):
-    """What went wrong, by rank."""
+    """Tells what went wrong, by rank."""
 
 
 def _collect(alive: Callable[[], object], timeout_s: float = 5.0) -> None:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """How a script ended: rank 0's exit code, or that of the first rank which failed; what all ranks printed."""
+    """A script that ended: rank 0's exit code, or that of the first rank which failed; what all ranks printed."""
 
     returncode: int
     stdout: str
@@ -79,13 +79,14 @@ def run_script(
 
 
 class _Pipe:
-    """What several processes write and this one reads."""
+    """Carries what several processes write and this one reads."""
 
     def __init__(self) -> None:
         self._read, self.write = multiprocessing.Pipe(duplex=False)
 
     def read_to_the_end(self) -> Callable[[], str]:
-        """To be called once the writers have started; returns what waits for their end and gives what came."""
+        """Reads from now on; returns a function that waits for the writers' end and gives what came. Call it once they
+        have started."""
         self.write.close()
         parts: list[bytes] = []
 
@@ -133,7 +134,7 @@ def _start_fork(
 def _run(
     argv: list[str], is_module: bool, cwd: str, environment: dict[str, str], out: Connection, err: Connection
 ) -> None:
-    """What an interpreter does between its start and its end, in a fork that already has its imports."""
+    """Does what an interpreter does between its start and its end, in a fork that already has its imports."""
     for connection, descriptor, name in ((out, 1, "stdout"), (err, 2, "stderr")):
         os.dup2(connection.fileno(), descriptor)
         connection.close()

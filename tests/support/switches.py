@@ -44,7 +44,7 @@ class Row:
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        """What differs from the defaults."""
+        """Names the values that differ from the defaults."""
         chosen = [f"{self.dtype}".removeprefix("torch.")]
         for field in dataclasses.fields(self.config):
             value = getattr(self.config, field.name)
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def run(self) -> Run:
-        """What is trained, so that torch DDP's result has to be met to the bit.
+        """Chooses what is trained, so that torch DDP's result has to be met to the bit.
 
         Parameters are used as the row promises. fp32 on two ranks, where a sum has one order only: the awkward model,
         whose every operation rounds; pooled gradients of one microbatch a step, since of several the mean over ranks

@@ -1,4 +1,4 @@
-"""What ``make test`` runs of a test with many cases: enough of them that each value of each parameter is among them.
+"""Chooses what ``make test`` runs of a test with many cases: enough that each value of each parameter is among them.
 
 The other cases, which put the same values together otherwise, are marked ``long`` (``make test-long``). A row of values
 that one ``parametrize`` gives together counts as one value. Where that is still too much, ``@pytest.mark.sample(n)``
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 Value = tuple[int, tuple[int, ...]]
-"""Of one ``parametrize`` by its number, which values it gave, by their ids."""
+"""A ``parametrize``, by its number, and the ids of the values that it gave."""
 
 
 def values_of(item: pytest.Item) -> frozenset[Value]:

@@ -26,7 +26,7 @@ MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is trained: everything except the engine.
+    """Says what is trained: everything except the engine.
 
     ``groups``: 1 for all parameters in one group, 3 for three with hyper-parameters of their own.
     ``accumulate``: microbatches a step; every fourth step has one less, as the last window of an epoch may.
@@ -74,7 +74,7 @@ class Run:
         return max(1, self.accumulate - (step % 4 == 3))
 
     def arguments(self, rank: int, step: int, microbatch: int) -> tuple[Tensor, int, int]:
-        """What the module is called with."""
+        """Makes what the module is called with."""
         if self.largest_whole is None:
             x = images(rank, step, microbatch, self.dtype)
         else:
@@ -84,7 +84,7 @@ class Run:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank ended with. Tensors are copies.
+    """Holds what a rank ended with. Tensors are copies.
 
     ``main_params``: with 16-bit weights, of ours, on rank 0.
     """
@@ -143,7 +143,7 @@ class Training:
 
 @functools.cache
 def train_with_ddp(run: Run, size: int, **options: bool) -> list[Outcome]:
-    """By rank. Cached: a reference is trained once for all that is compared with it."""
+    """Trains under torch DDP; outcomes by rank. Cached: a reference is trained once for all comparisons with it."""
 
     def train(rank: int, group: ProcessGroup) -> Outcome:
         module = run.make_module()
@@ -183,7 +183,7 @@ def start_ours(
 
 
 def train_with_ours(run: Run, size: int, config: DistributedDataParallelConfig) -> list[Outcome]:
-    """By rank."""
+    """Trains under this engine; outcomes by rank."""
 
     def train(rank: int, group: ProcessGroup) -> Outcome:
         training = start_ours(run, rank, group, config)
