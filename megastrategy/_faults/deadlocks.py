@@ -43,6 +43,16 @@ class _Started(NamedTuple):
 
 
 class _Note(NamedTuple):
+    """What a rank waits for, and what it has started.
+
+    Attributes:
+        group: by its name, which the ranks agreed on when they made it: after an exception another group serves the
+            same purpose, and its count begins anew.
+        what: the collective, with the purpose of its group, for people.
+        number: of the collective among those of the group, from 1.
+        started: by group.
+    """
+
     group: str
     what: str
     number: int
@@ -75,21 +85,25 @@ class WaitsInVain:
         self._failed: tuple[str, float] | None = None  # which exception, and since when
         self._groups: dict[str, Collectives] = {}
 
-    def watch(self, group: str, collectives: Collectives) -> Collectives:
-        """Asks :meth:`_ask` from now on while a rank waits in ``collectives``, which messages call ``group``."""
-        self._groups[group] = collectives
-        collectives.why_give_up = functools.partial(self._ask, group)
+    def watch(self, purpose: str, collectives: Collectives) -> Collectives:
+        """Asks :meth:`_ask` from now on while a rank waits in ``collectives``; ``purpose`` is what for, in messages."""
+        name = collectives.group.group_name
+        self._groups[name] = collectives
+        collectives.why_give_up = functools.partial(self._ask, name, purpose)
         return collectives
 
     def forget(self) -> None:
         """Drops the groups, whose collectives are given up."""
         self._groups.clear()
 
-    def _ask(self, group: str, what: str, number: int) -> str:
+    def _ask(self, group: str, purpose: str, what: str, number: int) -> str:
         """Says why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
         name = self._name()
         try:
-            return who_left(name) or self._failure(name) or self._deadlock(name, group, what, number)
+            if reason := who_left(name) or self._failure(name):
+                return reason
+            # of a group that was given up nobody counts any more: only a failure can be told
+            return self._deadlock(name, group, f"{purpose} ({what})", number) if group in self._groups else ""
         except RuntimeError:  # the process that held the store ended, and the collective will fail
             return ""
 
@@ -100,9 +114,7 @@ class WaitsInVain:
         return any(note.needs(here) for note in self._notes_of_others(self._name()).values())
 
     def _started(self) -> dict[str, _Started]:
-        return {
-            label: _Started(member.num_started, list(member.last_started)) for label, member in self._groups.items()
-        }
+        return {name: _Started(group.num_started, list(group.last_started)) for name, group in self._groups.items()}
 
     @staticmethod
     def _notes_of_others(name: str) -> dict[int, _Note]:
@@ -132,7 +144,7 @@ class WaitsInVain:
         # others may be stuck behind a rank that is only slow. Without a cycle through this rank nothing is certain
         if not any(own.needs(note) for other, note in stuck.items() if other != rank):
             return ""
-        places = "; ".join(f"rank {r} waits {note.group} ({note.what})" for r, note in sorted(stuck.items()))
+        places = "; ".join(f"rank {r} waits {note.what}" for r, note in sorted(stuck.items()))
         return (
             f"the ranks wait for each other: {places}. Most often a training_step ended before its backward, or before "
             "its step, on some ranks only (let such a rank run its backward too, with loss * 0.0), or a barrier, a "
