@@ -22,6 +22,7 @@ from torch.nn import Module
 from .._faults.process_collectives import checkpoint_collectives
 from ..core import (
     EXTRA_FILE,
+    NOT_TENSORS,
     CheckpointError,
     DistributedOptimizer,
     directory_keys,
@@ -34,11 +35,6 @@ from .files import load_file, local_path, own_memory
 
 StateDictType = Literal["full", "sharded"]
 """Names what is written: one file, as "ddp" writes it, or a directory that every rank writes its part of."""
-
-
-NOT_TENSORS = "megatron_ddp_model_not_tensors"
-"""Key in ``meta.pt`` of what a module's state has besides tensors (``_extra_state``). The format of directories would
-flatten it: empty dictionaries are lost in it, and keys become strings."""
 
 
 def check_state_dict_type(value: str) -> None:
@@ -183,7 +179,7 @@ def load_trainer_directory(path: Path, weights_only: bool | None) -> dict[str, A
         CheckpointError: as :func:`load_extra`.
     """
     checkpoint = load_extra(path, weights_only)
-    checkpoint["state_dict"] = read_directory(path, "model") | checkpoint.pop(NOT_TENSORS, {})
+    checkpoint["state_dict"] = read_directory(path, "model") | checkpoint.pop(NOT_TENSORS, {}).get("model", {})
     optimizers = [key for key in directory_keys(path) if key.startswith("optimizer_")]
     if optimizers or "lr_schedulers" in checkpoint:  # a module without optimizers has none; weights alone no schedulers
         checkpoint["optimizer_states"] = [

@@ -38,6 +38,7 @@ from .._checkpoints.validation import check_module_state, check_optimizer_state,
 from .._faults.process_collectives import checkpoint_collectives, engine_collectives
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
+    NOT_TENSORS,
     CheckpointError,
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -45,6 +46,7 @@ from ..core import (
     GradScaler,
     config_from_arguments,
     directory_keys,
+    not_tensors,
     read_directory,
     save_directory,
 )
@@ -318,30 +320,36 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     def _save_directory(
         self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
     ) -> None:
-        written, extra = {}, {}
+        modules: dict[str, dict[str, Any]] = {}
+        optimizers: dict[str, dict[str, Any]] = {}
+        extra: dict[str, Any] = {}
         rank_zeros: set[tuple[str, str]] = set()
         for key, given in state.items():
             value: Any = self._distributed(given)
             keeps = filter.get(key, lambda name, item: True)
             # all ranks write these together; everything else is rank 0's, in ``meta.pt``
-            if isinstance(given, Module) or isinstance(value, DistributedOptimizer):
-                sharded = isinstance(value, DistributedOptimizer)
-                saved = value.sharded_state_dict() if sharded else self.get_module_state_dict(value)
+            if isinstance(given, Module):
+                saved = self.get_module_state_dict(value)
                 # module buffers differ from rank to rank: whoever writes least must not decide which are saved
-                if not sharded:
-                    rank_zeros |= of_rank_zero(key, saved, _unwrapped(given))
-                written[key] = {name: item for name, item in saved.items() if keeps(name, item)}
+                rank_zeros |= of_rank_zero(key, saved, _unwrapped(given))
+                modules[key] = {name: item for name, item in saved.items() if keeps(name, item)}
+                continue
+            if isinstance(value, DistributedOptimizer):
+                optimizers[key] = {k: v for k, v in value.sharded_state_dict().items() if keeps(k, v)}
                 continue
             saved = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
             extra[key] = {k: v for k, v in saved.items() if keeps(k, v)} if isinstance(saved, dict) else saved
-        save_directory(written, extra, path, checkpoint_collectives(), rank_zeros)
+        written = {key: (modules | optimizers)[key] for key in state if key in modules or key in optimizers}
+        save_directory(written, extra | not_tensors(modules), path, checkpoint_collectives(), rank_zeros)
 
     def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:
         """Reads a directory, but for the states of optimizers in ``state``: these stay there, to be read in part."""
         optimizers = state.items() if isinstance(state, dict) else ()
         left = {key for key, value in optimizers if isinstance(self._distributed(value), DistributedOptimizer)}
-        return load_extra(path, weights_only) | {
-            key: OptimizerInDirectory(path, key) if key in left else read_directory(path, key)
+        extra = load_extra(path, weights_only)
+        apart = extra.pop(NOT_TENSORS, {})
+        return extra | {
+            key: OptimizerInDirectory(path, key) if key in left else read_directory(path, key) | apart.get(key, {})
             for key in directory_keys(path)
         }
 
@@ -390,16 +398,9 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         if strict and missing:
             raise KeyError(f"{path} has no {missing[0]!r}, only {sorted(saved)}; strict=False loads what is there")
         # down to ``values`` all is looked at and nothing changed: what fails, fails before the first object is loaded
-        models = {id(optimizer): model for optimizer, model in self._pairs()}
-        sharded = {key for key, model in models.items() if model.layout.num_shards > 1}
         objects = {key: value for key, value in objects.items() if key in saved}
-        for key, value in objects.items():
-            source = f"{key!r} in {path}" if key else str(path)
-            if isinstance(value, Module):
-                check_module_state(_unwrapped(value), saved[key], strict, source)
-            elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
-                names = {param: name for name, param in models[id(value)].module.named_parameters()}
-                check_optimizer_state(value, saved[key], names, source, id(value) in sharded)
+        sharded = {id(optimizer) for optimizer, model in self._pairs() if model.layout.num_shards > 1}
+        self._check_objects(objects, saved, strict, path)
         # a directory's optimizers are read now, and changed below: their files may be damaged
         read = {
             key: value.read_sharded(*saved[key])
@@ -412,7 +413,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             if isinstance(value, Module):
                 self.load_module_state_dict(value, own, strict)
             elif key in read:
-                read[key]()
+                continue
             elif id(value) in sharded:
                 # each rank copies its part out of the mapped file; all others keep what they are given
                 value.load_state_dict(own)
@@ -420,7 +421,22 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 value.load_state_dict(own_memory(own))
             else:
                 values[key] = own_memory(own)
+        # after the weights, whose rounded values would else replace the main params that were read
+        for apply in read.values():
+            apply()
         return values
+
+    def _check_objects(self, objects: dict[str, Any], saved: dict[str, Any], strict: bool, path: str | Path) -> None:
+        """Raises CheckpointError where weights, or whole states of optimizers, do not fit."""
+        models = {id(optimizer): model for optimizer, model in self._pairs()}
+        for key, value in objects.items():
+            source = f"{key!r} in {path}" if key else str(path)
+            if isinstance(value, Module):
+                check_module_state(_unwrapped(value), saved[key], strict, source)
+            elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
+                model = models[id(value)]
+                names = {param: name for name, param in model.module.named_parameters()}
+                check_optimizer_state(value, saved[key], names, source, model.layout.num_shards > 1)
 
     # --- names -------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
 from .._checkpoints.directories import (
-    NOT_TENSORS,
     DirectorySaver,
     OptimizerInDirectory,
     StateDictType,
@@ -54,6 +53,7 @@ from ..core import (
     Event,
     GradScaler,
     config_from_arguments,
+    not_tensors,
     one_listener,
     to_host,
 )
@@ -242,9 +242,11 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             self.model.close()
             self.model = self.lightning_module
         super().teardown()
-        # raises if the save in the background failed, so it comes when the module is the user's again
-        self._directory_saver.close()
-        self.end_together()
+        try:
+            # raises if the save in the background failed, so it comes when the module is the user's again
+            self._directory_saver.close()
+        finally:
+            self.end_together()
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -390,7 +392,9 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             self._save_directory(checkpoint, filepath)
             return
         if "optimizer_states" in checkpoint:
-            main_params = [opt.main_params() for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
+            main_params = [
+                opt.main_params() if isinstance(opt, DistributedOptimizer) else {} for opt in self.optimizers
+            ]
             if any(main_params):
                 checkpoint[MAIN_PARAMS_KEY] = main_params
                 checkpoint.setdefault("callbacks", {})[LEFT_BEHIND] = {}
@@ -410,8 +414,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         assert self.lightning_module is not None
         weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
-        if others := {name: item for name, item in weights.items() if not isinstance(item, Tensor)}:
-            checkpoint[NOT_TENSORS] = others
+        checkpoint |= not_tensors({"model": weights})
         rank_zeros = of_rank_zero("model", weights, self.lightning_module)
         path = local_directory(self.broadcast(filepath))
         in_background &= (
@@ -483,10 +486,10 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
                 check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}", sharded)
         # shards are copied out of the mapped file; a whole optimizer keeps what it is given, so that must be its own
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if sharded else own_memory(states)})
-        optimizers = [opt for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
-        saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(optimizers))
-        for optimizer, main_params in zip(optimizers, saved, strict=False):
-            optimizer.load_main_params(main_params)
+        saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(self.optimizers))
+        for optimizer, main_params in zip(self.optimizers, saved, strict=False):
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.load_main_params(main_params)
 
     # --- names -------------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,14 @@ from torch.nn import Module
 from .._checkpoints.files import load_file, save_file
 from .._checkpoints.validation import check_module_state
 from ..core import (
+    EXTRA_FILE,
+    NOT_TENSORS,
     CheckpointError,
     Collectives,
     DistributedOptimizer,
     directory_keys,
     is_directory_checkpoint,
+    not_tensors,
     read_directory,
     save_directory,
 )
@@ -76,31 +79,35 @@ def save_sharded(
         CheckpointError: on all ranks if any of them could not write.
     """
     state: dict[str, Any] = {_key("model", number): values for number, values in enumerate(weights)}
+    extra = not_tensors(state)
     state |= {_key("optimizer", number): item.sharded_state_dict() for number, item in enumerate(optimizers)}
-    save_directory(state, {}, folder / DIRECTORY, collectives)
+    save_directory(state, extra, folder / DIRECTORY, collectives)
 
 
 def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[DistributedOptimizer]) -> None:
     """Loads a directory: each rank reads the weights, and its part of the optimizers.
 
     Raises:
-        CheckpointError: if a key is missing or the weights are another model's, before anything is changed; if an
-            optimizer's state does not fit, when the weights are loaded already.
+        CheckpointError: if a key is missing, or weights or optimizers are of another model; nothing is changed then.
     """
     path = folder / DIRECTORY
     wanted = [_key("model", number) for number in range(len(models))]
     wanted += [_key("optimizer", number) for number in range(len(optimizers))]
-    # all keys and all weights are looked at before the first model is changed
+    # everything is looked at before the first model is changed
     missing = [key for key in wanted if key not in directory_keys(path)]
     if missing:
         raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(directory_keys(path))}")
-    weights = [read_directory(path, _key("model", number)) for number in range(len(models))]
+    # of a module what torch.load takes by default: tensors, numbers, text and their containers
+    apart = load_file(path / EXTRA_FILE, weights_only=True).get(NOT_TENSORS, {})
+    keys = [_key("model", number) for number in range(len(models))]
+    weights = [read_directory(path, key) | apart.get(key, {}) for key in keys]
     for number, (model, values) in enumerate(zip(models, weights, strict=True)):
         check_module_state(model, values, True, f"{_key('model', number)!r} in {path}")
+    read = [item.read_sharded(path, _key("optimizer", number)) for number, item in enumerate(optimizers)]
     for model, values in zip(models, weights, strict=True):
         model.load_state_dict(values)
-    for number, item in enumerate(optimizers):
-        item.load_sharded(path, _key("optimizer", number))
+    for apply in read:  # after the weights, whose rounded values would else replace the main params that were read
+        apply()
 
 
 def copy_to_nodes(folder: Path, optimizers: Sequence[DistributedOptimizer | None], writes: bool) -> None:

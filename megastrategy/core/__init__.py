@@ -10,9 +10,11 @@ may be sharded, ``rebucketing`` which buckets would be better.
 
 from .checkpoint.sharded_state import (
     EXTRA_FILE,
+    NOT_TENSORS,
     check_replaceable,
     directory_keys,
     is_directory_checkpoint,
+    not_tensors,
     read_directory,
     replace_path,
     save_directory,
@@ -34,6 +36,7 @@ from .trials.known_findings import KnownFindings
 
 __all__ = [
     "EXTRA_FILE",
+    "NOT_TENSORS",
     "CheckpointError",
     "CollectiveError",
     "Collectives",
@@ -57,6 +60,7 @@ __all__ = [
     "make_collectives",
     "memory_use",
     "memory_use_of_ddp",
+    "not_tensors",
     "one_listener",
     "private_group",
     "read_directory",

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from .._checkpoints.files import save_file
-from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint, replace_path, sync_directory
+from ..core import (
+    EXTRA_FILE,
+    CheckpointError,
+    is_directory_checkpoint,
+    not_tensors,
+    replace_path,
+    sync_directory,
+)
 from .param_names import Names
 from .parts import (
     Advance,
@@ -71,7 +78,7 @@ def consolidate(
         parts = read_directory_parts(directory, trust, scratch.tensor, progress)
         content = content_of_file(parts)
         part = file.with_name(f".{file.name}.incomplete")  # save_file's
-        with _watched(part, progress(f"writing {file.name}", scratch.nbytes)):
+        with _watched(part, progress(f"writing {file.name}", scratch.nbytes), scratch.nbytes):
             save_file(content, file)
 
 
@@ -116,7 +123,12 @@ def convert(parts: Parts, names: Names, directory: Path, *, force: bool = False,
             shutil.rmtree(staged)
         try:
             staged.mkdir(parents=True)
-            _write(state, parts.extra, staged, progress(f"writing {directory.name}", _nbytes(state)))
+            _write(
+                state,
+                parts.extra | not_tensors(parts.models),
+                staged,
+                progress(f"writing {directory.name}", _nbytes(state)),
+            )
             replace_path(staged, directory)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)  # there is an error to be told already
@@ -217,15 +229,16 @@ def _naming(path: Path, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched(path: Path, advance: Advance) -> Iterator[None]:
-    """Tells how a file grows that torch.save writes, which tells nobody."""
+def _watched(path: Path, advance: Advance, total_bytes: int) -> Iterator[None]:
+    """Tells how a file grows that torch.save writes, which tells nobody, and at the end of all ``total_bytes``."""
     ended = threading.Event()
+    seen = 0
 
     def watch() -> None:
-        seen = 0
+        nonlocal seen
         while not ended.wait(0.1):
             with contextlib.suppress(FileNotFoundError):
-                size = path.stat().st_size
+                size = min(path.stat().st_size, total_bytes)  # it is a little larger than what is in it
                 advance(size - seen)
                 seen = size
 
@@ -236,3 +249,4 @@ def _watched(path: Path, advance: Advance) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+    advance(total_bytes - seen)

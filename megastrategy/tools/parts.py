@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._checkpoints.files import load_file
-from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
+from ..core import EXTRA_FILE, NOT_TENSORS, CheckpointError, is_directory_checkpoint
 from .trusting import directory_reader, load_planner, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
@@ -171,9 +171,11 @@ def read_directory_parts(
     """
     metadata = read_metadata(path, trust)
     extra_file = path / EXTRA_FILE
-    extra = read_object(extra_file, trust) if extra_file.is_file() else {}
+    extra = dict(read_object(extra_file, trust)) if extra_file.is_file() else {}
     found = _read_nested(path, trust, metadata, make, progress)
-    parts = Parts(path, "directory", "Trainer" if _TRAINER_MARK in extra else "other", extra=dict(extra))
+    for key, values in extra.pop(NOT_TENSORS, {}).items():
+        found[key].update(values)
+    parts = Parts(path, "directory", "Trainer" if _TRAINER_MARK in extra else "other", extra=extra)
     # a bare ``state_dict()``, saved by dcp.save without a key
     if _is_module_state(found):
         parts.models[""] = found

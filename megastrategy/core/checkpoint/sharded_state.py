@@ -33,6 +33,10 @@ if TYPE_CHECKING:  # importing it takes half a second, which only those pay who 
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 EXTRA_FILE = "meta.pt"
+
+NOT_TENSORS = "megatron_ddp_not_tensors"
+"""In ``EXTRA_FILE``, by the key of each module: the values in its state that are no tensors (``_extra_state``). The
+format of directories would flatten them: empty dictionaries are lost in it, and keys become strings."""
 """What is not a tensor of the model or of an optimizer; the name is Lightning's."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
@@ -277,6 +281,16 @@ def directory_keys(path: Path) -> set[str]:
         CheckpointError: if it is no complete checkpoint.
     """
     return {str(place[0]) for place in (read_metadata(path).planner_data or {}).values()}
+
+
+def not_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What belongs into the file beside the tensors, for the states of modules by key; empty if it is nothing."""
+    found = {
+        key: {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+        for key, values in state.items()
+    }
+    found = {key: values for key, values in found.items() if values}
+    return {NOT_TENSORS: found} if found else {}
 
 
 def read_directory(
