@@ -117,8 +117,13 @@ class CollectivesTogether(_Base):
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        self._await_others_of("all_gather", tensor, group)
-        return super().all_gather(tensor, group, sync_grads)
+        """Returns ``(1, *shape)`` after an exception where the others do not come, as for one rank."""
+        meeting = self._meet_if_interrupted()
+        if meeting is None:
+            self._await_others_of("all_gather", tensor, group)
+            return super().all_gather(tensor, group, sync_grads)
+        values = meeting.exchange(tensor.detach().cpu(), self._timeout or default_pg_timeout)
+        return torch.stack(values).to(tensor.device)
 
     def _await_others_of(self, call: str, tensor: Any, group: Any) -> None:
         """Meets the other ranks before a collective over all of them, if ``tensor`` is on the host.

@@ -537,6 +537,28 @@ def choose_after_exception(directory: Path) -> list[str]:
     return saves.chosen
 
 
+class GathersOnRank1(pl.Callback):
+    """On one rank alone, as code under ``if trainer.is_global_zero`` does."""
+
+    gathered: list[float] | None = None
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        if trainer.global_rank == 1:
+            self.gathered = pl_module.all_gather(torch.tensor(1.0)).tolist()
+
+
+def test_a_gather_after_an_exception_does_not_wait_for_a_rank_that_left(ranks: Ranks) -> None:
+    """``(1,)``: the other rank was not there. The default group would wait until its timeout."""
+    assert ranks.run(gather_after_exception) == [None, [1.0]]
+
+
+def gather_after_exception() -> list[float] | None:
+    gathers = GathersOnRank1()
+    with pytest.raises(OnPurposeError):
+        fit_raising("forward", None, True, (gathers,))
+    return gathers.gathered
+
+
 def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directory: Path) -> str:
     checkpoint = ModelCheckpoint(dirpath=directory, filename="{step}", save_on_exception=True, save_top_k=0)
     with pytest.raises(Exception, match=r"rank [01]"):
