@@ -43,7 +43,7 @@ from ..core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
-    GradScaler,
+    adapt_scaler,
     config_from_arguments,
     directory_keys,
     not_tensors,
@@ -51,7 +51,7 @@ from ..core import (
     save_directory,
 )
 from .checkpoint_io import WholeFilesByDefault
-from .signature import ALL_REDUCE_OPTION
+from .signature import ALL_REDUCE_OPTION, NO_SCALER
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
@@ -130,7 +130,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 optimizer that was set up before would find no gradients, or step 16-bit weights without their main
                 params.
         """
-        self._adapt_scaler()
+        scaler, whose = getattr(self.precision, "scaler", None), f"the GradScaler of {type(self.precision).__name__}"
+        adapt_scaler(scaler, self.config, whose, NO_SCALER)
         # a second wrapper would take the parameters out of the buffers that the first one's optimizer steps
         for wrapped in self._open_models():
             if wrapped.module is module and wrapped.engine.is_as_wrapped():
@@ -197,24 +198,6 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self._open_models()]
         whole = [model for model, ids in owned if ids and ids == wanted]
         return whole[:1] or [model for model, ids in owned if ids]
-
-    def _adapt_scaler(self) -> None:
-        """Makes fp16's scaler see sharded gradients. The object stays: the user may hold it, and save it by hand."""
-        scaler = getattr(self.precision, "scaler", None)
-        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-            return
-        if self.config.check_for_nan_in_grad:
-            raise ValueError(
-                f"check_for_nan_in_grad=True contradicts the GradScaler of {type(self.precision).__name__}, which "
-                "meets infinite gradients on purpose, to find the largest scale: drop the option (such steps are "
-                "skipped), or choose a precision without a scaler, like 'bf16-mixed'"
-            )
-        # a class of the user's own keeps its methods, behind those that see the other ranks' shards
-        if not isinstance(scaler, GradScaler):
-            kind = type(scaler)
-            scaler.__class__ = (
-                GradScaler if kind is torch.amp.GradScaler else type(kind.__name__, (GradScaler, kind), {})
-            )
 
     def teardown(self) -> None:
         """Closes all models, so that they are plain modules. Fabric never calls it; a user may."""

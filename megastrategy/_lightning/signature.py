@@ -26,6 +26,10 @@ ALL_REDUCE_OPTION = 'strategy="megatron_ddp_all_reduce" or MegatronDDPStrategy(u
 """Tells a user of a Trainer or Fabric how to ask for an all-reduce, in errors whose way out it is."""
 
 
+NO_SCALER = "choose a precision without a scaler, like 'bf16-mixed'"
+"""Tells a user of a Trainer or Fabric how to train without gradient scaling."""
+
+
 def strategy_class(cls: _Class) -> _Class:
     """Decorates a class that takes the config's fields as ``**options`` and derives from a package's ``DDPStrategy``.
 

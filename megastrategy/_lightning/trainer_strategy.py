@@ -51,7 +51,7 @@ from ..core import (
     DistributedOptimizer,
     Engine,
     Event,
-    GradScaler,
+    adapt_scaler,
     config_from_arguments,
     not_tensors,
     one_listener,
@@ -62,7 +62,7 @@ from .checkpoint_io import WholeFilesByDefault
 from .precision import EnginePrecision, lend, take_back
 from .schedulers import SchedulersHoldUsersOptimizers
 from .signals import SignalAgreement
-from .signature import ALL_REDUCE_OPTION
+from .signature import ALL_REDUCE_OPTION, NO_SCALER
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -139,7 +139,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         )
         self._engine: Engine | None = None  # of the last fit; closed after it
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
-        self._replaced_scaler: torch.amp.GradScaler | None = None
+        self._scalers_class: type[torch.amp.GradScaler] | None = None  # what the plugin's was before the fit
         self._meeting: Meeting | None = None
         self._signal_agreement: SignalAgreement | None = None
         self._loaded_from = ""
@@ -209,19 +209,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         if not isinstance(self.model, DistributedDataParallel):
             return
         lend(plugin, self._engine_precision)  # its clipping goes through `.grad`, a stand-in under reduce-scatter
-        scaler = getattr(plugin, "scaler", None)
-        if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
-            return
-        if self.config.check_for_nan_in_grad:
-            raise ValueError(
-                f"check_for_nan_in_grad=True contradicts the GradScaler of {type(plugin).__name__}, which meets "
-                "infinite gradients on purpose, to find the largest scale: drop the option (such steps are skipped), "
-                "or choose a precision without a scaler, like 'bf16-mixed'"
-            )
-        # the plugin stays and its scaler alone is replaced: checkpoints keep a plugin's state by the name of its class
-        if not isinstance(scaler, GradScaler):
-            self._replaced_scaler = scaler
-            plugin.scaler = GradScaler.like(scaler)  # type: ignore[attr-defined]
+        scaler, whose = getattr(plugin, "scaler", None), f"the GradScaler of {type(plugin).__name__}"
+        self._scalers_class = adapt_scaler(scaler, self.config, whose, NO_SCALER)
 
     def teardown(self) -> None:
         plugin = self.precision_plugin
@@ -232,12 +221,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
             self._signal_agreement = None
         self._meeting = None
         self._listeners = []
-        scaler = getattr(plugin, "scaler", None)
-        if self._replaced_scaler is not None and scaler is not None:
-            # before its first step a scaler has no state to hand back
-            if scaler._scale is not None:
-                self._replaced_scaler.load_state_dict(scaler.state_dict())
-            plugin.scaler, self._replaced_scaler = self._replaced_scaler, None  # type: ignore[attr-defined]
+        if self._scalers_class is not None:
+            plugin.scaler.__class__, self._scalers_class = self._scalers_class, None  # type: ignore[attr-defined]
         if isinstance(self.model, DistributedDataParallel):
             self.model.close()
             self.model = self.lightning_module

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from .._faults.process_collectives import checkpoint_collectives, engine_collectives
 from .._whole_optimizers import WholeOptimizers
-from ..core import DistributedOptimizer, GradScaler, LoneCollectives
+from ..core import DistributedOptimizer, LoneCollectives, adapt_scaler
 from . import checkpoint
 from .plugin import MegatronDDPPlugin, refuse_other_engines
 from .prepared_model import (
@@ -233,15 +233,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
 
     def _adapt_scaler(self) -> None:
         """Makes fp16's scaler see sharded gradients, so that all ranks skip the same steps."""
-        scaler = self.scaler
-        if not isinstance(scaler, torch.amp.GradScaler) or isinstance(scaler, GradScaler):
-            return
-        if scaler.is_enabled() and self.megatron_ddp_config.check_for_nan_in_grad:
-            raise ValueError(
-                "check_for_nan_in_grad=True contradicts fp16's GradScaler, which meets infinite gradients on purpose, "
-                "to find the largest scale: drop the option (such steps are skipped), or use mixed_precision='bf16'"
-            )
-        self.scaler = GradScaler.like(scaler)
+        adapt_scaler(self.scaler, self.megatron_ddp_config, "fp16's GradScaler", "use mixed_precision='bf16'")
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from .checkpoint.sharded_state import (
     sync_directory,
     to_host,
 )
-from .clip_grads import GradScaler, scale_to_norm_, total_grad_norm
+from .clip_grads import scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
@@ -30,6 +30,7 @@ from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
+from .grad_scaler import GradScaler, adapt_scaler
 from .memory import memory_use, memory_use_of_ddp
 from .strangers import describe_unreduced
 from .trials.known_findings import KnownFindings
@@ -50,6 +51,7 @@ __all__ = [
     "KnownFindings",
     "LoneCollectives",
     "NotOnAllRanksError",
+    "adapt_scaler",
     "check_replaceable",
     "config_from_arguments",
     "describe_unreduced",

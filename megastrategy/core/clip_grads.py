@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,38 +84,3 @@ def unscale_grads_(
     if collectives is not None:
         collectives.all_reduce_max(found_inf).wait()
     return found_inf
-
-
-class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for sharded optimizers: same interface, same ``state_dict``.
-
-    A :class:`~megastrategy.DistributedOptimizer` unscales the shard it owns and agrees with the other ranks on
-    non-finite gradients, so a step is skipped by all ranks or by none, and the scale stays equal. Other optimizers
-    are treated as torch treats them.
-    """
-
-    @classmethod
-    def like(cls, scaler: torch.amp.GradScaler) -> GradScaler:
-        """A scaler of this class with the options and the state of ``scaler``."""
-        ours = cls(
-            scaler._device,
-            init_scale=scaler.get_scale(),
-            growth_factor=scaler.get_growth_factor(),
-            backoff_factor=scaler.get_backoff_factor(),
-            growth_interval=scaler.get_growth_interval(),
-            enabled=scaler.is_enabled(),
-        )
-        ours._init_growth_tracker = scaler._get_growth_tracker()
-        return ours
-
-    def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        unscale: Any = getattr(optimizer, "unscale_grads_", None)
-        if unscale is None:
-            per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
-                optimizer, inv_scale, found_inf, allow_fp16
-            )
-            return per_device
-        found: Tensor = unscale(inv_scale)
-        return {found.device: found}

@@ -54,6 +54,7 @@ RANKS = [
     },
     {"layout"},
     {
+        "grad_scaler",
         "memory",
         "optimizer_copies",
         "reduced_grad",
