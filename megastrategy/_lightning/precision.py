@@ -5,8 +5,9 @@ Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, like :mod:`mega
 
 from __future__ import annotations
 
+import copyreg
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as _Base
@@ -19,6 +20,15 @@ class EnginePrecision(_Base):
 
     _lent_by: type[_Base]
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copies and pickles as what was lent: pickle knows a class by its name, and this one has another's."""
+        twin = object.__new__(self._lent_by)
+        twin.__dict__.update(self.__dict__)
+        reduced: Any = twin.__reduce_ex__(protocol)
+        make, *others = reduced
+        # pickle compares the class that __newobj__ gets with that of the object
+        return (_new if make is copyreg.__newobj__ else make, *others)  # type: ignore[attr-defined]
+
     def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
         if hasattr(optimizer, "clip_grad_norm_"):
             optimizer.clip_grad_norm_(clip_val)
@@ -30,6 +40,10 @@ class EnginePrecision(_Base):
             optimizer.clip_grad_value_(clip_val)
         else:
             super().clip_grad_by_value(optimizer, clip_val)
+
+
+def _new(kind: type, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
 
 
 def lend(plugin: _Base, engine_precision: type[EnginePrecision]) -> None:

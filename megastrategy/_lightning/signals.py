@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,7 @@ class _InPlace:
         return self._run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return types.MethodType, (getattr(type(self._of), self._name), self._of)
+        return getattr, (self._of, self._name)  # of an object that is being made, and has its class's methods alone
 
 
 class SignalAgreement:
@@ -104,7 +103,7 @@ class SignalAgreement:
     def _remember_to_end(self, signum: int, frame: Any) -> None:
         alone = self._posted is None
         when = "it stops after this batch" if alone else "all ranks stop before the next batch"
-        _log.info("rank %d: received SIGTERM; %s", self._trainer.global_rank, when)
+        _log.warning("rank %d: received SIGTERM; %s", self._trainer.global_rank, when)
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._terminated:
             launcher.kill(signum)
@@ -116,7 +115,7 @@ class SignalAgreement:
 
     def _remember_to_requeue(self, signum: int, frame: Any) -> None:
         who = "it saves" if self._posted is None else "all ranks save"
-        _log.info("rank %d: received signal %d; %s before the next batch", self._trainer.global_rank, signum, who)
+        _log.warning("rank %d: received signal %d; %s before the next batch", self._trainer.global_rank, signum, who)
         self._num_requeues += 1
         self._requeue_signal = signum
         if self._posted is not None:

@@ -46,7 +46,8 @@ class StateOfCopy:
         """Of the optimizer without its state, and with hooks that refuse what needs it."""
         kind: Any = type(self._optimizer)
         state: dict[str, Any] = dict(kind.__getstate__(self._optimizer))
-        state.pop("__getstate__", None)
+        # torch drops hooks from a copy, and so would a copy of this one: it could step, and save that it has no state
+        state["__getstate__"] = self
         hooks = ("_optimizer_step_pre_hooks", "_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
         state |= {name: collections.OrderedDict({0: refuse_use_of_copy}) for name in hooks}
         groups = [{**group, "params": list(group["params"])} for group in self._optimizer.param_groups]

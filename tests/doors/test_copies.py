@@ -46,6 +46,32 @@ class CopiesCallbacks(pl.Callback):
         self.num_copies += len(copy.deepcopy([*trainer.callbacks, HoldsTrainer(trainer)])) > 0
 
 
+class SavesTheTrainer(pl.Callback):
+    """In the midst of training, of a whole Trainer with its precision plugin."""
+
+    def __init__(self) -> None:
+        self.precisions: list[str] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        for twin in (saved(trainer), copy.deepcopy(trainer)):
+            self.precisions.append(type(twin.precision_plugin).__name__)
+
+
+def save_the_trainer_in_a_fit(name: str) -> list[str]:
+    saves = SavesTheTrainer()
+    trainer = make_trainer(
+        make_strategy(name), devices=1, callbacks=[saves], logger=MemoryLogger(), max_epochs=1, limit_train_batches=2
+    )
+    trainer.fit(BoringModel())
+    return saves.precisions
+
+
+@pytest.mark.parametrize("name", ["ddp", "megatron_ddp"])
+def test_a_trainer_is_saved_in_the_midst_of_training_on_one_rank(one_rank: Ranks, name: str) -> None:
+    """On several ranks "ddp" holds what nobody can pickle."""
+    assert one_rank.run(save_the_trainer_in_a_fit, name) == [["Precision"] * 4]
+
+
 class HoldsTrainer(pl.Callback):
     """As a progress bar does."""
 

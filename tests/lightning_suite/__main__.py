@@ -57,7 +57,10 @@ def _failed(outcomes: dict[str, dict[str, str]], test: str) -> bool:
 
 
 if __name__ == "__main__":
-    command, *rest = sys.argv[1:]
-    if command == "run":
-        sys.exit(run(Path(rest[0]), rest[1], Path(rest[2]), rest[3:]))
-    sys.exit(compare(Path(rest[0]), Path(rest[1])))
+    match sys.argv[1:]:
+        case ["run", folder, strategy, outcomes, *arguments]:
+            sys.exit(run(Path(folder), strategy, Path(outcomes), arguments))
+        case ["compare", theirs, ours]:
+            sys.exit(compare(Path(theirs), Path(ours)))
+        case _:
+            sys.exit(__doc__)

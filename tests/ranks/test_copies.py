@@ -234,7 +234,8 @@ def test_a_copy_of_shards_or_main_params_is_made_and_refuses_to_step_or_save(
 ) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model, optimizer, scheduler = start(rank, group, **options)
-        for twin in (copied(optimizer), copied(scheduler).optimizer, copied(optimizer.optimizer)):
+        twins = [copied(optimizer), copied(scheduler).optimizer, copied(optimizer.optimizer), copied(copied(optimizer))]
+        for twin in twins:
             if twin is optimizer.optimizer:
                 continue  # a shallow copy of a scheduler has the original
             assert type(twin) is torch.optim.Adam

@@ -3,6 +3,7 @@ are stepped: as in plain torch with fp32 main params of one's own."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -265,6 +266,33 @@ def in_dictionary_of_state(optimizer: Any, params: list[Tensor]) -> None:
         optimizer.state[param]["sums"] = {"fast": {"mean": torch.zeros_like(param)}}
 
 
+def in_deque_of_state(optimizer: Any, params: list[Tensor]) -> None:
+    for param in params:
+        optimizer.state[param]["sums"] = collections.deque([torch.zeros_like(param)])
+
+
+class Window:
+    def __init__(self, param: Tensor) -> None:
+        self.mean = torch.zeros_like(param)
+
+
+class Slotted:
+    __slots__ = ("mean",)
+
+    def __init__(self, param: Tensor) -> None:
+        self.mean = [torch.zeros_like(param)]
+
+
+def in_object_of_state(optimizer: Any, params: list[Tensor]) -> None:
+    for param in params:
+        optimizer.state[param]["sums"] = Window(param)
+
+
+def in_slots_of_state(optimizer: Any, params: list[Tensor]) -> None:
+    for param in params:
+        optimizer.state[param]["sums"] = Slotted(param)
+
+
 class KeepsSums(torch.optim.SGD):
     """Has made them when it is constructed, by ``make``, in the dtype of its parameters."""
 
@@ -284,6 +312,9 @@ class KeepsSums(torch.optim.SGD):
         (under_a_name, "state 'all' has bfloat16 tensors"),
         (in_list_of_state, "state 'sums' of a parameter has bfloat16 tensors"),
         (in_dictionary_of_state, "state 'sums' of a parameter has bfloat16 tensors"),
+        (in_deque_of_state, "state 'sums' of a parameter has bfloat16 tensors"),
+        (in_object_of_state, "state 'sums' of a parameter has bfloat16 tensors"),
+        (in_slots_of_state, "state 'sums' of a parameter has bfloat16 tensors"),
     ],
 )
 def test_state_that_would_stay_in_16_bits_is_refused_by_name(

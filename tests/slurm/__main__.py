@@ -1,7 +1,7 @@
 """python -m tests.slurm: sends the requeue signal and SIGTERM to jobs of a real Slurm; prints docs/signals.md's tables.
 
 It needs ``sbatch`` and a folder for temporary files that all nodes see. It fails where a job is not resumed at the step
-that all its ranks saved, or where a rank has not left within 3 s of SIGTERM.
+that all its ranks saved, or where a rank's script has not ended within 3 s of SIGTERM.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def main() -> None:
     """The command."""
     for head, cases, run in (
         ("| tasks | the requeue signal in | saved at step | resumed at step |\n|---|---|---|---|", REQUEUES, requeue),
-        ("| tasks | SIGTERM in | the last rank has left after |\n|---|---|---|", TERMINATES, terminate),
+        ("| tasks | SIGTERM in | the last rank's script has ended after |\n|---|---|---|", TERMINATES, terminate),
     ):
         _tell(head)
         for case in cases:

@@ -133,7 +133,14 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any
             continue
         for name, item in value.items():
             if not isinstance(item, Tensor):
-                yield f"state {name!r} of a parameter", item
+                # an object of the optimizer's own, for this parameter alone: it leads to nothing else
+                yield f"state {name!r} of a parameter", [item, *_attributes(item)]
+
+
+def _attributes(item: Any) -> list[Any]:
+    declared = [vars(kind).get("__slots__", ()) for kind in type(item).__mro__]
+    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
+    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
 
 
 class _GroupProbe:

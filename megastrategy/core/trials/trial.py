@@ -294,7 +294,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set):
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
