@@ -166,6 +166,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "under torch DDP"
             )
         result = None
+        # before the gradients are reduced, as torch's optimizers call it before they look at any
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
@@ -175,8 +176,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_state_tensors(self) -> int | None:
-        """How many numbers a sharded optimizer keeps for each element (Adam: 2); of a whole one nobody knows before
-        its first step."""
+        """The number of values that a sharded optimizer keeps for each element (Adam: 2).
+
+        None for a whole one, of which nobody knows before its first step.
+        """
         names = self._impl.element_names
         return len(names) if names is not None else None
 
@@ -186,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._impl.sharded
 
     def require_all_ranks(self, what: str) -> None:
-        """Where it is sharded, returns when all ranks are about to do ``what``, as a framework's saving needs.
+        """Returns when all ranks are about to do ``what``, as a framework's saving needs; at once if it is not sharded.
 
         Raises:
             NotOnAllRanksError: if they are not, within bounded time.
@@ -196,8 +199,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> tuple[int, int]:
-        """How many steps of this object began to change weights, and how many were completed: a step whose weights did
-        not arrive, of which ``overlap_param_gather="forward"`` hears after ``step`` has returned, was not.
+        """The number of steps that began to change weights, and of those that were completed.
+
+        A step whose weights did not arrive was not completed; ``overlap_param_gather="forward"`` hears of that after
+        ``step`` has returned.
 
         After an exception the ranks' shards and weights belong together if all ranks have the same two numbers, equal.
         """
@@ -266,6 +271,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerNotShardableError: if shards cannot be stepped with this group's options; it is not added then.
         """
         impl = self._impl
+        # the user's optimizer fills in its defaults and refuses what torch refuses; what we refuse is taken out again
         impl.inner.add_param_group(param_group)
         try:
             impl.check_groups()
@@ -279,7 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.follow_model()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer would have saved under torch DDP: full-shaped state by parameter index, on the host.
+        """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
 
         Rank 0 gets the state; on other ranks ``state`` is empty, and refused where it is loaded. All ranks call this
         together; on the CPU rank 0 may call it alone, between a step and the next backward, see [Note: handing over].
@@ -301,7 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _gather(self, what: str) -> Iterator[tuple[Gather | None, bool]]:
-        """How the parts of the ranks come together, and whether any do on this rank; without shards all is here."""
+        """Yields a way for the ranks' parts to come together (None where all is here), and whether they come here."""
         if self._borrowing is None:
             yield None, True
             return
@@ -414,7 +420,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return apply
 
     def __copy__(self) -> torch.optim.Optimizer:
-        """Of the user's class; see optimizer_copies' [Note: what a copy is]."""
+        """Makes one of the user's class; see optimizer_copies' [Note: what a copy is]."""
         return copy.copy(self._impl.inner)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -436,7 +442,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _check(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
-    """What trial steps showed, if the optimizer is to be sharded; raises if it cannot step what it would be given."""
+    """Tries the optimizer, and returns what trial steps showed; None if it is not to be sharded.
+
+    Raises:
+        OptimizerNotShardableError: if it cannot step what it would be given.
+    """
     dtypes = {spec.dtype for spec in engine.layout.params if spec.has_main_param}
     is_sharded = engine.layout.num_shards > 1
     reason = why_not_main_params(optimizer) if dtypes and not is_sharded else None

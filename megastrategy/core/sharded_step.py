@@ -1,4 +1,4 @@
-"""What a :class:`~megastrategy.DistributedOptimizer` knows and does: the user's optimizer on this rank's shards.
+"""Steps the user's optimizer on this rank's shards, for a :class:`~megastrategy.DistributedOptimizer`.
 
 [Note: main params]
 A 16-bit weight has an fp32 main param on the rank that owns it: the optimizer updates that and the weight gets its
@@ -181,7 +181,7 @@ class ShardedStep(ShardHolder):
     # --- groups ------------------------------------------------------------------------------------------------------
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
-        """What the optimizer has in its place: this rank's shard, itself if frozen, None if all of it is elsewhere."""
+        """The tensor in its place: this rank's shard, itself if frozen, None if all of it is elsewhere."""
         index = self.index_by_id.get(id(param))
         if index is None:
             return param
@@ -250,6 +250,8 @@ class ShardedStep(ShardHolder):
         members = [[index_by_id.get(id(param), -1) for param in group["params"]] for group in groups]
         stepping = {index for indices in members for index in indices if index in self.shards and may_step(index)}
         state, names = self.inner.state, self.element_names
+        # other runs: groups or layout changed, one shard of a run has a gradient and its neighbour none, or state was
+        # loaded that tells them apart
         if members != self._members or any(
             len({shard.param in stepping for shard in run.shards}) > 1
             or (not self._is_joined and not run.has_one_history(state, names))
@@ -263,7 +265,7 @@ class ShardedStep(ShardHolder):
             apart = {number for number, group in enumerate(groups) if not self._may_join(group)}
             was_joined = {shard.param for run in self._runs if len(run.shards) > 1 for shard in run.shards}
             self._runs = build_runs(shards, apart, stepping, self.layout, buffers.flats, grads.reduced, state, names)
-            for run in self._runs:
+            for run in self._runs:  # a shard that is alone now has a part of the run's state, and keeps all of it alive
                 if len(run.shards) == 1 and run.shards[0].param in was_joined:
                     own_state(state.get(run.main, {}))
         if not self._is_joined:
@@ -277,7 +279,7 @@ class ShardedStep(ShardHolder):
         return self._keeps_state_only and not (group.get("fused") and self._is_on_cpu)
 
     def _chunk_numel(self, run: Run) -> int:
-        """How much of a run is stepped at once: all, unless the optimizer does single operations on the CPU."""
+        """The most elements stepped at once: all, unless the optimizer does single operations on the CPU."""
         group = self.inner.param_groups[run.group]
         in_chunks = self._may_join(group) and self._is_on_cpu and not group.get("foreach")
         return CHUNK_NUMEL if in_chunks else run.main.numel()
@@ -330,7 +332,7 @@ class ShardedStep(ShardHolder):
     # --- step --------------------------------------------------------------------------------------------------------
 
     def finish_grads(self) -> None:
-        """Before gradients are used: reduces what is not yet, and takes in what the user wrote into ``.grad`` since.
+        """Reduces what is not yet, and takes in what the user wrote into ``.grad`` since; comes before gradients' use.
 
         Without shards ``.grad`` is the truth, local or not, as under torch DDP.
         """
@@ -363,7 +365,7 @@ class ShardedStep(ShardHolder):
         self.engine.emit(EventKind.STEP_START, 0)
 
     def try_arguments(self, arguments: StepArguments) -> str | None:
-        """Where shards are to be stepped with other arguments than before, why they cannot be, by trial steps."""
+        """Says why shards cannot be stepped with arguments that are new, by trial steps; None if they can."""
         if not self.sharded or (kind := arguments.kind) in self._tried_arguments:
             return None
         findings = probe(self.inner, self.engine.device, self.layout.main_dtype, arguments)
@@ -373,7 +375,7 @@ class ShardedStep(ShardHolder):
         return findings.reason
 
     def learn(self, findings: Findings) -> None:
-        """What trials showed of arguments or options that are new."""
+        """Takes in what trials showed of arguments or options that are new."""
         self._keeps_state_only = self._keeps_state_only and findings.in_parts
         assert self.element_names is not None, "sharded"
         self.element_names |= findings.element_names
@@ -424,7 +426,7 @@ class ShardedStep(ShardHolder):
         overlap = engine.config.overlap_param_gather
         self._begin_step()
         if overlap and runs and self._keeps_state_only and not counts_calls(self.inner):
-            try:
+            try:  # buckets are numbered as backward meets them, and the next forward needs the last of them first
                 for bucket in sorted(changing | {run.bucket for run in runs}, reverse=True):
                     self._step_runs([run for run in runs if run.bucket == bucket])
                     if bucket in changing:
@@ -444,7 +446,7 @@ class ShardedStep(ShardHolder):
             engine.param_gather.defer()
         else:
             engine.param_gather.finish()
-        for run in runs:
+        for run in runs:  # state that the step has made in one piece is seen in chunks from now on
             if run.begins:
                 run.split_state(self.inner.state, self.element_names)
                 run.join_state(self.inner.state, self.element_names, self._chunk_numel(run))
@@ -480,8 +482,8 @@ class ShardedStep(ShardHolder):
                 tensor.grad = None
 
     def _changing_buckets(self, indices: Sequence[int]) -> set[int]:
-        """The buckets of which some rank may step a parameter: not those of which this rank does, which a gradient
-        written on one rank alone would change."""
+        """The buckets whose parameters may change in this step on any rank, which all ranks gather. So it depends on
+        what ranks share alone (``requires_grad``, reductions): a gradient may be written on one rank only."""
         return {self.layout.slots[index].bucket for index in indices if self._may_change(index)}
 
     def refuse_direct_use(self, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the optimizer steps: this rank's shards, joined where they lie side by side, and cut to fit the cache.
+"""Makes what the optimizer steps: this rank's shards, joined where they lie side by side, and cut to fit the cache.
 
 [Note: runs]
 Between steps each parameter's shard has state of its own, as checkpoints want it. In a step the shards of one group
@@ -65,12 +65,15 @@ class Run:
         self._cut_for_shards: _Cut | None = None
         self._cut_for_tensors: _Cut | None = None
         self.tensors = [self.main]
-        """What the optimizer's groups hold in a step: ``main``, whole or in chunks."""
+        """The tensors in the optimizer's groups in a step: ``main``, whole or in chunks."""
         self.begins = False
         """Whether the next step brings the state into being; it can be in chunks after that."""
 
     def join_state(self, state: MutableMapping[Tensor, State], names: set[str] | None, chunk_numel: int) -> None:
-        """From state for each shard to state for each of ``tensors``.
+        """Replaces the shards' state by the state of ``tensors`` (the run, whole or in chunks).
+
+        What is kept for each element (``exp_avg``) becomes views of one flat tensor, without a copy where it was cut
+        from it before. Counters (``step``) are equal in all shards, as :meth:`has_one_history` saw: one is kept.
 
         Args:
             state: the optimizer's.
@@ -80,7 +83,8 @@ class Run:
         numel = self.main.numel()
         states = [state.pop(shard.main, {}) for shard in self.shards]
         whole = _join(states, self._shard_spans, numel, names, self._cut_for_shards)
-        # state comes into being in one piece, so that it can be seen in other pieces without a copy
+        # before its first step there is no state to cut: the step makes it for the whole run, in one piece, and later
+        # ones see it in chunks without a copy
         starts = range(0, numel, chunk_numel) if whole and numel > chunk_numel else (0,)
         spans = list(itertools.pairwise((*starts, numel)))
         if len(spans) != len(self.tensors):
@@ -90,7 +94,7 @@ class Run:
         self.begins = not whole and numel > chunk_numel
 
     def split_state(self, state: MutableMapping[Tensor, State], names: set[str] | None) -> None:
-        """The way back, with the same arguments."""
+        """Replaces the state of ``tensors`` by that of the shards, with the arguments of :meth:`join_state`."""
         assert self._cut_for_tensors is not None, "it was joined"
         states = [state.pop(tensor, {}) for tensor in self.tensors]
         whole = _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
@@ -100,7 +104,7 @@ class Run:
             state.update(zip((shard.main for shard in self.shards), self._cut_for_shards.parts, strict=True))
 
     def states(self, state: Mapping[Tensor, State], names: set[str] | None) -> list[State]:
-        """What :meth:`split_state` would give the shards, while the state stays as it is."""
+        """Returns the states that :meth:`split_state` would give the shards, and leaves all as it is."""
         assert self._cut_for_tensors is not None, "it was joined"
         states = [state.get(tensor, {}) for tensor in self.tensors]
         whole = _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
@@ -118,17 +122,21 @@ class Run:
             start += tensor.numel()
 
     def element_names(self, names: set[str] | None) -> set[str]:
-        """Of what was split for each element."""
+        """The names of what was split for each element."""
         whole, numel = self._cut_for_shards.whole if self._cut_for_shards else {}, self.main.numel()
         return {name for name, value in whole.items() if is_per_element(name, value, (numel,), names)}
 
     def forget_state(self) -> None:
-        """Another state takes the place of the one that was split: it is kept alive no longer."""
+        """Lets go of the state that was split, since another takes its place."""
         self._cut_for_shards = None
 
 
 class _Cut:
-    """The state of a flat tensor, and the states of its parts, which share its memory."""
+    """Cuts the state of a flat tensor into states of its parts, which share its memory, and knows them again.
+
+    Hazard: an optimizer may replace a tensor of its state in a step (``state["x"] = state["x"] * 2``), or a user load
+    others. The flat tensor is stale then, so :meth:`still_has` compares identities before it is used again.
+    """
 
     def __init__(self, whole: State, spans: Sequence[Span], numel: int, names: set[str] | None) -> None:
         self.whole, self.spans = whole, spans
@@ -156,6 +164,7 @@ def _join(
 ) -> State:
     """The state of a flat tensor of ``numel`` elements from those of its parts; without copies where they were cut from
     ``known``."""
+    # a shard that is alone in its run: its state is that of the run, the very dictionary
     if len(spans) == 1 and spans[0] == (0, numel):
         return states[0]
     whole: State = {}
@@ -165,6 +174,7 @@ def _join(
         elif known is not None and known.still_has(name, states):
             whole[name] = known.whole[name]
         else:
+            # zeros: the elements between two parameters are stepped along, and nothing but zero may ever be there
             whole[name] = torch.zeros(numel, dtype=value.dtype, device=value.device)
             for state, (start, end) in zip(states, spans, strict=True):
                 whole[name][start:end] = state[name]
@@ -172,7 +182,7 @@ def _join(
 
 
 def _own_copy(value: Any) -> Any:
-    """For one of many tensors: a deep copy of a tensor takes ten times as long as its clone."""
+    """A copy for one of many tensors: a deep copy of a tensor takes ten times as long as its clone."""
     return value.detach().clone() if type(value) is Tensor else copy.deepcopy(value)
 
 
@@ -201,6 +211,7 @@ def cut_shards(
     owned = {index: span for index in indices if (span := layout.owned_range(index, rank)) is not None}
     neighbours: list[list[int]] = []
     for index in sorted(owned, key=lambda index: (slots[index].bucket, owned[index])):
+        # main params of neighbours come from one allocation, so that a run of them is one flat tensor without a copy
         before = neighbours[-1][-1] if neighbours else None
         if (
             before is not None
@@ -214,6 +225,7 @@ def cut_shards(
     for members in neighbours:
         buffer, base = slots[members[0]].buffer, 0
         flat = flats[buffer]
+        # 16-bit weights: the shard is a view of an fp32 copy; others are views of the parameters' own buffer
         if layout.params[members[0]].has_main_param:
             base = owned[members[0]][0]
             flat = flat[base : owned[members[-1]][1]].float()
@@ -250,6 +262,7 @@ def build_runs(
     def address(shard: ParamShard) -> int:
         return layout.slots[shard.param].start + shard.start
 
+    # by address, whatever the order of the optimizer's groups: only neighbours in memory are one tensor
     placed = [(shard, number) for number, shards in enumerate(groups) for shard in shards]
     placed.sort(key=lambda pair: (layout.slots[pair[0].param].bucket, address(pair[0]), pair[0].numel))
     drafts: list[tuple[int, list[ParamShard]]] = []
@@ -259,6 +272,7 @@ def build_runs(
             if (
                 layout.slots[before.param].bucket == layout.slots[shard.param].bucket
                 and before.flat is shard.flat
+                # an empty shard has no address of its own, and could stand between two that are not neighbours
                 and min(before.numel, shard.numel) > 0
                 # no other parameter lies between: each begins on a multiple of the alignment
                 and address(shard) - address(before) - before.numel < PARAM_ALIGNMENT_NUMEL

@@ -86,10 +86,13 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
     assert (layout.dp_size, layout.num_shards) == (present.dp_size, present.num_shards)
     assert not engine.reducer.has_local_grads, "what is not reduced yet would be lost"
     with torch.no_grad():
+        # nothing is cut: every rank has all of it, and changes over by itself
         if engine.param_buffers is None:
             engine.change_whole(layout)
         else:
+            # weights still on their way would be copied as they were before the step
             engine.finish_param_gather()
+            # what a user put in a parameter's place (``p.data = x``) or wrote into ``.grad`` is in no buffer yet
             engine.param_buffers.recapture()
             grads.adopt_written(range(len(engine.params)))
             reduced = _ReducedGrads(grads, engine.collectives.rank)
@@ -98,6 +101,7 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
             if contents is None:
                 return False
             reduced.take(contents.pop(_GRADS))
+            # views of the old buffers would keep their memory while the new ones are made: two of each at once
             for optimizer in optimizers.values():
                 optimizer.release()
             engine.change_shards(layout, reduced.shards)
@@ -109,9 +113,13 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
 
 
 def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLayout) -> dict[int, Contents] | None:
-    """What this rank will keep in ``layout``, by holder; None, on all ranks, if there is something that cannot be
-    moved. Collective; changes nothing."""
+    """Gathers what this rank will keep in ``layout``, by holder. Collective; changes nothing.
+
+    Returns:
+        None, on all ranks, if there is something that cannot be moved.
+    """
     present, collectives, device = engine.layout, engine.collectives, engine.device
+    # ranks own different parameters, so none knows alone what there is; and all must decide alike whether to move
     described = {number: holder.describe() for number, holder in holders.items()}
     by_rank = collectives.all_gather_objects(_on_host(described), device)
     whole = _merge(by_rank)
@@ -130,8 +138,11 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
             kept = [
                 (name, value) for i in bucket.params for name, value in contents.get(i, {}).items() if _is_cut(value)
             ]
+            # one collective for each kind of tensor in the bucket, in the order of the merged description: the same on
+            # all ranks. Parameters may lack a kind (no step yet), or keep it in another dtype
             for name, kind in dict.fromkeys(kept):
                 members = [i for i in bucket.params if contents.get(i, {}).get(name) == kind]
+                # one buffer for all buckets: those that come and go between the copies would leave holes in the heap
                 if kind.dtype not in scratch:
                     largest = max(other.numel for other in present.buckets)
                     scratch[kind.dtype] = torch.empty(largest, dtype=kind.dtype, device=device)
@@ -167,7 +178,7 @@ def _cut(flat: Tensor, param: int, first: int, present: BufferLayout, layout: Bu
 
 
 def _merge(by_rank: Sequence[Mapping[int, Contents | None]]) -> dict[int, Contents] | None:
-    """What the ranks keep together; None if they do not keep the same, or something that cannot be moved."""
+    """Joins what the ranks keep; None if they disagree, or one keeps something that cannot be moved."""
     merged: dict[int, Contents] = {}
     for number in by_rank[0]:
         merged[number] = {}
@@ -176,6 +187,7 @@ def _merge(by_rank: Sequence[Mapping[int, Contents | None]]) -> dict[int, Conten
             if contents is None:
                 return None
             for index, values in contents.items():
+                # of what is cut every owner of a part has to say the same; of a whole value the lowest rank's is taken
                 known = merged[number].setdefault(index, dict(values))
                 for name, value in values.items():
                     if (_is_cut(value) or _is_cut(known.get(name))) and known.get(name, value) != value:

@@ -25,17 +25,19 @@ class ShardHolder(ABC):
 
     @abstractmethod
     def describe(self) -> Contents | None:
-        """What this rank keeps of each parameter: :class:`PerElement`, or a picklable value that belongs to the
-        parameter as a whole. None if it cannot be moved."""
+        """Says what this rank keeps of each parameter; None if it cannot be moved.
+
+        A value is :class:`PerElement`, or picklable and of the parameter as a whole.
+        """
 
     @abstractmethod
     def part(self, param: int, name: str) -> Tensor | None:
         """The elements of a :class:`PerElement` that this rank owns (flat, in memory order), if it keeps them."""
 
     def release(self) -> None:  # noqa: B027 - nothing to do where nothing is kept
-        """Everybody has what it will :meth:`take`: no view of the old buffers may keep their memory any longer."""
+        """Lets go of all views of the old buffers, whose memory is needed: everybody has what it will :meth:`take`."""
 
     @abstractmethod
     def take(self, contents: Contents) -> None:
-        """The model has another layout now, and this is what the rank keeps in it: of each parameter that any rank
+        """Takes over what the rank keeps in the layout that the model has now: of each parameter that any rank
         described and of which this one owns a part, that part (in memory of its own) or the whole value."""
