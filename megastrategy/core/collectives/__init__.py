@@ -34,8 +34,11 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     if group.size() == 1:
         return LoneCollectives(group)
     backend = group._get_backend(device)
+    # A group that was made by hand (ranks that are threads) is not in torch's map: no store, so no roll call, and all
+    # ranks are taken to come.
     known = dist.distributed_c10d._world.pg_map.get(group)
     roll_call = RollCall(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
+    # Asked of the backend for this device: a group may have gloo for the host and NCCL for the GPU.
     return (GlooCollectives if backend.name() == "gloo" else BackendCollectives)(group, roll_call)
 
 

@@ -35,6 +35,7 @@ class BackendCollectives(Collectives):
         return self._begun("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), then)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        # An exchange and not a reduction: a backend sums in the dtype that it sends, and in an order of its own.
         received = torch.empty_like(tensor)
         work = self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
         parts = received.chunk(self.size)
@@ -44,9 +45,12 @@ class BackendCollectives(Collectives):
         self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
     ) -> tuple[dist.ReduceOp, Callable[[], object] | None]:
         """The operation for the backend, and what is left to be done when it has ended."""
+        # Before it is sent, as torch DDP does, so the bits are its; and a sum of 16-bit gradients overflows later.
         if not scale_sum:
             tensor.mul_(scale)
             return dist.ReduceOp(dist.ReduceOp.SUM), None
+        # NCCL averages by itself, which saves a pass. Its AVG is the mean over this very group, so no other scale will
+        # do.
         if scale == 1.0 / self.size and self.group._get_backend(tensor.device).name() == "nccl":
             return dist.ReduceOp(dist.ReduceOp.AVG), None
         return dist.ReduceOp(dist.ReduceOp.SUM), lambda: result.mul_(scale)
@@ -60,7 +64,7 @@ class BackendCollectives(Collectives):
 
 
 class WorkHandle(Handle):
-    """Of something with a ``wait()``, as backends return it."""
+    """The handle of something that has a ``wait()``, as backends return it."""
 
     def __init__(
         self, what: str, work: Any, collectives: Collectives, then: Callable[[], object] | None = None
@@ -75,13 +79,15 @@ class WorkHandle(Handle):
         except RuntimeError as error:
             raise did_not_complete(self._what, self._collectives, error) from error
         self._work = None
+        # After the wait: on CUDA the current stream is now behind the collective, so what is queued here reads its
+        # result.
         if self._then is not None:
             self._then()
             self._then = None  # and with it the memory that it reads
 
 
 def max_options() -> dist.AllreduceOptions:
-    """Of an all-reduce that leaves the element-wise maximum."""
+    """The options of an all-reduce that leaves the element-wise maximum."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return options

@@ -1,4 +1,4 @@
-"""Gloo, whose reduce-scatter and all-gather are rings of ours."""
+"""Gloo, with rings of ours for its reduce-scatter and all-gather."""
 
 from __future__ import annotations
 
@@ -73,9 +73,12 @@ class GlooCollectives(Collectives):
 
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
         if self._worker is None:
+            # At the first use, and again after close(), which promises that these may be used afterwards.
             self._worker = Worker()
             # At exit too: a thread that the interpreter stops inside a call of the backend would end the process badly.
             weakref.finalize(self, _end, self._worker, self._lent)
+        # Counted in the caller's thread, in the order of the program: the number is what ranks compare to find a
+        # deadlock.
         self._count(what)
         return _FutureHandle(what, self._worker.submit(run), self, self.num_started)
 
@@ -85,6 +88,7 @@ class GlooCollectives(Collectives):
 
     def _finish_started(self) -> None:
         if self._worker is not None:
+            # An empty job behind all others; failed ones count as finished, and raise where they are waited for.
             concurrent.futures.wait([self._worker.submit(lambda: None)])
 
     def glance(self, what: str, number: int) -> None:
@@ -93,8 +97,10 @@ class GlooCollectives(Collectives):
         Raises:
             CollectiveError: if it will not complete.
         """
+        # Rank 0 waits here, so whoever calls a meeting without having come this far would wait for it in vain.
         if self.roll_call is not None:
             self.roll_call.say_where(f"waiting in {what}", number)
+        # Gloo cannot see that a peer raised and went elsewhere while its process lives; whoever watches the ranks can.
         if self.why_give_up is not None and (reason := self.why_give_up(what, number)):
             if self._worker is not None:
                 self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
@@ -105,7 +111,7 @@ class GlooCollectives(Collectives):
         self.group.broadcast([self._lend(tensor)], dist.BroadcastOptions()).wait()
 
     def _lend(self, tensor: Tensor) -> Tensor:
-        """What a thread of gloo's is given in place of ``tensor``."""
+        """A view of ``tensor`` to be given to a thread of gloo's; see [Note: gloo lets go after it is done]."""
         return self._lent.lend(tensor)
 
 
@@ -120,6 +126,7 @@ class _FutureHandle(Handle):
             while not (self._future.done() or concurrent.futures.wait([self._future], self._GLANCE_S).done):
                 self._collectives.glance(self._what, self._number)
             self.ran_ns = self._future.result()
+        # Given up, or failed with a reason already: a second wrapping would bury it under "did not complete".
         except CollectiveError:
             raise
         except RuntimeError as error:

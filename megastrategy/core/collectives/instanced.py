@@ -41,6 +41,7 @@ def shard_collectives(every: Collectives, num_shards: int, device: torch.device)
     """
     if num_shards in (1, every.size):
         return every
+    # A second model on the same collectives shares them: each group costs a connection to every rank in it.
     if num_shards not in every.instances:
         instance, across = _divide(every.group, every.rank, num_shards, device)
         every.instances[num_shards] = make_instance_collectives(every, instance, across)
@@ -62,6 +63,8 @@ def make_instance_collectives(every: Collectives, instance: ProcessGroup, across
 
 def destroy_instances(every: Collectives) -> None:
     """Ends the groups that :func:`shard_collectives` made."""
+    # The groups end with the model that they were made for; a group that is left open keeps its sockets until the
+    # process ends.
     for made in every.instances.values():
         if isinstance(made, InstanceCollectives):
             destroy_group(made.group)
@@ -79,6 +82,7 @@ def _divide(group: ProcessGroup, rank: int, size: int, device: torch.device) -> 
             "torch.distributed.new_group, or none for all ranks"
         )
     ranks, (number, place) = dist.get_process_group_ranks(group), divmod(rank, size)
+    # Names that derive from the parent's, which is unique: torch would count groups, and counts differ between ranks.
     name = group.group_name
     instance = part_of_group(group, ranks[number * size :][:size], f"{name}, instance {number} of {size}", device)
     across = part_of_group(group, ranks[place::size], f"{name}, place {place} of {size}", device)
@@ -106,7 +110,7 @@ class InstanceCollectives(Collectives):
 
     @property
     def is_rank_zero(self) -> bool:
-        """Of all ranks: the instances gather the same, and one of them keeps it."""
+        """Whether this is rank 0 of all ranks: the instances gather the same, and one of them keeps it."""
         return self.every.is_rank_zero
 
     def require_all_ranks(self, what: str) -> None:
@@ -123,10 +127,12 @@ class InstanceCollectives(Collectives):
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run() -> None:
+            # The rest of the tensor is undefined from here on: only this part crosses between instances.
             own = tensor.chunk(self.size)[self.rank]
             self._scatter_inside(tensor, None if scale_sum else scale)
             self._sum_across(own)
             if scale_sum:
+                # After both sums: one rounding, as a single reduction over all ranks would have had.
                 own.mul_(scale)
 
         return self._in_order("reduce-scatter", tensor.device, run)
@@ -142,6 +148,7 @@ class InstanceCollectives(Collectives):
 
     def _sum_across(self, tensor: Tensor) -> None:
         """``tensor`` becomes its sum over the ranks at this rank's place in all instances."""
+        # The second of two hops, in one job or stream with the first: nothing else of this rank's comes between them.
         self.across.allreduce([tensor]).wait()
 
     @abstractmethod
@@ -154,7 +161,7 @@ class InstanceCollectives(Collectives):
 
     @abstractmethod
     def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
-        """What the instance's ranks have in this rank's part of ``tensor``, by rank."""
+        """The parts of the instance's ranks that belong to this rank's part of ``tensor``, by rank."""
 
 
 class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
@@ -165,6 +172,7 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
 
     def __init__(self, every: GlooCollectives, instance: ProcessGroup, across: ProcessGroup) -> None:
         super().__init__(every, instance, across)
+        # Shared with the rings of all ranks: one thread runs both, so the scratch is never used twice at a time.
         self._scratch, self._lent = every._scratch, every._lent
         self._rings = GlooRings(instance, self._scratch, self._lent)
 
@@ -175,6 +183,8 @@ class GlooInstanceCollectives(InstanceCollectives, GlooCollectives):
         return every
 
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
+        # One queue, so that a failure in either ends what follows in both: a rank that went on to a gather would wait
+        # for ranks that wait for it in the reduction.
         return self.every._start(what, run)
 
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
@@ -204,14 +214,19 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         self._stream: Any = None
 
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
+        # No stream orders the two hops on the host, so they are done before this returns; an error waits for wait(),
+        # where callers expect it.
         if device.type == "cpu":
             return WorkHandle(what, _Ended.of(run), self.every)
         streams = torch.get_device_module(device)
         if self._stream is None:
             self._stream = streams.Stream(device)
+        # The gradients were written on the caller's stream; without this the first hop would read them half written.
         self._stream.wait_stream(streams.current_stream(device))
         with streams.stream(self._stream), torch.no_grad():
             run()
+            # An event and not the work's own wait: it covers what was queued after the collective too, the scaling and
+            # the sums.
             event = streams.Event()
             event.record(self._stream)
         return WorkHandle(what, event, self.every)
@@ -220,6 +235,7 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         if scale is not None:
             tensor.mul_(scale)
         own = tensor.chunk(self.size)[self.rank]
+        # wait() blocks this stream, not the host: the second hop is queued behind it.
         self.group._reduce_scatter_base(own, tensor, dist.ReduceScatterOptions()).wait()
 
     def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -229,7 +245,7 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
 
 
 class _Ended:
-    """What was done at once: raises where it is waited for, as collectives do."""
+    """Something that was done at once. An error in it is raised where it is waited for, as collectives do."""
 
     def __init__(self, error: RuntimeError | None) -> None:
         self._error = error

@@ -1,4 +1,4 @@
-"""What the engine asks of a process group, whatever its backend.
+"""The collectives that the engine asks of a process group, whatever its backend.
 
 Methods of the process group itself are called, never the functions of ``torch.distributed``, which look up the
 default group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return
@@ -22,7 +22,7 @@ from ..errors import CollectiveError, MegastrategyError
 from .roll_call import Meeting, Progress, RollCall
 from .tensor_parts import chunks_by_dtype
 
-BROADCAST_CHUNK_BYTES = 64 * 2**20
+BROADCAST_CHUNK_BYTES = 64 * 2**20  # the copy that is sent takes as much memory again
 
 
 class Handle(ABC):
@@ -49,13 +49,14 @@ class Handles(Handle):
     def wait(self) -> None:
         for handle in self._handles:
             handle.wait()
+        # They run one after the other: the first begins the span, and the last ends it.
         ran = [handle.ran_ns for handle in self._handles]
         if ran[0] is not None and ran[-1] is not None:
             self.ran_ns = ran[0][0], ran[-1][1]
 
 
 class Collectives(ABC):
-    """What the engine asks of a process group.
+    """The collectives of one process group.
 
     Args:
         group: its ranks, and how they send.
@@ -66,9 +67,9 @@ class Collectives(ABC):
         roll_call: as passed.
         progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
-        why_give_up: asked now and then by a caller that waits, with the collective's name and its number among those
-            started, from 1: why it waits in vain, or an empty string. A backend knows when a peer's process ends, but
-            not that it left what was begun together.
+        why_give_up: called about once a second while this rank waits, with the collective's name and its number among
+            those started (from 1). Returns why it waits in vain, or an empty string. Needed because a backend notices
+            that a peer's process died, but not that it raised and went elsewhere.
     """
 
     why_give_up: Callable[[str, int], str] | None = None
@@ -78,6 +79,7 @@ class Collectives(ABC):
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.roll_call = roll_call
+        # One count for both: the attendant's thread tells rank 0 how far this rank is by what is counted here.
         self.progress = roll_call.progress if roll_call is not None else Progress()
         self.instances: dict[int, Collectives] = {}
 
@@ -93,7 +95,7 @@ class Collectives(ABC):
 
     @property
     def num_started(self) -> int:
-        """How many collectives this rank has started."""
+        """The number of collectives that this rank has started."""
         return self.progress.num_started
 
     @property
@@ -113,10 +115,12 @@ class Collectives(ABC):
     @contextlib.contextmanager
     def meeting(self, what: str, **options: Any) -> Iterator[Meeting]:
         """As :meth:`.RollCall.meeting`. Where there is no roll call, all ranks are taken to come."""
+        # Without a store ranks cannot be asked; the call itself then waits, as any collective does.
         if self.roll_call is None or self.size == 1:
             yield Meeting(True)
             return
         self._finish_started()
+        # Only entering is named: what the caller does inside has errors of its own.
         with contextlib.ExitStack() as stack:
             with self.named_failures(what):
                 meeting = stack.enter_context(self.roll_call.meeting(what, self.probe, **options))
@@ -124,9 +128,10 @@ class Collectives(ABC):
 
     @contextlib.contextmanager
     def named_failures(self, what: str) -> Iterator[None]:
-        """What a backend, or a store that ended with its process, raises becomes a CollectiveError."""
+        """Turns what a backend raises, or a store that ended with its process, into a CollectiveError."""
         try:
             yield
+        # It has its own text already; CollectiveError is a RuntimeError too.
         except MegastrategyError:
             raise
         except RuntimeError as error:
@@ -136,6 +141,7 @@ class Collectives(ABC):
         """A collective is started."""
         self.progress.start(what)
         if self.roll_call is not None:
+            # After close() the attendant is gone; a rank that is used again must be able to answer rank 0 again.
             self.roll_call.resume()
 
     def probe(self, rank: int) -> None:  # noqa: B027 - a backend that cannot tell leaves it to the patience
@@ -180,6 +186,7 @@ class Collectives(ABC):
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """Every tensor (any shape and dtype) becomes rank 0's, a few coalesced broadcasts a dtype."""
         for chunk in chunks_by_dtype(tensors, BROADCAST_CHUNK_BYTES):
+            # A copy, whatever strides the tensors have: a broadcast for each would cost a round trip for each.
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
             self.broadcast(flat).wait()
             start = 0
@@ -189,12 +196,15 @@ class Collectives(ABC):
 
     def all_gather_bytes(self, data: bytes, device: torch.device) -> list[bytes]:
         """Every rank's ``data``, by rank; lengths may differ."""
+        # Two rounds, since ranks must agree on a size before: gloo ends the process where sizes differ.
         lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
         lengths[self.rank] = len(data)
         self.all_gather(lengths).wait()
         sizes = [int(size) for size in lengths.tolist()]
+        # At least one byte: a gather of no elements is nothing that backends promise.
         width = max(1, max(sizes))
         table = torch.zeros(self.size, width, dtype=torch.uint8, device=device)
+        # frombuffer wants memory that is writable and not empty: hence the bytearray, and the one for no bytes.
         table[self.rank, : len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[
             : len(data)
         ].to(device)

@@ -1,4 +1,4 @@
-"""Knowing when gloo's own threads have let go of what they were given."""
+"""Tells when gloo's own threads have let go of what they were given."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
             "torch.distributed is not initialised: call torch.distributed.init_process_group(...) first (torchrun "
             "sets the addresses for it), or pass process_group"
         )
+    # It has no entry in torch's tables: nothing there could be named after it, or end it.
     if group is not None and group not in dist.distributed_c10d._world.pg_group_ranks:
         return group
     group = group or dist.group.WORLD
@@ -68,13 +69,16 @@ def host_group() -> ProcessGroup:
     if world is None:
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
     device = torch.device("cpu")
+    # An NCCL world has no backend on the CPU, whose timeout could be asked for.
     if device not in world._device_types:
         device = world._device_types[0]  # its backends, if it has several, were made with one timeout
     return part_of_group(world, dist.get_process_group_ranks(world), _new_name(world, device), device, backend="gloo")
 
 
 def _new_name(group: ProcessGroup, device: torch.device) -> str:
-    """That no other group has or had. Collective."""
+    """A name that no other group has or had. Collective."""
+    # Rank 0's draw, and of secrets: users seed the other generators, again before each fit, and a name would come
+    # twice.
     number = torch.tensor([secrets.randbelow(2**62)], device=device)
     group.broadcast([number], dist.BroadcastOptions()).wait()
     return f"megastrategy {int(number.item())}"
@@ -103,6 +107,7 @@ def part_of_group(
 
     def connect() -> ProcessGroup:
         made: ProcessGroup
+        # torch's own helper, private: new_group() goes through it too, but that one all ranks of the world must call
         made, _ = c10d._new_process_group_helper(
             len(ranks),
             ranks.index(own),
@@ -117,6 +122,7 @@ def part_of_group(
 
     peers = [dist.get_group_rank(group, rank) for rank in ranks if rank != own]
     made = _while_all_live(connect, group, peers)
+    # new_group() writes this too: get_process_group_ranks and destroy_process_group find a group by it
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 
@@ -169,6 +175,8 @@ class Pair:
     """
 
     def __init__(self, store: Store, name: str, place: int, timeout: timedelta) -> None:
+        # Not registered with torch: an attendant's thread makes it at any time, and torch's counters must stay equal on
+        # all ranks.
         self._group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), place, 2, timeout)
         self._other = 1 - place
 

@@ -53,12 +53,12 @@ CALL_ON_EVERY_RANK = (
     "        torch.save(state, path)"
 )
 
-_FOREVER = timedelta(days=30)
-_POLL_S = 0.01
-_LOOK_S = 0.05
+_FOREVER = timedelta(days=30)  # a store's wait has to be given some end
+_POLL_S = 0.01  # between two looks of a main thread that waits
+_LOOK_S = 0.05  # of an attendant, which looks beside a training that goes on
 _ANSWER_S = 5.0
 """How much longer than its patience an attendant may take to say that it ended."""
-_PROBE_S = 0.5
+_PROBE_S = 0.5  # a probe is a message that nobody receives, and gloo keeps each
 _ROOT = "megastrategy/roll"
 _COMPLETE, _ALONE = "complete", "alone"
 
@@ -73,7 +73,7 @@ H = TypeVar("H", bound=Handler)
 
 
 class Meeting(NamedTuple):
-    """How a meeting was entered."""
+    """A meeting that this rank has entered."""
 
     is_complete: bool
     """Whether all ranks are in it; else rank 0 alone is, or was."""
@@ -82,7 +82,7 @@ class Meeting(NamedTuple):
 
 
 class Progress:
-    """How far this rank's main thread has come, for its attendant to read.
+    """Counts how far this rank's main thread has come, for its attendant to read.
 
     Attributes:
         num_started: how many collectives of the group it has started.
@@ -108,16 +108,18 @@ class Progress:
         self.num_barriers += 1
 
     def counts(self) -> dict[str, Any]:
-        """What :meth:`beyond` compares."""
+        """The counts that :meth:`beyond` compares."""
         return {"num_started": self.num_started, "num_barriers": self.num_barriers, "calls": self.calls}
 
     def beyond(self, other: dict[str, Any]) -> str:
-        """Where this rank is, if that is certainly not before the place of the other; see [Note: evidence]."""
+        """Says where this rank is, if certainly past the place of the other; else empty. See [Note: evidence]."""
+        # Strictly more: an equal count is the very place, and a smaller one a rank that is still to come.
         if self.num_started > other["num_started"]:
             return f"in the {self.last_started[-1]} of a later step"
         if self.num_barriers > other["num_barriers"]:
             return f"in {self.barrier}"
         calls = self.calls
+        # Two meetings at one place of the program: neither rank will come to the other's.
         return f"in {calls}" if calls not in ("", other["calls"]) else ""
 
 
@@ -138,6 +140,7 @@ class Attendant:
         self.number = number  # of the next request
         self._stops = False
         self._active_at = 0.0  # when it last did something; infinite while it does
+        # Weakly: atexit would otherwise keep the attendant, and with it the optimizers that it hands over, to the end.
         self._at_exit = functools.partial(_linger, weakref.ref(self))
         atexit.register(self._at_exit)
         self._thread = threading.Thread(target=self._run, name="megastrategy-attendant", daemon=True)
@@ -149,6 +152,7 @@ class Attendant:
         self._stops = True  # before the number is read: the thread looks after it has changed the number
         with contextlib.suppress(RuntimeError):  # a store that ended has ended the thread's wait, too
             key = self._key()
+            # Compared, since rank 0 may have put a request there: it is answered first, and the loop ends by _stops.
             self._store.compare_set(key, "", "stop")
             self._thread.join(self._CLOSE_TIMEOUT_S)
             if self._store.check([key]) and self._store.get(key) == b"stop":
@@ -158,6 +162,7 @@ class Attendant:
         """At the end of a program that ended well: rank 0 may be about to save."""
         came_at = time.monotonic()
         with contextlib.suppress(RuntimeError):
+            # From the last request on: rank 0 may take several optimizers' states, one after the other.
             while self._thread.is_alive() and time.monotonic() < max(came_at, self._active_at) + LINGER_S:
                 if self._store.check([f"{_ROOT}/ended/0"]):
                     break
@@ -177,6 +182,7 @@ class Attendant:
                 if request == b"stop":
                     return
                 self.number += 1
+                # While it answers, the process must not end: rank 0 would lose the connection in the middle of a shard.
                 self._active_at = float("inf")
                 self._answer(pickle.loads(request))
                 self._active_at = time.monotonic()
@@ -184,8 +190,9 @@ class Attendant:
             return
 
     def _wait(self) -> None:
-        """Until rank 0 asks. A store in a file would look for it a hundred times a second."""
+        """Returns when rank 0 asks. A store in a file would look for it a hundred times a second."""
         store = self._own_store
+        # Only the store at the bottom knows whether its wait sleeps or polls.
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         while type(store).__name__ == "FileStore" and not self._own_store.check([self._key()]):
@@ -199,10 +206,12 @@ class Attendant:
             self._handler(request, self._own_store)
 
     def _look_out(self, request: dict[str, Any]) -> None:
-        """Until the meeting is over, or this rank's main thread is there."""
+        """Watches until the meeting is over, or this rank's main thread is there."""
         key, store = request["key"], self._own_store
+        # This rank's own mark, or the outcome: either ends the question.
         while not self._stops and not any(store.check([f"{key}/{end}"]) for end in (self._rank, "outcome")):
             if where := self._progress.beyond(request):
+                # Never over an outcome that stands: ranks that have read it are inside already.
                 store.compare_set(f"{key}/outcome", "", f"rank {self._rank} is elsewhere, {where}")
                 return
             time.sleep(_LOOK_S)
@@ -236,6 +245,7 @@ class RollCall:
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        # Only rank 0 is impatient: the others may rightly come early, while it evaluates or saves alone.
         self.patience = min(PATIENCE, timeout) if rank == 0 else timeout
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
         self.progress = Progress()
@@ -252,6 +262,7 @@ class RollCall:
         if self._handler is None:
             self._handler = make()
             if self.rank == 0:
+                # Those that linger for rank 0 must learn that it has nothing more to ask.
                 weakref.finalize(self, _say, self.store, f"{_ROOT}/ended/0")
         self.resume()
         handler: H = self._handler
@@ -259,6 +270,7 @@ class RollCall:
 
     def resume(self) -> None:
         """The attendant comes back if it was dismissed."""
+        # Rank 0 asks and is never asked.
         if self._attendant is None and self._handler is not None and self.rank != 0:
             self._attendant = Attendant(self.store, self.rank, self.progress, self._handler, self._num_answered)
             self._finalizer = weakref.finalize(self, Attendant.stop, self._attendant)
@@ -266,8 +278,10 @@ class RollCall:
     def dismiss(self) -> None:
         """Ends the attendant's thread. May be called again."""
         if self._attendant is not None:
+            # Else the finalizer would keep the attendant, and stop a thread that has stopped.
             self._finalizer.detach()
             self._attendant.stop()
+            # The count goes on with the next attendant: rank 0 numbers its requests through, dismissed or not.
             self._num_answered, self._attendant = self._attendant.number, None
 
     @contextlib.contextmanager
@@ -298,10 +312,12 @@ class RollCall:
         outcome = ""
         self.progress.calls = what
         try:
+            # A failed meeting is skipped by its number, so that ranks that caught the error can meet again.
             while not outcome:
                 key = self._next_key(what, number)
                 outcome = self._outcome(key, what, deadline, probe, may_go_alone)
         finally:
+            # Also after an error: an attendant that went on saying "in state_dict()" would fail other meetings.
             self.progress.calls = ""
         if outcome not in (_COMPLETE, _ALONE):
             raise NotOnAllRanksError(
@@ -309,8 +325,10 @@ class RollCall:
                 f"{outcome}. {remedy}"
             )
         if outcome == _ALONE and self.rank == 0:
+            # Nobody has become more likely to come: the next call at this place of the program skips the grace.
             self._alone_at = self.progress.num_started
         if outcome == _ALONE and self.rank != 0:
+            # Else this rank goes on and steps, and its attendant no longer has the state that rank 0 came for.
             problem = self._wait_for(f"{key}/over", probe, time.monotonic() + self.timeout.total_seconds())
             if problem:
                 raise NotOnAllRanksError(f"rank {self.rank}: rank 0 did not end {what} within {self.timeout}")
@@ -322,11 +340,12 @@ class RollCall:
 
     def ask(self, rank: int, request: dict[str, Any]) -> None:
         """Rank 0 has another rank's attendant do something."""
+        # Numbered, never overwritten: a request that came while there was no attendant is found by the next one.
         number, self._num_asked[rank] = self._num_asked[rank], self._num_asked[rank] + 1
         self.store.set(f"{_ROOT}/ask/{rank}/{number}", pickle.dumps(request))  # type: ignore[arg-type] # takes bytes
 
     def answer(self, rank: int, key: str, probe: Callable[[int], object]) -> str:
-        """What an attendant said, under a meeting's key: why it cannot do what it was asked; empty if it does."""
+        """Waits for an attendant's answer under a meeting's key: why it cannot do what was asked; empty if it does."""
         answer, patience_s = f"{key}/answer/{rank}", self.patience.total_seconds() + _ANSWER_S
         problem = self._wait_for(answer, probe, time.monotonic() + patience_s, rank, "answer")
         return problem or self.store.get(answer).decode()
@@ -337,6 +356,7 @@ class RollCall:
         if self.rank != 0 or not self.store.check([f"{_ROOT}/caller"]):
             return
         key, num_started = pickle.loads(self.store.get(f"{_ROOT}/caller"))
+        # It calls from before the collective in which this rank waits, so neither can reach the other.
         if num_started < collective:
             self.store.compare_set(f"{key}/outcome", "", f"rank 0 is elsewhere, {where}")
 
@@ -352,32 +372,38 @@ class RollCall:
         return f"{_ROOT}/{name}/{self._counts[name]}"
 
     def _outcome(self, key: str, what: str, deadline: float, probe: Callable[[int], object], may_go_alone: bool) -> str:
-        """What became of a meeting; empty if it had failed before this rank came."""
+        """Takes part in a meeting and returns its outcome; empty if it had failed before this rank came."""
         store, outcome = self.store, f"{key}/outcome"
         if store.check([outcome]):
+            # A rank that comes late joins what succeeded, and starts anew after what failed.
             known = store.get(outcome).decode()
             return known if known in (_COMPLETE, _ALONE) else ""
+        # Marked before anything is waited for: rank 0 counts these marks.
         store.set(f"{key}/{self.rank}", what)
         if self.rank == 0:
             found = self._call_the_roll(key, deadline, probe, may_go_alone)
         else:
             store.set(f"{_ROOT}/caller", pickle.dumps((key, self.progress.num_started)))  # type: ignore[arg-type]
             found = self._wait_for(outcome, probe, deadline)
+        # The first outcome written holds for all ranks: two that time out at once must not report different ones.
         return found if not found else store.compare_set(outcome, "", found).decode()
 
     def _call_the_roll(self, key: str, deadline: float, probe: Callable[[int], object], may_go_alone: bool) -> str:
-        """On rank 0."""
+        """Waits for all ranks, on rank 0, and returns the outcome that it proposes."""
         store = self.store
+        # A script that saves several optimizers in one place would wait for each of them.
         grace_s = 0.0 if may_go_alone and self._alone_at == self.progress.num_started else GRACE_S
         ask_at, next_probe = time.monotonic() + grace_s, time.monotonic() + _PROBE_S
         has_asked = False
         while missing := [rank for rank in range(self.size) if not store.check([f"{key}/{rank}"])]:
             if store.check([f"{key}/outcome"]):
+                # A rank's attendant has found evidence that it will never come.
                 return store.get(f"{key}/outcome").decode()
             now = time.monotonic()
             if now >= ask_at and may_go_alone:
                 return _ALONE
             if now >= ask_at and not has_asked:
+                # Once: an attendant watches by itself until the meeting has its outcome.
                 has_asked = True
                 for rank in missing:
                     self.ask(rank, {"kind": "where", "key": key, **self.progress.counts()})
@@ -386,6 +412,8 @@ class RollCall:
             if now > next_probe:
                 next_probe += _PROBE_S
                 for rank in missing:
+                    # Before the probe: a program that ended well has said so, and a broken connection would name the
+                    # wrong cause.
                     if store.check([f"{_ROOT}/ended/{rank}"]):
                         return f"rank {rank} has ended its program"
                     probe(rank)

@@ -1,4 +1,4 @@
-"""One rank."""
+"""The collectives of a rank that is alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class LoneCollectives(Collectives):
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         if group is not None:
+            # No roll call: nobody can be missing.
             super().__init__(group)
         else:
+            # The base class asks a group for both; here there is none to ask.
             self.rank, self.size, self.roll_call = 0, 1, None
             self.progress, self.instances = Progress(), {}
 
@@ -38,6 +40,7 @@ class LoneCollectives(Collectives):
         return _Done()
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        # This rank's part is all of it; scaled before or after the sum, one addend rounds once.
         return self.all_reduce(tensor, scale)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
@@ -55,9 +58,10 @@ class LoneCollectives(Collectives):
 
 
 class _Done(Handle):
-    """Of what ended when it began."""
+    """The handle of something that ended when it began."""
 
     def __init__(self) -> None:
+        # A span of no length, so that a timeline shows the bucket and counts nothing as exposed.
         now_ns = time.perf_counter_ns()
         self.ran_ns = now_ns, now_ns
 

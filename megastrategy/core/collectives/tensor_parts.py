@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_PIECE_NUMEL = 2**16
+_PIECE_NUMEL = 2**16  # 256 kB in fp32: a piece of sums, total and addend stay in a core's second-level cache
 
 
 def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
@@ -15,8 +15,11 @@ def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: b
     and the total to what was there. In pieces that stay in the cache."""
     for start in range(0, sums.numel(), _PIECE_NUMEL):
         piece = slice(start, start + _PIECE_NUMEL)
+        # Summed apart, then added: the sum over ranks has the same bits whatever earlier backwards left in sums.
         total = torch.zeros_like(sums[piece])
         for part in parts:
+            # Widened before it is scaled: a product in 16 bits would lose what the fp32 sum is for. Where dtypes agree
+            # this scales the part itself, which the caller has given up.
             addend = part[piece].to(sums.dtype)
             total.add_(addend if scale_sum else addend.mul_(scale))
         sums[piece].add_(total.mul_(scale) if scale_sum else total)
@@ -29,6 +32,7 @@ def chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tens
     for kind in kinds:
         current: list[Tensor] = []
         current_bytes = 0
+        # A tensor of no elements has nothing to send, and cat would have nothing of it to cut again.
         for tensor in (tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind and tensor.numel() > 0):
             if current and current_bytes + tensor.nbytes > max_bytes:
                 chunks.append(current)

@@ -1,4 +1,4 @@
-"""The thread in which the host's collectives run while its caller goes on."""
+"""A thread that runs the host's collectives while its caller goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Worker:
         self._thread.start()
 
     def submit(self, run: Callable[[], object]) -> Future[tuple[int, int]]:
-        """When it began and ended, once it has."""
+        """Queues ``run``. The result is when it began and ended, by ``time.perf_counter_ns()``."""
         future: Future[tuple[int, int]] = Future()
         self._jobs.put((future, run))
         return future
@@ -40,6 +40,7 @@ class Worker:
         never come, so not waited for long."""
         self.stop()
         if threading.current_thread() is not self._thread:  # the last reference may go there
+            # Bounded: what it is in may wait for a rank that is gone, and gloo cannot be interrupted.
             self._thread.join(self.CLOSE_TIMEOUT_S)
         return not self._thread.is_alive()
 
@@ -51,6 +52,8 @@ class Worker:
             try:
                 if failure:
                     raise RuntimeError(failure)
+                # Grad mode is each thread's own, and on in a new one: in-place arithmetic on what requires gradients
+                # would raise.
                 with torch.no_grad():
                     run()
             except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
