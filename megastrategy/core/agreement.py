@@ -1,4 +1,4 @@
-"""What the ranks say to each other at the end of a synchronised backward: a byte a fact, in one reduction."""
+"""The ranks exchange a few facts at the end of a synchronised backward: a byte for each, in one reduction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .collectives import Collectives
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What one rank says, or what all of them have said: then every flag is set that was set on some rank.
+    """The facts of one rank, or those of all ranks together: there a flag is set if any rank set it.
 
     Attributes:
         used: by parameter, whether it has a gradient.
@@ -32,8 +32,10 @@ class Agreement:
     def encode(self) -> list[int]:
         """Bytes of which the maximum over ranks, element by element, is what they agree on."""
         assert self.microbatch is not None, "a rank knows where it is"
+        # Eight bits are enough: ranks part by a microbatch or two, and are compared in every synchronised backward.
         last = self.microbatch % 256
-        # the maximum of a number and that of its complement are complements only if all ranks have the same number
+        # A maximum cannot show that ranks differ. So each sends n and 255 - n: if all n are equal, the two maxima add
+        # up to 255, else to more.
         return [*self.used, *self.late, last, 255 - last, self.has_nonfinite, self.wants_other_order]
 
     @classmethod
@@ -49,7 +51,9 @@ class Agreement:
         )
 
     def over_ranks(self, collectives: Collectives, device: torch.device) -> Agreement:
-        """What all ranks have said. Collective, over tensors on ``device``: one reduction of a byte a parameter."""
+        """Returns the facts of all ranks together. Collective: one reduction on ``device``, of a byte a parameter."""
         tensor = torch.tensor(self.encode(), dtype=torch.uint8, device=device)
         collectives.all_reduce_max(tensor).wait()
+        # The host decides by it what becomes of .grad, so on CUDA this waits for the device, once a synchronised
+        # backward.
         return Agreement.decode(tensor.tolist(), len(self.used))

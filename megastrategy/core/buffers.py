@@ -48,7 +48,7 @@ def copy_grad_(target: Tensor, grad: Tensor) -> None:
 
 
 class GradBuffers(ABC):
-    """Where gradients accumulate, and the tensors that the reducer sends.
+    """Holds gradients while they accumulate, and makes the tensors that the reducer sends.
 
     Attributes:
         params: the model's trainable parameters, in the layout's order (owned by the model).
@@ -84,7 +84,7 @@ class GradBuffers(ABC):
         self._stale += [False] * (len(params) - first)
         grads = [param.grad for param in params[first:]]
         for param, spec in zip(params[first:], layout.params[first:], strict=True):
-            param.grad = None
+            param.grad = None  # first: torch takes no other dtype while a gradient is there
             # autograd then accumulates a 16-bit parameter's gradient in fp32; a no-op where the two dtypes are one
             param.grad_dtype = spec.grad_dtype
         self._place(first, grads)
@@ -106,14 +106,13 @@ class GradBuffers(ABC):
         """Ends accumulation in a bucket."""
 
     def num_pieces(self, bucket: int) -> int:
-        """In how many reductions a sealed bucket goes."""
+        """The number of reductions that carry a sealed bucket."""
         return 1
 
     @abstractmethod
     def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
-        """What to reduce of a sealed bucket, 1-D and owned by this object, and what the result is to be added to where
-        that is not this rank's part of it. Pieces are staged in order, each once.
-        """
+        """Returns what to reduce of a sealed bucket (1-D, owned by this object), and what the result is added to, if
+        that is not this rank's part of the first. Pieces are staged in order, each once."""
 
     def find_nonfinite(self, bucket: int, dp_rank: int) -> list[NonFinite]:
         """This rank's gradients in a sealed bucket, before it is staged, that are not finite."""
@@ -124,8 +123,7 @@ class GradBuffers(ABC):
         """The reduction of a sealed bucket is complete; ``has_grad`` holds what the ranks agreed on."""
 
     def is_sharded(self, param: int) -> bool:
-        """Whether only this rank's shard of the gradient means anything: after a reduce-scatter, until the next
-        backward."""
+        """Whether only this rank's shard of the gradient means anything (from reduce-scatter to next backward)."""
         return False
 
     def reduced(self, bucket: int, start: int, end: int) -> Tensor:
@@ -237,6 +235,7 @@ class GradBuffers(ABC):
             grad = self.params[index].grad
             if (grad is not None) == has_grad[index]:
                 continue
+            # Where a gradient is whole, None says nothing: sealing and zero_grad leave it behind as well.
             if grad is None and self.is_sharded(index):
                 has_grad[index], self._stale[index] = False, True
             elif isinstance(grad, ReducedGrad):
@@ -273,7 +272,7 @@ class GradBuffers(ABC):
         """Leaves ``.grad`` None and the parameters' gradient dtype as torch has it by default."""
         for param in self.params:
             param.grad = None
-            param.grad_dtype = param.dtype
+            param.grad_dtype = param.dtype  # the Parameter lives on, and would accumulate in ours
 
 
 class ContiguousGradBuffers(GradBuffers):
@@ -287,7 +286,7 @@ class ContiguousGradBuffers(GradBuffers):
         self.flats: list[Tensor] = []
         self._shards: list[tuple[int, int]] = []
         self._sums: list[Tensor | None] = []
-        self._addresses: list[int] = []
+        self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
         self.extend(layout, params)
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
@@ -314,7 +313,7 @@ class ContiguousGradBuffers(GradBuffers):
         return self.flats[place.buffer][place.start : place.end]
 
     def sums(self, bucket: int) -> Tensor | None:
-        """What a reduction adds to, where that is not the bucket itself: this rank's shard, owned by this object."""
+        """This rank's shard (owned by this object), to which a reduction adds; None if that is in the bucket itself."""
         return self._sums[bucket]
 
     def reduced(self, bucket: int, start: int, end: int) -> Tensor:
@@ -335,6 +334,8 @@ class ContiguousGradBuffers(GradBuffers):
     def open(self) -> None:
         self._notice_drops(range(len(self.params)))
         for bucket in self.layout.buckets:
+            # Outside this rank's shard a reduced bucket has other ranks' leftovers, which must not be averaged in
+            # again.
             if self._sharded and self._reduced[bucket.index]:
                 self.reopen(bucket.index)
             else:
@@ -342,7 +343,7 @@ class ContiguousGradBuffers(GradBuffers):
         specs = self.layout.params
         for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = param.grad
-            if grad is view:
+            if grad is view:  # nearly always
                 continue
             assert view is not None
             check_unchanged(param, specs[index])
@@ -354,6 +355,7 @@ class ContiguousGradBuffers(GradBuffers):
                 if (pending := grad.take_pending()) is not None:
                     view.add_(pending)
             else:
+                # The user's tensor takes the place of what was summed: in torch .grad is all that there is.
                 self._zero_sums(index)
                 copy_grad_(view, grad)
                 self.has_grad[index] = True
@@ -370,7 +372,7 @@ class ContiguousGradBuffers(GradBuffers):
         place = self.layout.buckets[bucket]
         flat = self.flats[place.buffer]
         shard_start, shard_end = self._shards[bucket]
-        if any(self.has_grad[i] and not self._stale[i] for i in place.params):
+        if any(self.has_grad[i] and not self._stale[i] for i in place.params):  # else nothing to keep
             if self._sums[bucket] is not None:
                 self.bucket(bucket).zero_()
             else:
@@ -386,7 +388,7 @@ class ContiguousGradBuffers(GradBuffers):
         if self._sharded:
             self.reopen(bucket)
         for index in self.layout.buckets[bucket].params:
-            self.params[index].grad = self.views[index]
+            self.params[index].grad = self.views[index]  # sealing takes None for a drop, and would zero the sums
         for index, grad in grads.items():
             self._get_view(index).add_(grad)
 
@@ -402,7 +404,7 @@ class ContiguousGradBuffers(GradBuffers):
         for index in self.layout.buckets[bucket].params:
             param, view = self.params[index], self._get_view(index)
             grad = param.grad
-            if grad is None:
+            if grad is None:  # dropped in this backward: the view still holds it, and would send it
                 self._zero_param(index)
                 self.has_grad[index] = False
             elif grad is not view or view.data_ptr() != self._addresses[index]:
@@ -436,7 +438,7 @@ class ContiguousGradBuffers(GradBuffers):
             if param.grad is not None and not isinstance(param.grad, ReducedGrad):
                 self.check_param(index)
                 copy_grad_(self._get_view(index), param.grad)
-                if (sums := self._owned_sums(index)) is not None:
+                if (sums := self._owned_sums(index)) is not None:  # what is stepped, where there are such
                     start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
                     sums.copy_(self.flats[self.layout.slots[index].buffer][start:end])
                 self.has_grad[index], self._stale[index] = True, False
@@ -445,7 +447,7 @@ class ContiguousGradBuffers(GradBuffers):
     def detach_unused(self) -> None:
         if not all(self.has_grad):
             for index, param in enumerate(self.params):
-                if not self.has_grad[index] and param.grad is self.views[index]:
+                if not self.has_grad[index] and param.grad is self.views[index]:  # zeros would decay momentum
                     param.grad = None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Who calls the wrapped model's forward: code that would reduce its gradients too, or scale them where they are not.
+"""Refuses callers of the wrapped model's forward that would reduce its gradients too, or scale what is no longer there.
 
 Neither can be told when the model is wrapped, since what calls it comes later.
 """
@@ -38,9 +38,11 @@ def check_not_a_stage(model: nn.Module, *, stays_local: bool) -> None:
         model: whose forward is called.
         stays_local: it accumulates without sending, under ``no_sync``, and a sharded optimizer's step will reduce.
     """
+    # Nobody is a stage who has not imported pipelining, and the walk over frames would cost each forward microseconds.
     if _STAGE not in sys.modules:
         return
     names: list[str] = []
+    # A stage leaves no mark on what it calls, so the stack is the only witness.
     frame: FrameType | None = sys._getframe(1)
     schedule = ""
     while frame is not None and not schedule:
@@ -50,12 +52,14 @@ def check_not_a_stage(model: nn.Module, *, stays_local: bool) -> None:
         frame = frame.f_back
     if _STAGE not in names:
         return
+    # First, since it is wrong however the model is wrapped: nothing else that is said below would help.
     if schedule in _SPLIT_BACKWARDS:
         raise ValueError(
             f"{schedule} computes the gradients of weights apart from backward, and writes them where this engine does "
             "not see them: choose a schedule with whole backwards (ScheduleGPipe, Schedule1F1B, ScheduleLoopedBFS, "
             "ScheduleInterleaved1F1B), or torch's DDP or fully_shard for the stages"
         )
+    # As Accelerate prepares it. The stage would then go on to torch's own reducer, which that object lacks.
     if isinstance(model, TorchDDP):
         raise ValueError(
             "a stage of torch's pipelining takes this prepared model for torch's DDP, and would ask for its reducer: "

@@ -25,8 +25,10 @@ def total_grad_norm(
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
         collectives: the ranks that own the rest. Collective if given.
     """
+    # In fp64, and 0 for a rank that owns nothing: it takes part in the gather, or the others would wait for it.
     own = torch.zeros(1, dtype=torch.float64, device=device)
     if grads:
+        # One kernel for all tensors, and fp64 for their norms: thousands of parts add no rounding of their own.
         norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(grads), norm_type)])
         own = _join_norms(norms, norm_type).reshape(1)
     return own[0] if collectives is None else norms_over_owners(own, norm_type, collectives)[0]
@@ -37,6 +39,8 @@ def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -
 
     ``own`` and the result are 1-D and fp64, one number a thing; the same bits on every rank. Collective.
     """
+    # Gathered, not summed by an all-reduce: every rank then adds in the order of the ranks, and gets the same bits.
+    # Ranks that clip by norms of different bits part for good.
     parts = torch.zeros(collectives.size, own.numel(), dtype=torch.float64, device=own.device)
     parts[collectives.rank] = own
     collectives.all_gather(parts.view(-1)).wait()
@@ -45,6 +49,7 @@ def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -
 
 def _join_norms(norms: Tensor, norm_type: float) -> Tensor:
     """The norm of what parts have these norms (first dimension), in fp64."""
+    # Powers and roots of infinity are 0, 1 or NaN; the norm is the largest of the parts'.
     if math.isinf(norm_type):
         return norms.amax(0)
     joined: Tensor = (norms**norm_type).sum(0) ** (1.0 / norm_type)
@@ -54,13 +59,16 @@ def _join_norms(norms: Tensor, norm_type: float) -> Tensor:
 def scale_to_norm_(grads: Sequence[Tensor], total_norm: Tensor, max_norm: float) -> None:
     """Multiplies the gradients in place so that their total norm is at most ``max_norm`` (torch's formula, no host
     sync)."""
+    # 1e-6 is torch's. Clamped and always multiplied: a comparison would make the host wait for the device.
     coefficient = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
     if grads:
+        # A foreach kernel refuses an empty list, which a rank without a shard has.
         torch._foreach_mul_(list(grads), coefficient)
 
 
 def check_finite(total_norm: Tensor, norm_type: float) -> None:
     """Raises RuntimeError, as torch's ``clip_grad_norm_(error_if_nonfinite=True)`` does, on every rank alike."""
+    # Waits for the device, so it is asked for only where the caller wants the error.
     if not bool(torch.isfinite(total_norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {total_norm.item()}, so it cannot be clipped. "
@@ -77,6 +85,7 @@ def unscale_grads_(
     ``collectives`` is given.
     """
     found_inf = torch.zeros(1, dtype=torch.float32, device=device)
+    # The kernel takes tensors of one dtype; it adds its finding to found_inf, so calls join.
     for dtype in dict.fromkeys(grad.dtype for grad in grads):
         torch._amp_foreach_non_finite_check_and_unscale_(
             [grad for grad in grads if grad.dtype == dtype], found_inf, inv_scale.to(device)

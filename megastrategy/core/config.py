@@ -19,16 +19,13 @@ class DistributedDataParallelConfig:
     """
 
     bucket_size: int | Literal["auto"] | None = None
-    """Soft minimum of a bucket, in elements: a bucket is closed by the parameter that reaches it. ``None`` takes an
-    eighth of the model's trainable elements, at least 2**18 (1 MB in fp32) and at most Megatron-LM's
-    ``max(40_000_000, 1_000_000 * dp_size)``, and an eighth, a quarter and a half of that for the first three buckets,
-    so that the link has work early. Why an eighth: the bucket filled last cannot overlap with backward, so its
-    share of the traffic is always exposed; more buckets than that pay latency for little, and below 1 MB a
-    collective costs more in latency than in bytes. From 320M elements on the bucket is Megatron-LM's. ``"auto"`` times
-    a few collectives at the start and the first backwards, takes the size that leaves the least communication exposed
-    by these measurements, and says why (:mod:`~.rebucketing.tuning`); that costs up to a second or two at the
-    start, and runs are then not equal to the bit from one to the next on more than two ranks, where the order of
-    sums follows the buckets."""
+    """Soft minimum of a bucket, in elements: the parameter that reaches it closes the bucket. ``None`` takes an eighth
+    of the model, at least 2**18 elements and at most Megatron-LM's ``max(40_000_000, 1_000_000 * dp_size)``; the first
+    three buckets have an eighth, a quarter and a half of that. Why these: ``layout``'s [Note: default bucket size].
+    ``"auto"`` times a few collectives at the start and the first backwards. It takes the size that leaves the least
+    communication exposed by these measurements, and says why (:mod:`~.rebucketing.tuning`). That costs up to a second
+    or two at the start. On more than two ranks the order of sums follows the buckets, so such runs are not equal to the
+    bit from one to the next."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in fp32 (4 bytes a parameter); off: in the parameter's
@@ -44,7 +41,7 @@ class DistributedDataParallelConfig:
     whole model, as torch DDP does (for optimizers that cannot be sharded, and for code that reads ``.grad``)."""
 
     num_distributed_optimizer_instances: int = 1
-    """How many whole copies of the sharded optimizer there are, each over as many consecutive ranks (a node's, say); it
+    """The number of whole copies of the sharded optimizer, each over as many consecutive ranks (a node's, say); it
     divides the number of ranks d. Gradients are reduce-scattered inside an instance and the shards all-reduced between
     instances; new weights are gathered inside an instance. An instance of s = d/n ranks keeps 8/s bytes of Adam's state
     a parameter on a rank instead of 8/d (12/s with main params), and the links between nodes carry 8(n - 1)/d bytes a
@@ -52,11 +49,12 @@ class DistributedDataParallelConfig:
     ``reduce_scatter_with_fp32_accumulation`` gradients have 16 bits inside an instance, and are fp32 sums between."""
 
     overlap_param_gather: bool | Literal["step", "forward"] = "step"
-    """When updated parameters are gathered (only with ``use_distributed_optimizer``). ``"step"``: each bucket as soon
-    as this rank has stepped its part, while the next is stepped; all are there when ``step()`` returns. ``"forward"``
-    (or True, as Megatron-LM means it): ``step()`` returns at once, and a parameter is waited for when it is first read,
-    by its module's forward or by anybody else; ``DistributedDataParallel.finish_param_gather`` says what cannot wait by
-    itself. False: after the step, and waited for. ``"step"`` is the default since nobody can tell it from False."""
+    """The moment when updated parameters are gathered (only with ``use_distributed_optimizer``). ``"step"``: each
+    bucket as soon as this rank has stepped its part, while the next is stepped; all are there when ``step()`` returns.
+    ``"forward"`` (or True, as Megatron-LM means it): ``step()`` returns at once, and a parameter is waited for when it
+    is first read, by its module's forward or by anybody else; ``DistributedDataParallel.finish_param_gather`` says what
+    cannot wait by itself. False: after the step, and waited for. ``"step"`` is the default since nobody can tell it
+    from False."""
 
     reduce_scatter_with_fp32_accumulation: bool = False
     """Send 16-bit gradients and sum them in fp32, in the order of the ranks, into an fp32 tensor for this rank's shard:
@@ -80,13 +78,13 @@ class DistributedDataParallelConfig:
     ``overlap_grad_reduce=False``). Saves no memory while training; for code that insists on owning ``.grad``."""
 
     grad_buffer: Literal["contiguous", "pooled"] = "contiguous"
-    """Where gradients are. ``"contiguous"``: in persistent buffers as large as the model, where they accumulate on each
-    rank until they are sent, once a step. ``"pooled"``: in autograd's own ``.grad`` until their bucket is complete,
-    which is sent from one of a few staging buffers and freed; what all ranks sent accumulates in fp32 in this rank's
-    shard. With 16-bit weights 2 + 16/d bytes a parameter instead of 6 + 12/d, and a few buckets while backward runs.
-    The price: every backward is reduced, under ``no_sync`` too, so n microbatches a step send n times the bytes, and no
-    gradient is ever a rank's own. Needs ``use_distributed_optimizer`` and ``use_contiguous_buffers``; on one rank,
-    where nothing is scattered, it is ``"contiguous"``."""
+    """The memory that gradients have. ``"contiguous"``: in persistent buffers as large as the model, where they
+    accumulate on each rank until they are sent, once a step. ``"pooled"``: in autograd's own ``.grad`` until their
+    bucket is complete, which is sent from one of a few staging buffers and freed; what all ranks sent accumulates in
+    fp32 in this rank's shard. With 16-bit weights 2 + 16/d bytes a parameter instead of 6 + 12/d, and a few buckets
+    while backward runs. The price: every backward is reduced, under ``no_sync`` too, so n microbatches a step send n
+    times the bytes, and no gradient is ever a rank's own. Needs ``use_distributed_optimizer`` and
+    ``use_contiguous_buffers``; on one rank, where nothing is scattered, it is ``"contiguous"``."""
 
     broadcast_buffers: bool = True
     """Broadcast rank 0's module buffers (BatchNorm statistics) before each synchronised forward, as torch DDP does."""
@@ -106,8 +104,11 @@ class DistributedDataParallelConfig:
     Not with a GradScaler, which meets infinite gradients on purpose."""
 
     def __post_init__(self) -> None:
+        # Types first: what follows compares and adds, and would fail with Python's words, not the field's.
         _check_values(self)
         if self.overlap_param_gather is True:
+            # Megatron-LM's spelling becomes ours here, once; the digest that ranks compare then has one value for one
+            # meaning.
             object.__setattr__(self, "overlap_param_gather", "forward")
         _check_numbers(self)
         _check_pooled(self)
@@ -159,6 +160,7 @@ def _check_numbers(config: DistributedDataParallelConfig) -> None:
 
 
 def _is_positive_number(value: object) -> bool:
+    # To Python True is an int, so bucket_size=True would be buckets of one element.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -218,10 +220,12 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
             engine has no counterpart for, with the reason; torch's default of it may be spelled out.
     """
     chosen = _fields_in(arguments)
+    # After the fields, as in torch: the newer argument wins over broadcast_buffers.
     if arguments.get("forward_sync_buffers") is not None:
         chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
     cap = arguments.get("bucket_cap_mb")
     if cap is not None:
+        # Neither is more recent than the other, so nobody can say which the user meant.
         if chosen.get("bucket_size") is not None:
             raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
         chosen["bucket_size"] = _bucket_size_from_mib(cap)
@@ -244,6 +248,7 @@ def _fields_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: expected True or False")
         elif name in _REFUSED_DDP_ARGUMENTS:
+            # By identity: False == 0, and an argument that is not listed has None as its default.
             if value is _DEFAULTS_OF_REFUSED.get(name):
                 continue  # torch's default, spelled out
             raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
@@ -258,6 +263,7 @@ def _fields_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _bucket_size_from_mib(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"bucket_cap_mb={value!r}: expected a positive number of MiB")
+    # Four bytes an element, whatever the gradients are sent in; a fraction of an element is still one.
     return max(1, int(value * 2**20 / 4))
 
 

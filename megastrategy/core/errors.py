@@ -46,6 +46,7 @@ class NotOnAllRanksError(MegastrategyError):
     """Some ranks called what has to be called on all of them."""
 
 
+# A ValueError too: it is mostly raised for what the user has passed to a constructor.
 class OptimizerNotShardableError(MegastrategyError, ValueError):
     """The optimizer's update of one element depends on other elements, so flat shards would change it."""
 

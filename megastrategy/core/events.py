@@ -1,4 +1,4 @@
-"""What the engine reports while it runs: one vocabulary for tests, the profiler and the simulator.
+"""Events that the engine reports while it runs: one vocabulary for tests, the profiler and the simulator.
 
 A listener is any callable that takes an :class:`Event`. Without one, nothing is built and nothing is called.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 
 class EventKind(enum.Enum):
-    """What happened. ``index`` of the event is a parameter's or a bucket's, as said here."""
+    """The kinds of events. Each says whose number the event's ``index`` is."""
 
     FORWARD_START = "forward_start"
     """A forward of the wrapped module starts; index 1 if gradients are enabled, else 0. One that raises has no end."""
@@ -65,7 +65,8 @@ Listener = Callable[[Event], None]
 
 
 def one_listener(listeners: Sequence[Listener]) -> Listener | None:
-    """What tells all of them; None if there is none, so that the engine makes no events."""
+    """Returns a listener that tells all of them; None if there is none, so that the engine makes no events."""
+    # The only one is called directly: an event is made for every gradient, inside backward.
     if len(listeners) <= 1:
         return listeners[0] if listeners else None
 

@@ -19,6 +19,8 @@ class FlattenedGradBuffers(GradBuffers):
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
         super().__init__()
         self._device = device
+        # By bucket, from its seal to its publish: as much as the model in the worst case, since all are sent at the
+        # end.
         self._flats: dict[int, Tensor] = {}
         self.extend(layout, params)
 
@@ -35,6 +37,7 @@ class FlattenedGradBuffers(GradBuffers):
 
     def seal(self, bucket: int) -> None:
         place = self.layout.buckets[bucket]
+        # Zeros: unused parameters and the space between are sent, and must add nothing.
         flat = torch.zeros(place.numel, dtype=self.layout.buffers[place.buffer].grad_dtype, device=self._device)
         for index in place.params:
             grad = self.params[index].grad
@@ -50,6 +53,7 @@ class FlattenedGradBuffers(GradBuffers):
         flat = self._flats.pop(bucket)
         for index in self.layout.buckets[bucket].params:
             param = self.params[index]
+            # No rank used it: .grad stays None, which an optimizer skips; zeros would decay its momentum.
             if not self.has_grad[index]:
                 continue
             if param.grad is None or param.grad.layout != param.layout:  # a mean over ranks is dense

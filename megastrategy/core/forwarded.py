@@ -1,4 +1,4 @@
-"""What the user's optimizer has beside torch's interface: called on its own object, and on shards where it needs them.
+"""Passes on what the user's optimizer has beside torch's interface: to its own object, on shards where it needs them.
 
 [Note: methods of the user's optimizer]
 A :class:`~megastrategy.DistributedOptimizer` is an instance of the user's class too, so that every method of that class
@@ -28,7 +28,7 @@ from .trials.optimizer_double import Call, NotForShardsError
 
 
 def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[str, Any]:
-    """For a class made of ``known`` and the user's ``kind``: what stands for all that ``kind`` alone has."""
+    """Makes the members of a class of ``known`` and the user's ``kind`` that stand for all that ``kind`` alone has."""
     members: dict[str, Any] = {}
     if kind.zero_grad is not Optimizer.zero_grad:
         members["zero_grad"] = _zero_grad(kind.zero_grad)
@@ -36,10 +36,14 @@ def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[st
         if owner in (Optimizer, object):
             break  # torch's interface is known's
         for name, value in vars(owner).items():
+            # What a class nearer to the user's has comes first, as in its own lookup.
             if name.startswith("__") or name in members or hasattr(known, name):
                 continue
+            # They see no instance, so they work on the class that is made as they are.
             if isinstance(value, staticmethod | classmethod):
                 continue
+            # A class, or a callable without a binding, kept as an attribute is a value: called, it would not get the
+            # optimizer.
             is_method = callable(value) and hasattr(value, "__get__") and not isinstance(value, type)
             members[name] = _method(name, value) if is_method else _attribute(name)
     return members
@@ -63,6 +67,7 @@ def _zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # whoever calls it may ask for its signature, as accelerate does
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         impl: ShardedStep = self._impl
+        # A defaultdict: who merely looks at state[param] has made one, for a Parameter that nobody steps here.
         num_known = len(impl.inner.state)
         result = impl.inner.zero_grad(*args, **kwargs)
         if impl.has_shards and len(impl.inner.state) > num_known:
@@ -92,12 +97,14 @@ def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
         OptimizerNotShardableError: if it would be wrong on shards, or nobody knows.
     """
     inner = impl.inner
+    # Every rank steps the Parameters themselves, as under torch DDP.
     if not impl.has_shards:
         return call(inner)
     kind = impl.engine.device, impl.layout.main_dtype
     try:
         if not impl.sharded:
             return _call_on_main_params(impl, call) if looks_at_tensors(inner, call, *kind) else call(inner)
+        # Tried at each call: what a method does may depend on its arguments, and on the mode that the optimizer is in.
         effect = try_call(inner, call, *kind)
     except NotForShardsError as reason:
         raise OptimizerNotShardableError(
@@ -115,9 +122,13 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
     engine.check_open()
     assert engine.param_buffers is not None, "sharded"
     if moves:
+        # One rank alone would gather weights that the others never send, and hang in it.
         engine.collectives.require_all_ranks(f"{name} of a sharded {type(impl.inner).__name__}")
+    # A gather on its way would overwrite what the call does, and a parameter that was re-pointed (p.data = x) would
+    # not be among what it does it to.
     engine.param_gather.finish()
     engine.param_buffers.recapture()
+    # Joined state belongs to runs of neighbours; the user's method looks for it under its own tensors.
     impl.split_state()
     own = [impl.shards[index] for index in indices if index in impl.shards]
     mains = [shard for shard in own if shard.weights is not None and impl.layout.params[shard.param].has_main_param]
@@ -125,6 +136,7 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
     with impl.at_rest.replaced() if moves else impl.at_rest.lock, torch.no_grad():
         for shard in mains:
             assert shard.weights is not None
+            # Weights may have been written since the last step; a method on stale main params would revert that.
             take_outside_changes(shard.main, shard.weights)
         with impl.groups_of_shards():
             result = call(impl.inner)
@@ -132,17 +144,19 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
             return result
         for shard in mains:
             assert shard.weights is not None
+            # The gather below sends weights, not main params.
             shard.weights.copy_(shard.main)
     # a rank may have nothing of a bucket that others have moved, so all of them are gathered
     for bucket in sorted({impl.layout.slots[index].bucket for index in indices}, reverse=True):
         engine.param_gather.start(bucket)
     engine.param_gather.finish()
+    # The weights changed by way of the buffer, unseen: a backward through a graph from before must raise, not be wrong.
     torch.autograd.graph.increment_version([engine.params[index] for index in indices])
     return result
 
 
 def _call_on_main_params(impl: ShardedStep, call: Call) -> Any:
-    """Of 16-bit parameters that are whole on every rank: with their main params in the groups, and the gradients."""
+    """Makes the call where 16-bit parameters are whole on every rank: on their main params, with the gradients."""
     engine = impl.engine
     engine.check_open()
     impl.follow_model()
@@ -150,8 +164,10 @@ def _call_on_main_params(impl: ShardedStep, call: Call) -> Any:
         result = call(impl.inner)
         for shard in own:
             param = engine.params[shard.param]
+            # Only what changed: copy_ moves the version, and would end graphs that are still right.
             if not torch.equal(rounded := shard.main.to(param.dtype), param):
                 param.copy_(rounded)
+            # The method dropped the copy's gradient (set_to_none), and means the parameter's.
             if param.grad is not None and shard.main.grad is None:
                 engine.grad_buffers.clear([shard.param])
             elif param.grad is not None and shard.main.grad is not None:

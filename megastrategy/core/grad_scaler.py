@@ -21,6 +21,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        # By name and not by class: a framework's wrapper around the optimizer passes attributes on.
         unscale: Any = getattr(optimizer, "unscale_grads_", None)
         if unscale is None:
             per_device: dict[torch.device, Tensor] = super()._unscale_grads_(
@@ -28,6 +29,7 @@ class GradScaler(torch.amp.GradScaler):
             )
             return per_device
         found: Tensor = unscale(inv_scale)
+        # torch adds these up over devices, and skips if the sum is not zero. Ours is agreed on already.
         return {found.device: found}
 
 

@@ -1,4 +1,4 @@
-"""Where every gradient element lives, who owns it, and which bucket carries it: arithmetic only, no tensors.
+"""The layout: an address for every gradient element, its owner, and the bucket that carries it. No tensors.
 
 The layout is a pure function of parameter specs, configuration and ``dp_size``; all ranks compute it alone and
 compare a digest before the first collective. Rules, after Megatron-LM's ``_ParamAndGradBuffer``
@@ -12,6 +12,15 @@ compare a digest before the first collective. Rules, after Megatron-LM's ``_Para
 * with the distributed optimizer rank r owns the r-th of ``dp_size`` equal parts of every bucket, otherwise all of it;
 * with n instances of it the ranks are n times ``num_shards`` consecutive ones, and rank r owns the
   ``r % num_shards``-th of ``num_shards`` parts: every part has n owners, which hold the same bits.
+
+[Note: default bucket size]
+The bucket that is filled last cannot overlap with backward, so its share of the traffic is always exposed: an eighth.
+More buckets than that pay latency for little, and below 2**18 elements (1 MB in fp32) a collective costs more in
+latency than in bytes. From 320M elements on an eighth is more than Megatron-LM's bucket, which then holds. The first
+three buckets are smaller, since the link has nothing to do until the first is complete; each of the next is there by
+the time that the one before it has been sent. (torch DDP begins with one small bucket for the same reason.) Behind the
+next forward parameters are gathered the other way round, so that the last layers, and then backward, wait for a small
+gather.
 """
 
 from __future__ import annotations
@@ -28,7 +37,9 @@ import torch
 
 from .config import DistributedDataParallelConfig
 
+# 128 bytes in 16 bits: every view of a parameter starts on a cache line, as kernels that load vectors expect.
 PARAM_ALIGNMENT_NUMEL = 64
+# 256 bytes in 16 bits: Megatron-LM's number, with which cuBLAS may pick its faster algorithms.
 BUCKET_ALIGNMENT_NUMEL = 128
 NCCL_ALIGNMENT_NUMEL = 2**16
 """Of a bucket, with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
@@ -137,6 +148,7 @@ class BufferLayout:
         assert self.dp_size % self.num_shards == 0, "instances are of equal size"
         alignment = math.lcm(self.dp_size, BUCKET_ALIGNMENT_NUMEL)
         ends = [0] * len(self.buffers)
+        # By address, not by launch order: only then does a gap, which nobody would reduce or own, show.
         for bucket in sorted(self.buckets, key=lambda bucket: (bucket.buffer, bucket.start)):
             assert bucket.start == ends[bucket.buffer], "buckets cover a buffer without gap or overlap"
             assert bucket.numel % alignment == 0, "a bucket divides into equal shards"
@@ -162,7 +174,7 @@ class BufferLayout:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """What an optimizer steps, at its finest: 16-bit parameters have fp32 main params."""
+        """The finest dtype that an optimizer steps: 16-bit parameters have fp32 main params."""
         return torch.float64 if any(spec.dtype == torch.float64 for spec in self.params) else torch.float32
 
     def pieces(self, bucket: Bucket) -> list[tuple[int, int]]:
@@ -171,6 +183,8 @@ class BufferLayout:
         shard_numel = bucket.numel // self.num_shards
         if self.piece_numel is None or bucket.numel == 0:
             return [(0, shard_numel)]
+        # Equal pieces rather than full ones and a rest: the last piece is exposed, and a small rest still pays the
+        # latency.
         num_pieces = -(-bucket.numel // self.piece_numel)
         numel = -(-shard_numel // num_pieces)
         return [(start, min(start + numel, shard_numel)) for start in range(0, shard_numel, numel)]
@@ -183,11 +197,12 @@ class BufferLayout:
             for bucket in self.buckets
             for start, end in self.pieces(bucket)
         ]
+        # Of the largest piece each, since any piece may come to any of them: they are used in turn.
         return [max(nbytes)] * min(STAGING_BUFFERS, len(nbytes)) if self.is_pooled and nbytes else []
 
     @property
     def num_instances(self) -> int:
-        """How many ranks own the same elements."""
+        """The number of ranks that own the same elements."""
         return self.dp_size // self.num_shards
 
     def shard_range(self, bucket: Bucket, dp_rank: int) -> tuple[int, int]:
@@ -195,6 +210,7 @@ class BufferLayout:
         if self.num_shards == 1:
             return bucket.start, bucket.end
         shard_numel = bucket.numel // self.num_shards
+        # Modulo: ranks at the same place of their instances own the same part.
         start = bucket.start + dp_rank % self.num_shards * shard_numel
         return start, start + shard_numel
 
@@ -205,6 +221,7 @@ class BufferLayout:
         shard_start, shard_end = self.shard_range(self.buckets[slot.bucket], dp_rank)
         if slot.start == slot.end:  # nothing to own, but its counters are somebody's
             return (slot.start, slot.end) if dp_rank % self.num_shards == 0 else None
+        # A parameter may lie across the border of two shards, or of many, and then has as many owners.
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
 
@@ -218,6 +235,7 @@ class BufferLayout:
 
         So nobody's shard moves when parameters join a model in training; their buckets are launched last.
         """
+        # Owners are by rank and place: with other numbers the two halves would have different owners.
         assert (self.dp_size, self.num_shards) == (other.dp_size, other.num_shards)
         num_params, num_buffers, num_buckets = len(self.params), len(self.buffers), len(self.buckets)
         return BufferLayout(
@@ -244,7 +262,7 @@ class BufferLayout:
         )
 
     def describe(self) -> dict[str, list[list[object]]]:
-        """What ranks must agree on, as JSON-able rows: parameters first, since they explain every later difference."""
+        """Lists what ranks must agree on, as JSON-able rows: parameters first, which explain every later difference."""
         specs: list[list[object]] = [
             [s.name, list(s.shape), list(s.stride), str(s.dtype), str(s.grad_dtype)] for s in self.params
         ]
@@ -267,6 +285,7 @@ def digest(description: Mapping[str, object]) -> bytes:
 def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """``stride`` if it walks ``prod(shape)`` adjacent elements once each, else the contiguous strides of ``shape``."""
     expected = 1
+    # Dimensions of size one have any stride, and cannot make holes.
     for size, step in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n > 1), key=lambda pair: pair[1]):
         if step != expected:
             return contiguous_stride(shape)
@@ -285,20 +304,14 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def default_bucket_size(total_numel: int, dp_size: int) -> int:
-    """The bucket size, in elements, for ``DistributedDataParallelConfig.bucket_size=None`` (the reason stands
-    there)."""
+    """The bucket size, in elements, for ``bucket_size=None``; see [Note: default bucket size]."""
     megatron = max(40_000_000, 1_000_000 * dp_size)
     return min(max(total_numel // 8, 2**18), megatron)
 
 
 def _minimum_numels(bucket_size: int) -> Iterator[int]:
-    """How many elements the buckets of a chosen size have at least, in launch order: an eighth, a quarter, a half, and
-    then all of it. (A size that takes the whole model is one bucket.)
-
-    The link has nothing to do until the first bucket is complete, and each of the next is there by the time that the
-    one before it has been sent. (torch DDP begins with one small bucket for the same reason.) Behind the next forward
-    parameters are gathered the other way round, so that the last layers, and then backward, wait for a small gather.
-    """
+    """Yields the least size of each bucket in launch order: an eighth, a quarter, a half, and then all of
+    ``bucket_size``; see [Note: default bucket size]."""
     for divisor in (8, 4, 2):
         yield max(bucket_size // divisor, min(bucket_size, MIN_FIRST_BUCKET_NUMEL))
     yield from itertools.repeat(bucket_size)
@@ -328,6 +341,7 @@ def build_layout(
     if dp_size < 1:
         raise ValueError(f"dp_size={dp_size}: expected at least one rank")
     num_shards = _num_shards(config, dp_size)
+    # Checkpoints and ranks' digests know parameters by name.
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
@@ -337,12 +351,13 @@ def build_layout(
 
     order = range(len(specs))[::-1] if order is None else order
     assert sorted(order) == list(range(len(specs))), "every parameter has one place in the order"
-    kinds = list(dict.fromkeys((spec.dtype, spec.grad_dtype) for spec in specs))
+    kinds = list(dict.fromkeys((spec.dtype, spec.grad_dtype) for spec in specs))  # no set: all ranks need one order
     numels = [0] * len(kinds)
     starts: dict[int, int] = {}
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
         members = [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind]
+        # Each buffer begins with small buckets: its first gradients are early too.
         minimums = itertools.repeat(size) if are_alike else _minimum_numels(size)
         minimum, bucket_start, position = next(minimums), 0, 0
         current: list[int] = []
@@ -351,6 +366,7 @@ def build_layout(
             starts[index] = position
             position += specs[index].numel
             current.append(index)
+            # Closed by the parameter that reaches the size: none is split, and no bucket is empty.
             if position - bucket_start >= minimum or place == len(members) - 1:
                 position = _round_up(position, alignment)
                 drafts.append((number, bucket_start, position, tuple(current)))
@@ -365,11 +381,12 @@ def build_layout(
         ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel)
         for i, spec in enumerate(specs)
     )
-    pooled = config.grad_buffer == "pooled" and num_shards > 1
+    pooled = config.grad_buffer == "pooled" and num_shards > 1  # else no shard is smaller than the gradients
     sums_in_fp32 = pooled or (config.reduce_scatter_with_fp32_accumulation and num_shards > 1)
     buffers = []
     for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True):
         sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT else grad_dtype
+        # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
         buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, pooled or sum_dtype != grad_dtype))
     return BufferLayout(
         params=tuple(specs),
@@ -393,7 +410,8 @@ def _resolve_bucket_size(
 
 
 def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
-    """In how many parts a bucket is owned; raises ValueError if the configuration does not fit the number of ranks."""
+    """The number of parts in which a bucket is owned; raises ValueError if the options do not fit the number of
+    ranks."""
     instances = config.num_distributed_optimizer_instances
     if not config.use_distributed_optimizer:
         return 1
@@ -403,6 +421,7 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
             f"num_distributed_optimizer_instances={instances} does not divide the {dp_size} data-parallel rank(s), of "
             f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
         )
+    # On one rank both are quietly of no effect, so that a script runs there unchanged.
     for name, value in (("reduce_scatter_with_fp32_accumulation", True), ("grad_buffer", "pooled")):
         if instances == dp_size > 1 and getattr(config, name) == value:
             raise ValueError(

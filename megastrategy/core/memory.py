@@ -1,5 +1,4 @@
-"""How many bytes a rank holds, computed from the layout; the table in the README and the line at the start of a fit
-are this."""
+"""Computes the bytes that a rank holds from the layout, for the README's table and the lines at the start of a fit."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class MemoryUse:
 
 
 def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> MemoryUse:
-    """What this engine holds for the trainable parameters, to the byte, in tensors with a number for each element.
+    """Counts what this engine holds for the trainable parameters, to the byte, in tensors with a number an element.
 
     Args:
         layout: the plan.
@@ -41,20 +40,23 @@ def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> Memory
     for buffer in layout.buffers:
         if not layout.is_pooled:
             grad_bytes += buffer.numel * buffer.grad_dtype.itemsize
+        # Beside the gradients with fp32 sums of 16-bit ones; in their place where they are pooled.
         if buffer.sums_apart:
             grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
     state_bytes = 0
     for index, spec in enumerate(layout.params):
         owned = layout.owned_range(index, dp_rank)
         numel = owned[1] - owned[0] if owned is not None else 0
+        # State has the dtype of what is stepped: fp32 for 16-bit weights, and never less than that.
         main_itemsize = max(spec.dtype.itemsize, 4)
+        # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
         main_param_numel = numel if spec.has_main_param else 0
         state_bytes += main_itemsize * (main_param_numel + state_tensors * numel)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes))
 
 
 def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
-    """What torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds
+    """Counts what torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds
     gradients twice)."""
     bytes_once = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
     return MemoryUse(bytes_once, bytes_once, state_tensors * bytes_once)
@@ -91,6 +93,7 @@ def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tens
         ("megatron_ddp", use),
         ("ddp", memory_use_of_ddp(layout, state_tensors or 0)),
     ]
+    # Nobody knows before its first step what a whole optimizer keeps, and a guess would read as a promise.
     for name, use in rows:
         state, total = (
             (_mib(use.state_bytes), _mib(use.total_bytes)) if state_tensors is not None else ("unknown", "unknown")

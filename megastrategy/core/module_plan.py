@@ -1,4 +1,4 @@
-"""From a module to what its layout is made of, and what is refused before anything moves."""
+"""Makes the layout's parameters from a module, and refuses what cannot be laid out before anything moves."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
         own: the class of this engine's wrappers. Those in ``module`` are told by their parameters, if they are open.
     """
     for name, child in module.named_modules():
+        # A prepared model of Accelerate's is an instance of both classes, and reduces nothing of torch's.
         if isinstance(child, TorchDDP) and not isinstance(child, own):
             what = f"the submodule {name!r}" if name else "the module"
             raise ValueError(
@@ -47,17 +48,20 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
 
 def _dtensors(module: nn.Module) -> dict[str, Any]:
     """The parameters that are DTensors, by name; none where nobody has imported the class."""
+    # Importing it here would cost everybody; a class that nobody has imported has no instances.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return {name: param for name, param in module.named_parameters() if isinstance(param, kind)}
 
 
 def _broken_ties(dtensors: dict[str, Any]) -> list[str]:
-    """What to say of pairs that were one parameter, most likely: matrices of equal values, not of one constant.
+    """Names pairs that were one parameter, most likely: matrices of equal values, not of one constant.
 
     ``parallelize_module`` makes two parameters of one that two modules hold, and says nothing.
     """
+    # Vectors are left out: biases and norms are equal at the start, and no tie.
     local = {name: param.to_local().detach() for name, param in dtensors.items() if param.dim() > 1}
     values = {name: part for name, part in local.items() if part.device.type != "meta" and part.numel() > 1}
+    # So are matrices of one constant, which two zero-initialised layers share.
     filled = {name: part for name, part in values.items() if not torch.equal(part, part.flatten()[0].expand_as(part))}
     return [
         f". {one!r} and {other!r} have equal values: parallelize_module makes two parameters of a tied one, which then "
@@ -79,14 +83,18 @@ def check_memory_is_own(
             raise ValueError(f"parameter {name!r} belongs to a DistributedDataParallel already: call its close() first")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.numel() > 0 and tensor.layout == torch.strided:
+            # The farthest element, whatever the strides: an expanded tensor reaches less far than its numel.
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
             spans.append((start, start + (last + 1) * tensor.element_size(), name, id(tensor) in joining))
+    # Parameters stay where they are, so memory that is shared stays shared.
     if not sharded:
         return
     furthest: dict[bool, tuple[int, str]] = {}  # how far tensors that move, and that stay, reach so far
+    # Sorted by address, one pass: comparing every pair would take seconds for thousands of parameters.
     for start, end, name, moves in sorted(spans):
         for other_moves, (reach, other) in furthest.items():
+            # Two that both stay may share; two that both move, or one of them, would part.
             if start < reach and (moves or other_moves):
                 raise ValueError(
                     f"{other!r} and {name!r} share memory without being the same Parameter, and would part when "
@@ -97,7 +105,7 @@ def check_memory_is_own(
 
 
 def param_spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:
-    """What the layout has to know of a parameter."""
+    """Describes a parameter to the layout."""
     grad_dtype = torch.float32 if param.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else param.dtype
     return ParamSpec(name, tuple(param.shape), dense_stride(param.shape, param.stride()), param.dtype, grad_dtype)
 
@@ -127,10 +135,12 @@ def check_ranks_agree(
     """Raises LayoutMismatchError, on all ranks, if their layouts or options differ. Collective."""
     options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
     description = {**layout.describe(), "option (name, value)": options}
+    # 32 bytes first: the whole description of a large model is megabytes, and almost always the same.
     digests = collectives.all_gather_bytes(digest(description), device)
     if len(set(digests)) == 1:
         return
     descriptions = collectives.all_gather_objects(description, device)
+    # Parameters come first in it, so the first difference is the cause and not one of its consequences.
     for what in descriptions[0]:
         for rank, theirs in enumerate(descriptions):
             pairs = itertools.zip_longest(descriptions[0][what], theirs[what], fillvalue="none")

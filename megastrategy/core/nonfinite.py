@@ -1,4 +1,4 @@
-"""Where a gradient stopped being finite: rank, parameter and bucket, found before a reduction spreads it."""
+"""Finds where a gradient stopped being finite, rank, parameter and bucket, before a reduction spreads it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ class NonFinite:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no element is infinite or NaN. Waits for the device; makes no temporary as large as the tensor."""
+    # aminmax raises for no elements.
     if tensor.numel() == 0:
         return True
+    # One pass, and NaN spreads through it: isfinite() would make a mask, a byte for each element of the bucket.
     smallest, largest = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
     return math.isfinite(smallest.item()) and math.isfinite(largest.item())
 
 
 def find_in_bucket(tensor: Tensor, bucket: int, layout: BufferLayout, rank: int) -> list[NonFinite]:
     """The parameters of a bucket whose gradients in ``tensor`` (1-D, the bucket's elements) are not finite."""
+    # One look for the whole bucket; its parameters one by one only after something was found.
     if is_finite(tensor):
         return []
     place = layout.buckets[bucket]

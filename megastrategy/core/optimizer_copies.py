@@ -19,8 +19,8 @@ from .errors import DirectUseError
 
 
 def same(optimizer: Optimizer) -> Optimizer:
-    """What unpickles a DistributedOptimizer: the copy of the user's optimizer, which schedulers in the same copy have
-    as well."""
+    """Unpickles a DistributedOptimizer: as the copy of the user's optimizer, which schedulers in the same copy have as
+    well."""
     return optimizer
 
 
@@ -43,12 +43,14 @@ class StateOfCopy:
         self._optimizer = optimizer
 
     def __call__(self) -> dict[str, Any]:
-        """Of the optimizer without its state, and with hooks that refuse what needs it."""
+        """The state of a copy: the optimizer without its own, and with hooks that refuse what needs it."""
+        # By the class: the object's own __getstate__ is this very object, and would call itself.
         kind: Any = type(self._optimizer)
         state: dict[str, Any] = dict(kind.__getstate__(self._optimizer))
         # torch drops hooks from a copy, and so would a copy of this one: it could step, and save that it has no state
         state["__getstate__"] = self
         hooks = ("_optimizer_step_pre_hooks", "_optimizer_state_dict_pre_hooks", "_optimizer_load_state_dict_pre_hooks")
         state |= {name: collections.OrderedDict({0: refuse_use_of_copy}) for name in hooks}
+        # Lists of its own, also in a shallow copy: what is added to a group there must not reach the original.
         groups = [{**group, "params": list(group["params"])} for group in self._optimizer.param_groups]
         return state | {"state": collections.defaultdict(dict), "param_groups": groups}

@@ -50,15 +50,18 @@ class ParamBuffers:
             ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
         """
         for index, param in enumerate(self.params):
+            # Compared, since nothing tells of p.data = x. An empty tensor has no address to compare.
             if param.data_ptr() != self._addresses[index] and param.numel() > 0:
                 check_unchanged(param, self.layout.params[index])
                 self._move_in(index, param.detach())
 
     def restore(self) -> None:
         """Gives every parameter that lies here memory of its own, with the present values and strides."""
+        # By address: a parameter that was moved out from outside (module.double()) keeps what it has.
         spans = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in self.flats]
         for param in self.params:
             if any(start <= param.data_ptr() < end for start, end in spans):
+                # A copy, or the flat buffer would live as long as any parameter that looks into it.
                 param.data = param.detach().clone(memory_format=torch.preserve_format)
         self.flats = []
 

@@ -86,6 +86,7 @@ class ParamGather:
 
     def defer(self) -> None:
         """From now on whoever first reads a parameter waits for its bucket."""
+        # Walking the modules takes milliseconds, so only after parameters have joined.
         if self._num_held != len(self._buffers.params):
             self._find_holders()
         if self._is_scripted:
@@ -93,8 +94,10 @@ class ParamGather:
         for bucket in self._handles:
             for param in self._params_of(bucket):
                 self._bucket_of[id(param)] = bucket
+                # The object stays, in the module and in every optimizer: only what its operations do has changed.
                 param.__class__ = self._awaited(type(param))
             for module in self._holders.get(bucket, ()):
+                # A module may hold parameters of several buckets; prepended, since a hook of the user's may read them.
                 if id(module) not in self._hooks:
                     self._hooks[id(module)] = module.register_forward_pre_hook(self._before_module, prepend=True)
 
@@ -109,9 +112,11 @@ class ParamGather:
         self._wait_for(sorted(buckets, reverse=True))
 
     def _wait_for(self, buckets: Sequence[int]) -> None:
+        # Without the lock: most parameters that are read are not on their way.
         if not buckets:
             return
         with self._lock:
+            # Looked at again under the lock: another thread may have waited for it meanwhile.
             self._wait_alone([bucket for bucket in buckets if bucket in self._handles])
 
     def _wait_alone(self, buckets: Sequence[int]) -> None:
@@ -120,6 +125,7 @@ class ParamGather:
             with profiler_range("wait for weights"):
                 for bucket in buckets:
                     self._handles[bucket].wait()
+                    # Only now taken out: a wait that fails leaves it among the missing, and a save asks for those.
                     self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
                     self._make_plain(bucket)
         except CollectiveError:  # those behind it will not arrive either, and whoever heard of it may clean up
@@ -133,6 +139,7 @@ class ParamGather:
 
     def _make_plain(self, bucket: int) -> None:
         for param in self._params_of(bucket):
+            # Its class may have been replaced meanwhile, by whoever knows the same trick; that one stays.
             if self._bucket_of.pop(id(param), None) is not None and isinstance(param, _Awaited):
                 param.__class__ = type(param)._plain  # type: ignore[assignment]
         for module in self._holders.get(bucket, ()):
@@ -156,6 +163,7 @@ class ParamGather:
         self._is_scripted = False
         for module in self._module.modules():
             self._is_scripted |= isinstance(module, torch.jit.ScriptModule)
+            # Its own parameters alone: children have hooks of their own, and wait for no more than they read.
             for bucket in {bucket_of[id(p)] for p in module._parameters.values() if id(p) in bucket_of}:
                 self._holders.setdefault(bucket, []).append(module)
         self._num_held = len(self._buffers.params)
@@ -164,6 +172,7 @@ class ParamGather:
         if plain not in self._classes:
             members = {"_plain": plain, "_gather": self, "__slots__": ()}
             metaclass: Any = type(plain)
+            # A class for each class: isinstance checks of the user's (and of torch's own lazy modules) go on to hold.
             self._classes[plain] = metaclass(plain.__name__, (_Awaited, plain), members)
         return self._classes[plain]
 
@@ -185,6 +194,7 @@ class _Awaited:
     ) -> Any:
         kwargs = kwargs or {}
         if func in _READS_NO_ELEMENT:
+            # Else the getter would come back here.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         awaited = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Awaited)]

@@ -1,4 +1,4 @@
-"""What one rank steps of one parameter."""
+"""The part of one parameter that one rank steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class ParamShard:
-    """What this rank steps of one parameter.
+    """The part of one parameter that this rank steps.
 
     Attributes:
         param: index in the layout.
@@ -39,5 +39,7 @@ class ParamShard:
 def take_outside_changes(main: Tensor, weights: Tensor) -> None:
     """A main param takes the 16-bit weights' values where they are not its rounding; see sharded_step's
     [Note: main params]."""
+    # NaN differs from itself, so a NaN in the weights is taken over too. Compared element by element: a checkpoint
+    # loaded in 16 bits must not round the main params that it agrees with.
     changed = main.to(weights.dtype) != weights
     torch.where(changed, weights.float(), main, out=main)

@@ -47,7 +47,7 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """What one collective carries: ``numel`` elements, and where they come from; its result is added to elements
+    """The load of one collective: ``numel`` elements, and where they come from. Its result is added to elements
     ``[start, end)`` of a rank's shard."""
 
     start: int
@@ -126,6 +126,7 @@ class PooledGradBuffers(GradBuffers):
                 self.check_param(index)
                 sealed[index] = param.grad.detach()
                 self.has_grad[index] = True
+            # Also where this backward brought nothing: the sums of those before it are its gradient still.
             param.grad = self._stand_in(index) if self.has_grad[index] else None
         self._sealed[bucket] = sealed
         self._on_the_way.add(bucket)
@@ -149,17 +150,22 @@ class PooledGradBuffers(GradBuffers):
         for copy in plan.copies:
             grad = None if copy.param is None else grads.get(copy.param)
             if grad is None:
+                # The staging buffer holds an earlier piece, which would be reduced once more, as another parameter's
+                # gradient.
                 tensor[copy.start : copy.end].zero_()
             else:
                 tensor[copy.start : copy.end].copy_(grad[copy.first : copy.first + copy.end - copy.start])
+        # The last reference: autograd's memory goes back here, which is what pooling is for.
         if piece == len(pieces) - 1:
             del self._sealed[bucket]
         return tensor, self._sums[bucket][plan.start : plan.end]
 
     def publish(self, bucket: int) -> None:
         self._reduced[bucket] = True
+        # Another rank may have used what this one has not; has_grad says so by now.
         self._show_reduced(self.layout.buckets[bucket].params)
         self._on_the_way.discard(bucket)
+        # Between buckets they stay, or each piece would allocate anew.
         if not self._on_the_way:
             self._staging.clear()
 
@@ -175,6 +181,7 @@ class PooledGradBuffers(GradBuffers):
     def _flatten(self, index: int, grad: Tensor) -> Tensor:
         """A gradient as 1-D, in its parameter's memory order: a view where it lies so, as autograd makes it."""
         spec = self.layout.params[index]
+        # Sparse, expanded or transposed: autograd hands over whatever the last operation made.
         if grad.layout != torch.strided or grad.stride() != spec.stride:
             dense = torch.empty_strided(spec.shape, spec.stride, dtype=spec.grad_dtype, device=self._device)
             copy_grad_(dense, grad)
@@ -191,6 +198,8 @@ class PooledGradBuffers(GradBuffers):
             if param.grad is not None and not isinstance(param.grad, ReducedGrad):
                 self.check_param(index)
                 owned = self.layout.owned_range(index, self._dp_rank)
+                # The other owners of the parameter take their parts from their own .grad: users write the same on all
+                # ranks.
                 if owned is not None:
                     slot = self.layout.slots[index]
                     flat = self._flatten(index, param.grad.detach())
@@ -218,7 +227,7 @@ class PooledGradBuffers(GradBuffers):
 
 
 def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _Piece:
-    """Of elements ``[start, end)`` of every shard of the bucket, one shard's after the other's."""
+    """Plans the piece with elements ``[start, end)`` of every shard of the bucket, one shard's after the other's."""
     shard_numel = bucket.numel // layout.num_shards
     copies: list[_Copy] = []
     staged = 0
@@ -237,6 +246,7 @@ def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _
             slot = layout.slots[index]
             first, last = max(slot.start, stretch_start), min(slot.end, stretch_end)
             if first < last:
+                # The space between aligned parameters is sent too; left out, it would keep what the buffer held before.
                 if position < first:
                     copies.append(_Copy(position + shift, first + shift, None, 0))
                 copies.append(_Copy(first + shift, last + shift, index, first - slot.start))

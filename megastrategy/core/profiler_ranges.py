@@ -1,4 +1,4 @@
-"""Names of ours in what torch.profiler records."""
+"""Gives what torch.profiler records names of ours."""
 
 from __future__ import annotations
 

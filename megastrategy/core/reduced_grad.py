@@ -1,4 +1,4 @@
-"""What ``.grad`` is after a reduce-scatter: a tensor with the gradient's shape and dtype, and no element to read.
+"""The stand-in that ``.grad`` is after a reduce-scatter: a tensor with the gradient's shape and dtype, and no element.
 
 [Note: a gradient that nobody can misread]
 After a reduce-scatter this rank has a shard of each gradient. ``None`` in ``.grad`` would be silent, since torch's
@@ -80,10 +80,12 @@ class ReducedGrad(Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         first = args[0] if args else None
+        # zero_grad(set_to_none=False) hands over a list, in which other gradients may be ordinary tensors.
         if func is _ATEN._foreach_zero_.default:
             for grad in first or ():
                 grad.zero_()
             return None
+        # As an operand elsewhere (x.add_(p.grad)) it would be read, and raises below.
         if isinstance(first, ReducedGrad):
             if func is _ATEN.zero_.default:
                 first._zero()
@@ -93,6 +95,8 @@ class ReducedGrad(Tensor):
             if func is _ATEN._to_copy.default:  # module.to() takes gradients along
                 options = kwargs or {}
                 return first._like(options.get("device") or first.device, options.get("dtype") or first.dtype)
+            # Inside backward it is autograd that adds; the same add_ outside would be a user's, on a number that is not
+            # there.
             if inside_backward() and len(args) == 2 and isinstance(args[1], Tensor) and not isinstance(args[1], cls):
                 # autograd adds in place, or with create_graph makes a sum; its tensor is not ours to keep
                 if func is _ATEN.add_.Tensor:
@@ -100,6 +104,7 @@ class ReducedGrad(Tensor):
                     return first
                 if func is _ATEN.add.Tensor:
                     return first._like(first.device, first.dtype, pending=args[1].clone())
+        # The first stand-in among the arguments, also in lists: foreach kernels take those.
         raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).error(str(func))
 
     def _like(self, device: torch.device, dtype: torch.dtype, pending: Tensor | None = None) -> ReducedGrad:
@@ -107,7 +112,7 @@ class ReducedGrad(Tensor):
         return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
 
     def error(self, what: str) -> ReducedGradError:
-        """What to raise where ``what`` needs elements."""
+        """The error to raise where ``what`` needs elements."""
         return ReducedGradError(
             f"{what} needs the gradient of {self.spec.name!r}, which was reduce-scattered: this rank has a shard of "
             "it, and .grad is a stand-in without elements. On all ranks, full_grad(param) of the wrapped model, its "

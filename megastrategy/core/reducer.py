@@ -149,7 +149,7 @@ class Reducer:
         self._forward_decision = None
 
     def _drop_unfinished(self) -> None:
-        """What a backward that ended in an exception left behind, sealed in part, is waited for and dropped."""
+        """Waits for what a backward that ended in an exception left behind, sealed in part, and drops it."""
         if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
             self._phase, self._is_unfinished = BackwardPhase.IDLE, False
             self._wait_for_launched()
@@ -160,7 +160,7 @@ class Reducer:
     def after_forward(self, outputs: Any, sync: bool) -> None:
         """A forward ended whose backward shall be synchronised or not."""
         self._forward_decision = sync
-        if not inside_backward():
+        if not inside_backward():  # a checkpoint's forward starts the inner graph, which ends too early
             self.watch(outputs)
 
     def watch(self, outputs: Any) -> None:
@@ -191,8 +191,8 @@ class Reducer:
         bucket = self._bucket_of[index]
         if self._phase is BackwardPhase.IDLE:
             self._begin_backward()
-        elif param.grad is not self.buffers.views[index]:
-            if self._phase is BackwardPhase.SYNCHRONISING and bucket < len(self._handles):
+        elif param.grad is not self.buffers.views[index]:  # create_graph, a sealed bucket, or .grad = None before
+            if self._phase is BackwardPhase.SYNCHRONISING and bucket < len(self._handles):  # on the wire
                 self._on_late_grad(index)
                 return
             self.buffers.adopt(index)
@@ -202,7 +202,7 @@ class Reducer:
             self._planner.note(index)
         if self._listener is not None:
             self._listener(Event(EventKind.GRAD_READY, index))
-        if syncs and self._seen[index] != self._epoch:
+        if syncs and self._seen[index] != self._epoch:  # a second part must not stand in for another's first
             self._seen[index] = self._epoch
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
@@ -213,15 +213,16 @@ class Reducer:
         self._phase = BackwardPhase.SYNCHRONISING if syncs else BackwardPhase.ACCUMULATING
         self._epoch += 1
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
-        if needed != self._needed:
+        if needed != self._needed:  # what static_graph agreed on was of other parameters
             self._needed, self._static_used = needed, None
+        # One that came in two parts before is counted one too many: its bucket waits for the end, when both are there.
         deferred = {self._bucket_of[index] for index in self._deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
         self._has_local_grads = True
         if syncs and self._planner is not None:
             self._planner.start()
         self.buffers.open()
-        if self._watched == NO_TASK:
+        if self._watched == NO_TASK:  # no forward told of the outermost graph, so the end of this one has to do
             self._emit(EventKind.BACKWARD_START, 0)
             self._queue(self._end_backward)
 
@@ -235,6 +236,7 @@ class Reducer:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
+        # A graph and one nested in it may both have queued an end: the first that comes is enough.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             return
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
@@ -282,12 +284,13 @@ class Reducer:
             return
         self._check_promises()
         self._is_unfinished = True
-        while len(self._handles) < len(self.layout.buckets):
+        while len(self._handles) < len(self.layout.buckets):  # used here or not: all ranks launch the same
             self._launch(len(self._handles))
         self._emit(EventKind.WAIT_START, 0)
         self._phase = BackwardPhase.WAITING
         try:
             with profiler_range("wait for gradients"):
+                # Before anything is published: what .grad becomes depends on what other ranks used.
                 late_buckets, moves = self._agree()
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
@@ -303,6 +306,7 @@ class Reducer:
             self._nonfinite.clear()
             self._has_local_grads = False
         if self._planner is not None:
+            # Gradients are final and nothing is on the wire: the one moment at which all ranks can move.
             self._planner.finish(self.layout, moves=moves)
             if self._planner.is_done:
                 self._planner = None
@@ -320,7 +324,7 @@ class Reducer:
             self._handles.append(self._start_reduction(bucket))
 
     def _start_reduction(self, bucket: int) -> Handle:
-        """Of a sealed bucket. Waits for the oldest piece on its way where no more may be."""
+        """Launches a sealed bucket, piece by piece; where only ``max_in_flight`` may be sent, waits for the oldest."""
         self._emit(EventKind.REDUCE_START, bucket)
         pieces: list[Handle] = []
         for piece in range(self.buffers.num_pieces(bucket)):
@@ -351,7 +355,7 @@ class Reducer:
         return self._collectives.all_reduce(tensor, mean, scale_sum=average)
 
     def _wait_for_launched(self, *, publish: bool = False) -> None:
-        handles, self._handles = self._handles, []
+        handles, self._handles = self._handles, []  # taken first: after an error nobody waits twice
         pieces, self._in_flight = self._in_flight, collections.deque()
         for bucket, handle in enumerate(handles):
             handle.wait()
@@ -373,12 +377,14 @@ class Reducer:
         """
         agrees = self._agrees()
         has_grad = self.buffers.has_grad
+        # What any rank used in the first backward is what is published: a rank that used less gets the mean all the
+        # same.
         if not agrees and self._static_used is not None:
             has_grad[:] = self._static_used
         planner = self._planner
         wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
         judges = planner is not None and planner.judges_order
-        if not (agrees or judges or self._config.check_for_nan_in_grad):
+        if not (agrees or judges or self._config.check_for_nan_in_grad):  # facts that all ranks share
             return [], False
         used = self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
@@ -434,7 +440,7 @@ class Reducer:
             )
 
     def _reduce_again(self, bucket: int) -> None:
-        """Adds late gradients to a reduced bucket, on the ranks that have them, and reduces it once more, on all."""
+        """Adds late gradients to a reduced bucket, on ranks that have some, and reduces it once more, on all."""
         buffers = self.buffers
         late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
         buffers.add_to_reduced(bucket, late)
@@ -471,7 +477,7 @@ class Reducer:
 
 
 class _GradHook:
-    """What a parameter keeps: no more than a weak reference, or a model that is never closed would never be freed."""
+    """A parameter's hook. Its reference is weak, or a model that is never closed would never be freed."""
 
     def __init__(self, reducer: Reducer, index: int) -> None:
         self.reducer, self._index = weakref.ref(reducer), index

@@ -1,4 +1,4 @@
-"""An optimizer's parameters that the wrapped model has not: a loss's head beside the model, a frozen guide.
+"""Strangers are an optimizer's parameters that the wrapped model has not: a loss's head beside it, a frozen guide.
 
 [Note: strangers]
 Nobody reduces their gradients. Those that never get one need nothing. The others are stepped whole on every rank, each
@@ -47,12 +47,14 @@ class Strangers:
         places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         found = [(n, p) for n, p in places if id(groups[n]["params"][p]) not in known]
         kind = type(self._optimizer).__name__
+        # All of them: almost certainly the optimizer was built before the model was copied, moved or prepared.
         if found and len(found) == len(places):
             raise ValueError(
                 f"no parameter of this {kind} is one of the wrapped model's, so the model would not be trained (the "
                 f"first is {_describe(groups, found[0])}). Pass model.parameters() of the model that was wrapped"
             )
         for place in found:
+            # Its gradient is reduced, and perhaps scattered, by an engine that this optimizer's step does not know.
             if is_wrapped(groups[place[0]]["params"][place[1]]):
                 raise ValueError(
                     f"{_describe(groups, place)} of this {kind} belongs to another wrapped model, and a "
@@ -91,6 +93,7 @@ class Strangers:
         own = total_grad_norm(self.grads(), norm_type, None, self._engine.device).reshape(1)
         collectives = self._engine.collectives
         if over_ranks:
+            # One number on all ranks, though each has its own gradients; [Note: strangers] says which, and why.
             own = norms_over_owners(own, norm_type, collectives)
             own = own if math.isinf(norm_type) else own / collectives.size ** (1.0 / norm_type)
         joined: Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1), own]), norm_type)
@@ -98,6 +101,7 @@ class Strangers:
 
     def warn_once(self) -> None:
         """Before a step: names those that have a gradient, on rank 0, the first time that any has."""
+        # Before the first gradient nobody knows whether one will come: a frozen guide never gets any.
         if self._is_told or not self.grads():
             return
         self._is_told = True
