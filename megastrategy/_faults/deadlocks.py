@@ -89,7 +89,7 @@ class WaitsInVain:
         """Asks :meth:`_ask` from now on while a rank waits in ``collectives``; ``purpose`` is what for, in messages."""
         name = collectives.group.group_name
         self._groups[name] = collectives
-        collectives.why_give_up = functools.partial(self._ask, name, purpose)
+        collectives.watchdog = functools.partial(self._ask, name, purpose)
         return collectives
 
     def forget(self) -> None:

@@ -23,10 +23,10 @@ def look_while_both_wait_in_a_group_that_was_given_up() -> list[str]:
     send(old, 40)
     waits.forget()
     send(waits.watch("for gradients or weights", host_collectives()), 2)
-    assert old.why_give_up is not None
+    assert old.watchdog is not None
     reasons = []
     for _ in range(2):  # the second time each has read the note of the other
-        reasons.append(old.why_give_up("all-gather", 40))
+        reasons.append(old.watchdog("all-gather", 40))
         torch.distributed.barrier()
     return reasons
 

@@ -101,7 +101,7 @@ class GlooCollectives(Collectives):
         if self.roll_call is not None:
             self.roll_call.say_where(f"waiting in {what}", number)
         # Gloo cannot see that a peer raised and went elsewhere while its process lives; whoever watches the ranks can.
-        if self.why_give_up is not None and (reason := self.why_give_up(what, number)):
+        if self.watchdog is not None and (reason := self.watchdog(what, number)):
             if self._worker is not None:
                 self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
                 self._worker = None

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,16 @@ class Handles(Handle):
             self.ran_ns = ran[0][0], ran[-1][1]
 
 
+class Watchdog(Protocol):
+    """Called about once a second while this rank waits in a collective.
+
+    A backend notices that a peer's process died, but not that it raised and went elsewhere.
+    """
+
+    def __call__(self, what: str, number: int) -> str:
+        """Says why the wait for ``what``, the ``number``-th of this rank's collectives (from 1), is in vain; or ""."""
+
+
 class Collectives(ABC):
     """The collectives of one process group.
 
@@ -67,12 +77,10 @@ class Collectives(ABC):
         roll_call: as passed.
         progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
-        why_give_up: called about once a second while this rank waits, with the collective's name and its number among
-            those started (from 1). Returns why it waits in vain, or an empty string. Needed because a backend notices
-            that a peer's process died, but not that it raised and went elsewhere.
+        watchdog: asked while this rank waits; None for a wait that ends with a peer's process alone.
     """
 
-    why_give_up: Callable[[str, int], str] | None = None
+    watchdog: Watchdog | None = None
 
     def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
         self.group = group
