@@ -58,11 +58,21 @@ class LanguageModel(nn.Module):
         blocks: the parts that FSDP2 wraps one by one.
     """
 
-    def __init__(self, vocabulary: int, context: int, width: int, blocks: list[nn.Module], *, is_gpt: bool) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        width: int,
+        blocks: list[nn.Module],
+        *,
+        is_gpt: bool,
+        registered_in_reverse: bool = False,
+    ) -> None:
         super().__init__()
+        self._step = -1 if registered_in_reverse else 1
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width) if is_gpt else None
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(blocks[:: self._step])
         self.norm = nn.LayerNorm(width) if is_gpt else None
         self.head = nn.Linear(width, vocabulary, bias=False)
         if is_gpt:
@@ -75,7 +85,7 @@ class LanguageModel(nn.Module):
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
+        for block in list(self.blocks)[:: self._step]:
             x = block(x)
         if self.norm is not None:
             x = self.norm(x)
@@ -83,12 +93,17 @@ class LanguageModel(nn.Module):
         return logits
 
 
-def _gpt(vocabulary: int, context: int, width: int, depth: int) -> LanguageModel:
-    return LanguageModel(vocabulary, context, width, [_AttentionBlock(width) for _ in range(depth)], is_gpt=True)
+def _gpt(vocabulary: int, context: int, width: int, depth: int, **options: bool) -> LanguageModel:
+    blocks: list[nn.Module] = [_AttentionBlock(width) for _ in range(depth)]
+    return LanguageModel(vocabulary, context, width, blocks, is_gpt=True, **options)
 
 
 def _gpt_14m() -> LanguageModel:
     return _gpt(vocabulary=256, context=128, width=384, depth=8)
+
+
+def _gpt_14m_registered_in_reverse() -> LanguageModel:
+    return _gpt(vocabulary=256, context=128, width=384, depth=8, registered_in_reverse=True)
 
 
 def _gpt_124m() -> LanguageModel:
@@ -147,6 +162,11 @@ _ALL = (
     Case(name="gpt-14m-accumulate-4", about="the same, 4 microbatches a step", build=_gpt_14m, accumulate=4),
     Case(name="gpt-14m-bf16", about="the same with bf16 weights", build=_gpt_14m, dtype="bf16", loss_tolerance=0.02),
     Case(name="small-2000", about="2,000 small parameters (1M elements), fp32", build=_small_2000),
+    Case(
+        name="gpt-14m-registered-in-reverse",
+        about="gpt-14m whose blocks are registered last first",
+        build=_gpt_14m_registered_in_reverse,
+    ),
     Case(name="gpt-124m", about="GPT, 124M parameters, fp32", build=_gpt_124m, vocabulary=50257),
     Case(name="tiny", about="to try the program", build=_tiny, vocabulary=64, context=16),
 )

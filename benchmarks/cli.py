@@ -29,13 +29,15 @@ from .report import print_case, write
 from .results import Report, Skipped, summarise
 
 _QUICK_CASES = ("gpt-14m", "gpt-14m-accumulate-4", "gpt-14m-bf16", "small-2000")
-_FULL_CASES = (*_QUICK_CASES, "gpt-124m")
+_FULL_CASES = (*_QUICK_CASES, "gpt-14m-registered-in-reverse", "gpt-124m")
 _FULL_ONLY_ENGINES = (
     "bound-sharded",
     "ddp-view",
     "deepspeed-2",
     "ours-gather-off",
     "ours-pooled",
+    "ours-auto",
+    "ours-as-registered",
     "ours-bf16-wire-fp32-sum",
 )
 _BYTES_PER_ELEMENT = 28

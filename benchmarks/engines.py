@@ -180,6 +180,14 @@ def _ours(
     return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync, settle=settle, close=model.close)
 
 
+def _ours_as_registered(*arguments: Any) -> Engine:
+    """Without the planner, which would move buckets to the order seen in the first backward."""
+    engine = _ours(*arguments)
+    assert isinstance(engine.model, megastrategy.DistributedDataParallel)
+    engine.model.engine.reducer._planner = None
+    return engine
+
+
 def _deepspeed(
     module: LanguageModel, case: Case, adamw: Mapping[str, Any], options: Mapping[str, Any], *_: Any
 ) -> Engine:
@@ -205,6 +213,7 @@ _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
         "deepspeed": _deepspeed,
         "megatron-core": _megatron_core,
         "ours": _ours,
+        "ours-as-registered": _ours_as_registered,
     }
 )
 _PACKAGES: Mapping[str, str] = MappingProxyType({"deepspeed": "deepspeed", "megatron-core": "megatron.core"})
@@ -250,6 +259,12 @@ _SPECS = (
     ours("ours-gather-step", "gather under the step", overlap_param_gather="step"),
     ours("ours-gather-forward", "gather under the forward", overlap_param_gather="forward"),
     ours("ours-pooled", "pooled gradient buffers", grad_buffer="pooled"),
+    ours("ours-auto", "buckets of a size that is measured", bucket_size="auto"),
+    EngineSpec(
+        name="ours-as-registered",
+        about="megastrategy, buckets in the order of registration",
+        kind="ours-as-registered",
+    ),
     ours("ours-bf16-wire", "gradients in bf16", grad_reduce_in_fp32=False, only_dtype="bf16"),
     ours(
         "ours-bf16-wire-fp32-sum",
