@@ -83,7 +83,7 @@ def collectives_of_a_fit(name: str, options: dict[str, Any]) -> dict[str, int]:
     module = Normed()
     trainer = make_trainer(make_strategy(name, **options), gradient_clip_val=0.5, accumulate_grad_batches=2)
     trainer.fit(module, loader(number_of_ranks()), loader(number_of_ranks()))
-    return dict(module.engine.collectives.counts)
+    return dict(module.collectives.counts)
 
 
 def collectives_of_a_loop(name: str, options: dict[str, Any]) -> dict[str, int]:
