@@ -1,4 +1,4 @@
-"""In which order buckets should be filled: arithmetic on what the first synchronised backward showed.
+"""Finds the order in which buckets should be filled: arithmetic on what the first synchronised backward showed.
 
 Reverse registration is a guess of the order in which gradients arrive. Where a module registers its layers in another
 order than it runs them, or has parameters that are never used, a bucket that could be sent waits for one before it
@@ -14,12 +14,13 @@ from ..config import DistributedDataParallelConfig
 from ..layout import BufferLayout, build_layout
 
 WORTH_MOVING = 0.9
-"""Of the present :func:`launch_cost`, what another order must get below. A weight and its bias that come the other way
-round change it by less, in a model of more than a few layers; a model whose layers run in reverse halves it."""
+"""The part of the present :func:`launch_cost` that another order must get below. A weight and its bias that come the
+other way round change it by less, in a model of more than a few layers; a model whose layers run in reverse halves
+it."""
 
 
 def launch_cost(layout: BufferLayout, arrival: Sequence[int]) -> int:
-    """How late elements are sent: the sum over buckets of their size times what has arrived when they can be launched.
+    """Measures how late elements are sent: the sum over buckets of their size times what has arrived at their launch.
 
     A bucket can be launched when its gradients and those of all buckets before it have arrived. Padding does not count:
     a scalar that has a bucket of its own at the wrong end is not worth a move.
@@ -30,6 +31,7 @@ def launch_cost(layout: BufferLayout, arrival: Sequence[int]) -> int:
     """
     cost = launched = 0
     for bucket in layout.buckets:
+        # A maximum: a bucket waits for the one before it, whenever its own gradients came.
         launched = max(launched, *(arrival[index] for index in bucket.params))
         cost += sum(layout.params[index].numel for index in bucket.params) * launched
     return cost
@@ -53,8 +55,10 @@ def better_layout_order(
     times = collections.Counter(arrived)
     order = [index for index in arrived if times[index] == 1]
     total = sum(layout.params[index].numel for index in times)
+    # One that never came holds its bucket to the end; a frozen one is waited for by nobody.
     arrival = [total if is_needed else 0 for is_needed in needed]
     so_far = 0
+    # The first part counts as arrived; a gradient in parts is whole at the end only, and keeps that time.
     for index in dict.fromkeys(arrived):
         so_far += layout.params[index].numel
         if times[index] == 1:

@@ -21,7 +21,7 @@ from .tuning import BucketSizeTuner
 
 
 class BucketPlanner:
-    """Of one reducer, which drops it when there is nothing left to watch.
+    """Belongs to one reducer, which drops it when there is nothing left to watch.
 
     Args:
         config: the options.
@@ -76,6 +76,7 @@ class BucketPlanner:
             deferred: parameters whose bucket waits for the end of backward.
             needed: by parameter, whether its bucket waits for its gradient.
         """
+        # One bucket is complete when the last gradient is there, in whichever order it is filled.
         if not self.judges_order or not self._arrived or len(layout.buckets) == 1:
             return False
         arrived = [index for index in self._arrived if index not in deferred]  # what waits for the end goes last
@@ -89,12 +90,16 @@ class BucketPlanner:
             layout: the present one.
             moves: whether any rank wants another order; then all go by what rank 0 wants, which may be nothing.
         """
+        # Judged once: a second move would be worth less than it costs, and every rank must stop agreeing on it at the
+        # same time.
         wanted, self._wanted_order, self.judges_order = self._wanted_order, None, False
         if moves:
+            # -1 for nothing wanted: the other ranks are in this broadcast already, so rank 0 has to say something.
             order = torch.tensor(wanted or [-1] * len(layout.params), dtype=torch.int64, device=self._device)
             self._collectives.broadcast(order).wait()
             if order[0] >= 0:
                 other = build_layout(layout.params, self._config, layout.dp_size, order.tolist())
                 layout = other if self._move(other) else layout
+        # After the order, in the layout that it left: a size is chosen for buckets in that order.
         if self._tuner is not None and self._tuner.propose(layout, self._move):
             self._tuner = None

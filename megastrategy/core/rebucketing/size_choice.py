@@ -1,4 +1,4 @@
-"""Which bucket size leaves the least communication exposed, from what this link and this backward measured.
+"""Chooses the bucket size that leaves the least communication exposed, by what was measured of link and backward.
 
 A collective of b bytes is taken to last ``latency + b / bandwidth`` (the alpha-beta model), collectives to run one
 after the other, and a bucket's reduction to start when its last gradient has arrived and all buckets before it were
@@ -22,8 +22,8 @@ WORTH_IT = 0.98
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """How long a collective takes, ``latency_s + num_bytes * seconds_per_byte``, and the processor time of a small one,
-    ``cpu_s``."""
+    """The time that a collective takes, ``latency_s + num_bytes * seconds_per_byte``, and the processor time of a small
+    one, ``cpu_s``."""
 
     latency_s: float
     seconds_per_byte: float
@@ -49,7 +49,7 @@ class BackwardTimes:
 
 @dataclasses.dataclass(frozen=True)
 class BucketSizeChoice:
-    """What was chosen and what it was compared with.
+    """The size that was chosen, and those that it was compared with.
 
     Attributes:
         bucket_size: elements.
@@ -75,17 +75,22 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
     bb = sum(b * b for _, b in rows)
     a1, b1 = sum(a for a, _ in rows), sum(b for _, b in rows)
     determinant = aa * bb - ab * ab
+    # Relative: samples of about one size fix no slope, and rounding would choose one.
     if determinant > 1e-9 * aa * bb:
         latency, rate = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         if latency >= 0.0 and rate >= 0.0:
             return Link(latency, rate)
+        # Noise made large messages look cheaper: all of it is latency. Else the latency was negative, and all of it is
+        # rate.
         if rate < 0.0:
             return Link(a1 / aa, 0.0)
     return Link(0.0, b1 / bb)
 
 
 def exposed_s(layout: BufferLayout, times: BackwardTimes, link: Link) -> float:
-    """How long reductions go on after the backward has ended."""
+    """The time for which reductions go on after the backward has ended."""
+    # Two clocks: when the link is free, and when the bucket and all before it were complete. A bucket starts at the
+    # later.
     free_s = launched_s = 0.0
     for bucket in layout.buckets:
         launched_s = max(launched_s, *(times.ready_s.get(index, times.total_s) for index in bucket.params))
@@ -95,7 +100,8 @@ def exposed_s(layout: BufferLayout, times: BackwardTimes, link: Link) -> float:
 
 
 def gather_s(layout: BufferLayout, link: Link, *, hidden: bool) -> float:
-    """How long gathers of parameters keep the step waiting; ``hidden``: under the next forward, but for the first."""
+    """The time for which gathers keep the step waiting; ``hidden``: under the next forward, but for the first."""
+    # The last bucket has the first layers, which the forward reads at once: nothing hides its gather.
     buckets = layout.buckets[-1:] if hidden else layout.buckets
     return sum(link.time_s(bucket.numel * layout.buffers[bucket.buffer].dtype.itemsize) for bucket in buckets)
 
@@ -122,16 +128,19 @@ def choose_bucket_size(
     total_numel = sum(spec.numel for spec in layout_with(1).params)
     sizes = set(known_sizes)
     size = MIN_BUCKET_NUMEL
+    # Up to one that takes the whole model, which is the best where nothing overlaps.
     while size < 2 * total_numel:
         sizes.add(size)
         size *= 2
     layouts = {size: layout_with(size) for size in sorted(sizes)}
     exposed = {}
     for size, layout in layouts.items():
+        # Processor time counts for every bucket: while a thread of gloo's adds, training does not have that core.
         exposed[size] = exposed_s(layout, times, reduce_link) + reduce_link.cpu_s * len(layout.buckets)
         if gather_link is not None:
             exposed[size] += gather_s(layout, gather_link, hidden=gather_hidden)
             exposed[size] += gather_link.cpu_s * len(layout.buckets)
     least = min(exposed.values())
+    # The largest of the good ones: each bucket less is a collective less that the model's constants can be wrong about.
     best = max(size for size, seconds in exposed.items() if seconds * WORTH_IT <= least)
     return BucketSizeChoice(best, layouts[best], exposed)

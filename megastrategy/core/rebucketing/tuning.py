@@ -20,15 +20,15 @@ from .size_choice import BackwardTimes, BucketSizeChoice, Link, choose_bucket_si
 
 _NUM_SKIPPED = 1
 """Synchronised backwards: in the first one memory and kernels are made."""
-_NUM_MEASURED = 3
+_NUM_MEASURED = 3  # the median of three ignores one slow one
 _SAMPLE_NUMELS = (2**10, 2**12, 2**14, 2**16, 2**18, 2**20)
-_NUM_SAMPLES = 3
+_NUM_SAMPLES = 3  # of each size, for the same reason
 _LONG_S = 0.1
 """Larger samples are left out once one takes longer: a slow link needs none to be known."""
 
 
 class BucketSizeTuner:
-    """Of one wrapped model.
+    """Belongs to one wrapped model.
 
     Args:
         layout: the present one, with the default bucket size.
@@ -68,7 +68,7 @@ class BucketSizeTuner:
             self._backwards.append(self._clock.stop())
 
     def propose(self, layout: BufferLayout, move: Callable[[BufferLayout], bool]) -> bool:
-        """After each synchronised backward: makes the choice when enough was seen. Collective then.
+        """Makes the choice when enough was seen; called after each synchronised backward. Collective then.
 
         Args:
             layout: the present one.
@@ -78,14 +78,17 @@ class BucketSizeTuner:
             Whether the choice was made, so that there is nothing left to do.
         """
         self._num_reductions += 1
+        # Counted in reductions, which all ranks have the same number of: what follows is collective.
         if self._num_reductions < _NUM_SKIPPED + _NUM_MEASURED:
             return False
+        # Rank 0's for all: each rank measured its own, and must come to the same layout.
         times = self._collectives.all_gather_objects(self._median(), self._device)[0]
         if times is None:
             if self._collectives.rank == 0:
                 self._tell("bucket_size='auto': the default is kept, since no synchronised backward could be watched")
             return True
         choice = self._choose(layout, times)
+        # A move of nothing would still stop all ranks for a gather of everything.
         moved = choice.layout.buckets == layout.buckets or move(choice.layout)
         if self._collectives.rank == 0:
             reasons = self._describe(choice, times)
@@ -96,6 +99,7 @@ class BucketSizeTuner:
         def layout_with(bucket_size: int) -> BufferLayout:
             return build_layout(layout.params, self._config, layout.dp_size, layout.param_order, bucket_size)
 
+        # No gradient is then sent before the end: as if all of them came there.
         if not self._config.overlap_grad_reduce:
             times = BackwardTimes({}, times.total_s)
         return choose_bucket_size(
@@ -111,7 +115,7 @@ class BucketSizeTuner:
         return default_bucket_size(sum(spec.numel for spec in layout.params), layout.dp_size)
 
     def _median(self) -> BackwardTimes | None:
-        """Of the parameters whose gradient came each time."""
+        """The medians over backwards, of the parameters whose gradient came each time."""
         if not self._backwards:
             return None
         always = set.intersection(*(set(times.ready_s) for times in self._backwards))
@@ -123,6 +127,8 @@ class BucketSizeTuner:
         mean = 1.0 / collectives.size
 
         def reduce_scatter(tensor: Tensor) -> Handle:
+            # Timed is the collective that will be used: an exchange and a sum in fp32 is not gloo's or NCCL's
+            # reduce-scatter.
             if not buffer.sums_apart:
                 return shard_collectives.reduce_scatter(tensor, mean)
             sums = torch.zeros(tensor.numel() // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
@@ -151,7 +157,7 @@ class BucketSizeTuner:
 
 
 class _Clock:
-    """When gradients arrive. On CUDA events say it, since the host runs ahead of the device."""
+    """Notes when gradients arrive. On CUDA events say it, since the host runs ahead of the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -168,12 +174,14 @@ class _Clock:
         end = self._now()
         if self._is_cuda:
             torch.cuda.synchronize()
+        # A parameter noted twice keeps the later moment: until then its bucket cannot go.
         ready: dict[int, float] = {param: self._since_start_s(moment) for param, moment in self._noted}
         return BackwardTimes(ready, self._since_start_s(end))
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._is_cuda:
             return time.perf_counter()
+        # On the stream of the gradients: it is passed when they are there, not when the host queued them.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -199,6 +207,7 @@ def measure_link(
     samples: list[tuple[int, float]] = []
     cpu_s = 0.0
     for numel in _SAMPLE_NUMELS:
+        # So that every rank's part has at least as many elements, and they divide.
         numel *= collectives.size
         tensor = torch.zeros(numel, dtype=dtype, device=device)
         start(tensor).wait()  # the first makes connections and memory
@@ -211,8 +220,11 @@ def measure_link(
             _synchronize(device)
             taken[number] = time.perf_counter() - begun
         taken[-1] = (time.process_time() - begun_cpu) / _NUM_SAMPLES
+        # Before the fit, so that every rank fits the same samples and comes to the same link.
         collectives.all_reduce_max(taken).wait()
+        # Of the smallest: what a collective costs before it sends anything, which is paid once a bucket.
         cpu_s = cpu_s or float(taken[-1])
+        # The fit divides by it; a clock may not have moved in so short a time.
         seconds = max(float(taken[:-1].median()), 1e-9)
         samples.append((tensor.nbytes, seconds))
         if seconds > _LONG_S:
