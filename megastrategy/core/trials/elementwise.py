@@ -31,18 +31,18 @@ from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, double_of, te
 
 _NUM_STEPS, _NUM_MORE_STEPS = 6, 12  # RAdam's first five are not yet its own
 _RELATIVE = 1e-5
-"""Of a movement or a state, by how much two kernels may differ in rounding: far less than any coupling changes."""
+"""The part of a movement or a state by which two kernels may differ in rounding: far less than a coupling changes."""
 _WELL_ABOVE = 10
-"""How many times the rounding of a weight its movement must be, to tell anything of it."""
+"""The least movement of a weight that tells anything of it, in multiples of its rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What trial steps of an optimizer showed.
+    """The findings of an optimizer's trial steps.
 
     Attributes:
         reason: in words, why shards would not be stepped, or saved, as whole parameters are; None if they would.
-        element_names: of what it keeps for each element. Known where there is no reason.
+        element_names: the names of what it keeps for each element. Known where there is no reason.
         in_parts: whether a step may be several calls, each with some of the tensors in the groups, to the bit. Not if
             the optimizer keeps anything but state of tensors: a count of its calls, in itself or in a group.
     """
@@ -65,6 +65,7 @@ def probe(
         device, dtype: of the tensors that it will step.
         arguments: what its ``step`` is called with, but for a closure.
     """
+    # Before any copy is stepped: these steps would reach the model's own weights, or call what is the user's.
     if (reason := why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
         return Findings(reason)
     small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
@@ -101,8 +102,8 @@ def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def why_not_in_fp32(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.dtype]) -> str | None:
-    """What the optimizer made in the 16-bit ``dtypes`` of its weights when it was constructed, where nobody can tell
-    that it is state of a weight; None if nothing.
+    """Names what the optimizer made in the 16-bit ``dtypes`` of its weights when it was constructed, where nobody can
+    tell that it is state of a weight; None if nothing.
 
     Beside fp32 main params it would stay as it is: in bf16 a count ends at 256, and a sum where the next term is less
     than its rounding. A tensor in ``state[param]`` becomes fp32. Options are the user's, whatever their dtype.
@@ -155,7 +156,7 @@ class _GroupProbe:
         self._state_at_start: StateAtStart | None = None
 
     def early_reason(self) -> str | None:
-        """What one step shows."""
+        """The reason that one step shows, or None."""
         return self._compare(_trial_lr(self.group), 1)[1]
 
     def findings(self) -> Findings:
@@ -178,6 +179,7 @@ class _GroupProbe:
         return Findings(None, frozenset(names), self._steps_in_parts(whole, lr))
 
     def _double(self, lr: float | None) -> torch.optim.Optimizer:
+        # Made anew for each trial: an optimizer that keeps something outside of its state would carry it into the next.
         double = double_of(self.optimizer, self.group, lr, self.arguments)
         if self._state_at_start is not None:
             double.state = self._state_at_start.copy()
@@ -200,6 +202,8 @@ class _GroupProbe:
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return None, f"a trial step of {self.where} raised {_said(error)}", False
         try:
+            # With the gradients of the whole tensors, though pieces may have moved otherwise: else the two would part
+            # for rounding alone.
             pieces = self.problem.rerun_cut(lambda: self._double(lr), whole)
         except Exception as error:  # noqa: BLE001 - as above
             return None, f"a trial step of {self.where} on flat tensors raised {_said(error)}", False
@@ -208,8 +212,9 @@ class _GroupProbe:
         return whole, reason or moved, is_exact
 
     def _rounding(self, whole: Trial, number: int) -> Tensor:
-        """How far rounding may take each element of a tensor in the trial."""
+        """The distance that rounding may take each element of a tensor in the trial."""
         start = self.problem.starts[number]
+        # Half a unit in the last place for each step, in either of the two runs that are compared.
         return start.abs().mul_(len(whole.grads) * torch.finfo(start.dtype).eps)
 
     def _moves_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> tuple[str | None, bool]:
@@ -217,6 +222,7 @@ class _GroupProbe:
         for number, param in enumerate(whole.params):
             flat = torch.cat([piece.params[number] for piece in pieces])
             difference, moved = (param.detach().reshape(-1) - flat).abs_(), whole.reach[number].reshape(-1)
+            # As close as two kernels come: the weights' rounding is not needed to explain it, so nothing hides in it.
             if bool((difference <= _RELATIVE * moved).all()):
                 continue
             is_exact = False
@@ -232,6 +238,8 @@ class _GroupProbe:
         """Whether in each piece half of the larger weights moved by much more than their rounding."""
         for number, spans in enumerate(zip(*self.problem.spans(), strict=True)):
             well = (whole.reach[number] >= _WELL_ABOVE * self._rounding(whole, number)).reshape(-1)
+            # Weights of zero move exactly, and small ones nearly so: only the larger can hide a coupling in their
+            # rounding.
             large = (self.problem.starts[number].abs() > 0.1).reshape(-1)
             for span in spans:
                 if well[slice(*span)][large[slice(*span)]].float().mean() < 0.5:
@@ -247,7 +255,7 @@ class _GroupProbe:
         )
 
     def _keeps_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> str | None:
-        """Where the optimizer keeps other things for flat pieces, or what a checkpoint of pieces cannot hold."""
+        """The reason, if the optimizer keeps other things for flat pieces, or what a checkpoint of them cannot hold."""
         for piece, spans in zip(pieces, self.problem.spans(), strict=True):
             if (reason := self._names_differ(whole, piece) or self._values_differ(whole, piece, spans)) is not None:
                 return reason
@@ -282,6 +290,7 @@ class _GroupProbe:
         expected = whole.state(number)[name]
         if not is_per_element(name, expected, whole.params[number].shape, None):
             return equal(expected, value)
+        # Some quantise state from a size on: pieces then have another class or dtype than the whole.
         if type(expected) is not type(value) or expected.dtype != value.dtype or value.numel() != span[1] - span[0]:
             return False
         if (size := whole.sizes.get((number, name))) is None:  # whole numbers
@@ -297,9 +306,11 @@ class _GroupProbe:
 
     def _steps_in_parts(self, whole: Trial, lr: float | None) -> bool:
         before = dict(values_of(self._double(lr)))
+        # It counts its calls somewhere, and would count each part of a step as one.
         if not equal(before, dict(values_of(whole.optimizer))):
             return False
         try:
+            # Compared to the bit: the caller splits a step only for the cache's sake, and promises the same weights.
             parts = self.problem.rerun_in_parts(self._double(lr), whole)
         except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return False
@@ -309,7 +320,8 @@ class _GroupProbe:
 
 
 def why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
-    """What holds another optimizer, a copy of it too, steps the model's own parameters, whatever is in its groups."""
+    """Why trials would tell nothing: an optimizer that holds another one steps the model's own parameters, also in a
+    copy, whatever is in its groups. None if it holds none."""
     for name, value in optimizer.__dict__.items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         for inner in held:
@@ -322,9 +334,10 @@ def why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def _saves_otherwise(whole: Trial) -> str | None:
-    """Whether ``state_dict`` has something else than the state of tensors, which is what checkpoints of shards hold."""
+    """The reason, if ``state_dict`` has something else than the state of tensors, which checkpoints of shards hold."""
     try:
         saved = whole.optimizer.state_dict()
+        # Keys beside torch's own, and state under numbers that no parameter has, are lost in a checkpoint of shards.
         more = [*(saved.keys() - {"state", "param_groups"}), *(saved["state"].keys() - set(range(len(whole.params))))]
         for number in range(len(whole.params)):
             more += sorted(saved["state"].get(number, {}).keys() ^ whole.state(number).keys(), key=str)
@@ -346,6 +359,7 @@ def _distinct(groups: Sequence[dict[str, Any]]) -> list[int]:
         lr = _trial_lr(group)
         for place, (_, other, other_lr) in enumerate(chosen):
             if (lr is None) == (other_lr is None) and equal(options, other):
+                # Of groups that differ in it alone, the largest moves furthest above the rounding.
                 if lr is not None and other_lr is not None and lr > other_lr:
                     chosen[place] = (number, options, lr)
                 break
@@ -356,14 +370,16 @@ def _distinct(groups: Sequence[dict[str, Any]]) -> list[int]:
 
 def _trial_lr(group: dict[str, Any]) -> float | None:
     """The group's own learning rate, from before a warm-up if that was larger; None if it has no number."""
+    # Some have none (it is a schedule of their own); nothing is put in its place.
     if not isinstance(group.get("lr"), Tensor | float | int):
         return None
+    # initial_lr is the scheduler's note of the rate before a warm-up began with nearly nothing.
     rates = [float(group[name]) for name in ("lr", "initial_lr") if isinstance(group.get(name), Tensor | float | int)]
     return max((rate for rate in rates if rate > 0), default=FALLBACK_LR)
 
 
 def _not_of_tensors(value: Any) -> Any:
-    """Without what is kept by tensor, which whole tensors and pieces cannot have alike: their movement tells of it."""
+    """Leaves out what is kept by tensor: whole tensors and pieces cannot have it alike, and their movement tells."""
     return (
         {key: item for key, item in value.items() if not isinstance(key, Tensor)} if isinstance(value, dict) else value
     )
@@ -383,6 +399,7 @@ def _in_words(value: Any) -> str:
 
 def equal(a: Any, b: Any) -> bool:
     """Whether two values of an optimizer's state or options are alike; what cannot be compared is not."""
+    # Tensors first: a comparison by == would be a tensor, whose truth is an error.
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -414,6 +431,7 @@ def is_per_element(name: str, value: Any, shape: tuple[int, ...], names: Collect
 
     ``names`` of those that do (:func:`probe`) decides for a tensor of one element, where it is known.
     """
+    # By shape, but one element has the shape of a counter: there only the trials' names can tell.
     is_shaped = isinstance(value, Tensor) and value.shape == shape
     return is_shaped and (value.numel() > 1 or names is None or name in names)
 

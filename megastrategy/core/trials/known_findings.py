@@ -1,4 +1,4 @@
-"""What trials of optimizers showed before: the next of the same kind with the same options would show it again.
+"""Remembers what trials of optimizers showed: the next of the same kind with the same options would show it again.
 
 [Note: what may be remembered]
 Only of torch's own classes, whose step depends on the options of its groups and on nothing else that a process keeps.
@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .elementwise import Findings, probe, why_not_trialled
 
 _MOST = 64
-"""How many are kept: a search over learning rates makes one for each."""
+"""The number that is kept: a search over learning rates makes one for each."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -28,10 +28,11 @@ class KnownFindings:
         self._by_kind: dict[Any, Findings] = {}
 
     def probe(self, optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype) -> Findings:
-        """As :func:`.elementwise.probe`, from memory where that may be; see [Note: what may be remembered]."""
+        """Does as :func:`.elementwise.probe`, from memory where that may be; see [Note: what may be remembered]."""
         kind = _kind_of(optimizer)
         if kind is None:
             return probe(optimizer, device, dtype)
+        # Both settings of the process change what a step computes: counters' dtype, and which kernels it may take.
         kind = (kind, device, dtype, torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
         if kind not in self._by_kind:
             if len(self._by_kind) >= _MOST:
@@ -41,7 +42,7 @@ class KnownFindings:
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
-    """What its steps depend on, to be compared; None if that is not known."""
+    """Everything that its steps depend on, to be compared; None if that is not known."""
     cls = type(optimizer)
     is_torchs = cls.__module__.startswith("torch.optim.")
     hooks = [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]

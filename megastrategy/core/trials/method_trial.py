@@ -1,4 +1,4 @@
-"""What a method of the user's optimizer would do, tried on copies of the optimizer with small tensors.
+"""Finds out what a method of the user's optimizer would do, by trying it on copies with small tensors.
 
 Optimizers have methods beside ``step``: Schedule-Free's ``train()`` and ``eval()`` move every weight, SAM's
 ``first_step()`` takes the norm of all gradients, others set a learning rate. Called on shards the first is right, the
@@ -26,12 +26,12 @@ from torch.optim import Optimizer
 from .optimizer_double import TRIAL_SHAPE, Call, Contents, Double, Found, NotForShardsError, in_words
 from .trial import enter_training
 
-_STEPS = 3
-_LR = 0.01
+_STEPS = 3  # state has then grown from zero, and sums differ from the last gradient
+_LR = 0.01  # weights of size 1 move by more than rounding hides
 
 
 class Effect(enum.Enum):
-    """What a call does with what the optimizer has on this rank."""
+    """The effect of a call on what the optimizer has on this rank."""
 
     NONE = enum.auto()
     """It reads no state and moves no parameter: it may be made with the model's Parameters."""
@@ -58,6 +58,7 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
 
 @contextlib.contextmanager
 def _without_trace(device: torch.device) -> Iterator[None]:
+    # The user's next random number must not depend on whether an optimizer was tried.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         yield
 
@@ -73,6 +74,7 @@ def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torc
     Raises:
         NotForShardsError: if it may not be made on shards.
     """
+    # On an optimizer without any step, which costs least: most calls read or set an option.
     if not looks_at_tensors(optimizer, call, device, dtype):
         return Effect.NONE
     with _without_trace(device):
@@ -82,15 +84,19 @@ def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torc
             double.make(call)
         if whole.error is not None:
             raise NotForShardsError(f"a trial of it raised {whole.error}")
+        # A parameter by way of an attribute is the model's whole one, not the shard that is stepped in its place.
         if whole.strangers or bare.strangers:
             raise NotForShardsError("it uses parameters by other ways than the groups")
         if whole.has_other_groups:
             raise NotForShardsError("it changes which parameters are in the groups")
+        # The three signs that gradients (or chance) matter: it fails without them, changes them, or ends otherwise.
         if bare.error is not None or whole.has_changed_grads or not whole.did_what(bare):
             raise NotForShardsError("it uses gradients, which shards do not have between steps, or random numbers")
+        # It did look, in the groups alone, as at a parameter's shape; whole Parameters answer that as well.
         if not ("state" in bare.touches or bare.has_moved):
             return Effect.NONE
         _check_pieces([Double(optimizer, piece) for piece in stepped.cut()], bare, call)
+        # A sum over state that is returned, say: on a rank it would be the sum of its own part.
         if bare.num_operations and not bare.has_changed:
             raise NotForShardsError("it computes with state, of which each rank has its part, and changes nothing")
         return Effect.ELEMENTS if bare.num_operations else Effect.STATE
@@ -111,6 +117,7 @@ def _check_pieces(pieces: Sequence[Double], whole: Double, call: Call) -> None:
         }
         for of_pieces in zip(*(piece.after.tensors for piece in pieces), strict=True)
     ]
+    # Each piece's other findings too, not the first's alone: a count kept by one rank differs from another's.
     if not all(whole.after.is_like(Found(tensors, piece.after.others)) for piece in pieces):
         raise NotForShardsError(
             "a trial of it gave other results when tensors were cut into flat pieces: it depends on more than one "

@@ -1,4 +1,4 @@
-"""Copies of the user's optimizer with small tensors, on which calls are tried, and everything that a call left there.
+"""Doubles: copies of the user's optimizer with small tensors, on which calls are tried, and what a call left there.
 
 A copy shares nothing with the optimizer that a call may change: containers and tensors are copied, its hooks and a
 ``step`` that somebody wrapped stay behind, and an optimizer or a function that is the user's is not called.
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .elementwise import equal
 
-TRIAL_SHAPE = (6, 10)
+TRIAL_SHAPE = (6, 10)  # few elements, since a call is tried each time it is made; two dimensions, of unlike size
 _CUTS = (0, 7, 33, 60)  # inside rows and between them
 
 
@@ -44,7 +44,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a double has: by group its tensors, and the optimizer's state."""
+    """The contents of a double: by group its tensors, and the optimizer's state."""
 
     groups: list[list[Tensor]]
     state: dict[Any, Any]
@@ -65,7 +65,9 @@ class Contents:
 
     def _mapped(self, part_of: Callable[[Tensor], Tensor], *, grads: bool = False) -> Contents:
         groups = [[part_of(tensor) for tensor in tensors] for tensors in self.groups]
+        # A state that refers to a parameter refers to its copy from here on.
         copied = {id(old): new for old, new in zip(self.tensors, itertools.chain(*groups), strict=True)}
+        # Whole and bare doubles differ in this alone: what then differs in their result depends on gradients.
         for old in self.tensors if grads else ():
             copied[id(old)].grad = None if old.grad is None else old.grad.clone()
         copier = _Copier(copied)
@@ -83,7 +85,7 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What an optimizer consists of at some moment, in copies.
+    """Everything that an optimizer consists of at a moment, in copies.
 
     Attributes:
         tensors: of each tensor in the groups its values, and what the state has for each of its elements, by name.
@@ -102,6 +104,7 @@ class Found:
 
 def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
+        # A vector kernel may round a tensor's last elements otherwise; a coupling differs by more than a millionth.
         same_kind = a.shape == b.shape and a.dtype == b.dtype
         return same_kind and torch.allclose(a, b, rtol=1e-6, atol=1e-8, equal_nan=True)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -137,8 +140,10 @@ class Double:
         self._copier = copier = _Copier({id(optimizer.state): _State(contents.state, self._touch_state)})
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             copier.known[id(group["params"])] = params
+        # Without its constructor, which may ask for more, register hooks, or make state of the model's parameters.
         self.optimizer: Any = object.__new__(type(optimizer))
         for name, value in vars(optimizer).items():
+            # A hook or wrapper is somebody's who counts, logs or profiles real calls.
             if name.endswith("_hooks"):
                 self.optimizer.__dict__[name] = collections.OrderedDict()
             elif name != "step":
@@ -150,16 +155,19 @@ class Double:
 
     def make(self, call: Call) -> None:
         """Makes the call with copies of its arguments."""
+        # By the same copier: an argument that is the optimizer's own list is the double's own list.
         own = Call(call.function, *self._copier.copy([_without_functions(given) for given in (call.args, call.kwargs)]))
         before = self._look()
         grads = [None if tensor.grad is None else tensor.grad.clone() for tensor in self._tensors]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         strays = [stray.clone() for stray in self._copier.strays]
         result: Any = None
+        # What a call before this one touched is none of its own.
         self.touches.clear()
         try:
             with _Counts() as operations:
                 result = own(self.optimizer)
+        # Raised by a stand-in below: it is the answer already.
         except NotForShardsError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever an unknown method raises, it is an answer
@@ -171,6 +179,7 @@ class Double:
         self.after = Found(found.tensors, found.others | {"result": result, "args": own.args, "kwargs": own.kwargs})
         self.has_changed = not found.is_like(before)
         self.has_other_groups = found.others["params"] != before.others["params"]
+        # To the bit: a call that moves a weight by its last digit has moved it.
         self.has_moved = not all(map(_exact, _values(before), _values(found)))
         self.has_changed_grads = not all(map(_exact, grads, [tensor.grad for tensor in self._tensors]))
         self.has_new_memory = addresses != [tensor.data_ptr() for tensor in self._tensors]
@@ -182,6 +191,7 @@ class Double:
     def _look(self) -> Found:
         optimizer, copier = self.optimizer, _Copier({})
         groups = optimizer.param_groups
+        # list.__len__ and dict.get below go past the overrides, so that looking leaves no touch.
         places = {id(params): number for number, params in enumerate(self._groups)}
         others = {"params": [(places.get(id(group["params"])), list.__len__(group["params"])) for group in groups]}
         others |= {
@@ -241,13 +251,16 @@ class _Copier:
         return copied
 
     def _new(self, value: Any) -> Any:
+        # Asked for an attribute, as below, it would raise, though nobody has used it.
         if value is _NO_OPTIMIZER:
             return value
+        # One of the model's, by way of an attribute: its values stay out of the trial, and a change of it shows.
         if isinstance(value, Parameter):
             self.strays.append(torch.zeros(TRIAL_SHAPE, dtype=value.dtype, device=value.device))
             return self.strays[-1]
         if isinstance(value, Tensor):
             return value.detach().clone()
+        # A bound method would run on the user's object, however deep the copy.
         if isinstance(value, Optimizer) or isinstance(getattr(value, "__self__", None), Optimizer):
             return _NO_OPTIMIZER
         if isinstance(value, _Params):
@@ -259,6 +272,7 @@ class _Copier:
             return shallow
         if isinstance(value, list | set | collections.deque):
             return type(value)(map(self.copy, value))
+        # No subclass: a named tuple's constructor takes fields, and is shared as it is.
         if type(value) is tuple:
             return tuple(map(self.copy, value))
         return value
@@ -283,6 +297,7 @@ def _without_functions(value: Any) -> Any:
         return [_without_functions(item) for item in value]
     if isinstance(value, dict):
         return {key: _without_functions(item) for key, item in value.items()}
+    # A closure would run the user's forward, and move its random numbers; a class is a value like any other.
     return _refuse_to_be_called if callable(value) and not isinstance(value, type | Tensor) else value
 
 

@@ -1,4 +1,4 @@
-"""What ``step`` of an optimizer is called with: a closure, and whatever else the user's class takes."""
+"""The arguments of an optimizer's ``step``: a closure, and whatever else the user's class takes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class StepArguments:
 
     @property
     def closure(self) -> Callable[[], Any] | None:
-        """By its name, or in front."""
+        """The closure, given by its name or in front; None if there is none."""
         given: Callable[[], Any] | None = self.kwargs.get("closure", self.args[0] if self.args else None)
+        # step(None) is a call without one; anything else in front is an argument of the user's class.
         return given if callable(given) else None
 
     def with_closure(self, closure: Callable[[], Any]) -> StepArguments:
@@ -32,6 +33,7 @@ class StepArguments:
         """Everything else; in front of other arguments None keeps its place."""
         kwargs = {name: value for name, value in self.kwargs.items() if name != "closure"}
         is_in_front = "closure" not in self.kwargs and bool(self.args)
+        # Nothing in front is a closure: a first argument of another kind stays where it is.
         if not is_in_front or (self.args[0] is not None and self.closure is None):
             return StepArguments(self.args, kwargs)
         return StepArguments((None, *self.args[1:]) if len(self.args) > 1 else (), kwargs)
@@ -48,6 +50,7 @@ class StepArguments:
         for name, value in (*enumerate(self.args), *self.kwargs.items()):
             if any(callable(item) for item in _leaves(value)):
                 return f"its argument {name!r} is a function, which a trial must not call"
+            # Whole tensors would meet shards in the step. One number means the same for both.
             if any(isinstance(item, Tensor) and item.numel() > 1 for item in _leaves(value)):
                 return f"its argument {name!r} has tensors of more than one element, which nobody cuts to shards"
         return None
@@ -67,4 +70,5 @@ def _leaves(value: Any) -> list[Any]:
 def _kind(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return type(value), value.numel() > 1
+    # Numbers vary from step to step (a loss, a rate) and change no coupling; a flag or a mode may.
     return (type(value), "" if type(value) in (float, int) else repr(value))

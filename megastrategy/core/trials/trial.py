@@ -35,9 +35,9 @@ from .step_arguments import StepArguments
 _SHAPES = ((130, 128), (12, 3, 5, 7))
 _CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
 _ALONG = 0.03
-"""Of nearly orthogonal gradients, the cosine with the weights, times the root of a row's length."""
+"""The cosine of nearly orthogonal gradients with the weights, times the root of a row's length."""
 FALLBACK_LR = 0.01
-"""Where a group's own is zero, as at the start of a warm-up."""
+"""The learning rate of a trial where a group's own is zero, as at the start of a warm-up."""
 
 
 @dataclasses.dataclass
@@ -59,7 +59,7 @@ class Trial:
     sizes: dict[tuple[int, str], Tensor] = dataclasses.field(default_factory=dict)
 
     def state(self, tensor: int) -> dict[str, Any]:
-        """What the optimizer keeps for one of the tensors."""
+        """The state that the optimizer keeps for one of the tensors."""
         values: dict[str, Any] = self.optimizer.state.get(self.params[tensor], {})
         return values
 
@@ -94,8 +94,10 @@ class Problem:
         for number, shape in enumerate(shapes):
             start = self._randn(shape, 0).clone()
             start.view(-1)[::3] = 0
+            # A third is small: rounding hides a thousandth of what it hides at the others.
             start.view(-1)[1::3] *= 1e-3
             self.starts.append(start)
+            # Growing in one tensor and shrinking in the other, so that no rank's pieces are all the larger.
             ends = (-3, -1) if number % 2 == 0 else (-1, -3)
             self._sizes.append(torch.logspace(*ends, start.numel(), dtype=dtype, device=device).reshape(shape))
 
@@ -110,6 +112,7 @@ class Problem:
         for param, size in zip(params, self._sizes, strict=True):
             drift, noise = self._randn(param.shape, 1), self._randn(param.shape, 2 + step)
             grad = (drift + noise).mul_(size)
+            # [Note: trial tensors]: some updates project only where gradient and weights are nearly orthogonal.
             if step % 2 == 1:
                 rows, weights = grad.flatten(1), param.flatten(1)
                 squares = weights.square().sum(1, keepdim=True)
@@ -126,6 +129,7 @@ class Problem:
         double.param_groups[0]["params"] = list(trial.params)
         trial.reach = [torch.zeros_like(start) for start in self.starts]
         for step in range(num_steps):
+            # At the weights of this trial, once: reruns are given the same ones, or rounding would feed back.
             trial.grads.append(self.grads(step, [param.detach() for param in trial.params]))
             trial.step(trial.grads[-1])
             for number, start in enumerate(self.starts):
@@ -139,15 +143,15 @@ class Problem:
         return trial
 
     def rerun_in_parts(self, double: torch.optim.Optimizer, whole: Trial) -> Trial:
-        """As many steps of the same tensors with the same gradients, each by several calls."""
+        """Takes as many steps of the same tensors with the same gradients, each by several calls."""
         trial = Trial(double, [start.clone().requires_grad_() for start in self.starts])
         for grads in whole.grads:
             trial.step_in_parts(grads)
         return trial
 
     def rerun_cut(self, make_double: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
-        """As many steps with the same gradients of flat pieces, each rank's by an optimizer of its own: what is summed
-        over an optimizer's tensors shows."""
+        """Takes as many steps with the same gradients of flat pieces, each rank's by an optimizer of its own: what is
+        summed over an optimizer's tensors shows."""
         trials = []
         for spans in self.spans():
             trial = Trial(make_double(), [cut(start, span) for start, span in zip(self.starts, spans, strict=True)])
@@ -158,7 +162,7 @@ class Problem:
         return trials
 
     def spans(self) -> list[list[tuple[int, int]]]:
-        """By rank, what it has of each tensor."""
+        """The part that each rank has of each tensor, by rank."""
         by_tensor = [
             itertools.pairwise((0, place, start.numel())) for place, start in zip(self._cuts, self.starts, strict=True)
         ]
@@ -184,6 +188,7 @@ def double_of(
         lr: instead of the group's own, if it has one.
         arguments: what its ``step`` is to be called with.
     """
+    # Without its constructor, which may do anything; what a step needs stands in the attributes.
     double = object.__new__(type(optimizer))
     shared = ("step", "state", "param_groups")
     memo: dict[int, Any] = {}
@@ -191,6 +196,7 @@ def double_of(
     double.__dict__.update({name: collections.OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
     double.state = collections.defaultdict(dict)
     options = {name: own(value, memo) for name, value in group.items() if name != "params"}
+    # In place of a tensor goes a tensor: an optimizer may be capturable, and asks for one.
     if lr is not None and isinstance(before := options.get("lr"), Tensor | float | int):
         options["lr"] = torch.full_like(before, lr) if isinstance(before, Tensor) else lr
     double.param_groups = [{**options, "params": []}]
@@ -210,9 +216,10 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
 
     @classmethod
     def like(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateAtStart:
-        """As the optimizer's constructor makes it, else as it keeps it for the first tensor of a group; what has the
-        tensor's shape is the same everywhere, since other tensors have other elements."""
+        """Makes it as the optimizer's constructor does, else as it is kept for the first tensor of a group. What has
+        the tensor's shape has one value everywhere, since other tensors have other elements."""
         for param in group["params"]:
+            # The first that has some: others may have joined later, without any.
             if values := optimizer.state.get(param):
                 fresh = Parameter(param.new_zeros((2,) * max(param.dim(), 1)))
                 # beside a sum that has grown, gradients move nothing and a coupling hides
@@ -223,7 +230,7 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
         return cls(None, {})
 
     def copy(self) -> StateAtStart:
-        """Of no tensors yet."""
+        """The same for another trial: no tensor has its state yet."""
         return StateAtStart(self._param, self._values)
 
     def __missing__(self, tensor: Tensor) -> dict[str, Any]:
@@ -233,6 +240,7 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
     def _of(self, tensor: Tensor, value: Any) -> Any:
         param = self._param
         if isinstance(value, Tensor) and param is not None and value.shape == param.shape and value.dim() > 0:
+            # State in the weight's dtype follows the trial's; one with a dtype of its own keeps it.
             dtype = tensor.dtype if value.dtype == param.dtype else value.dtype
             return torch.full_like(tensor, value.flatten()[0].item(), dtype=dtype)
         return own(value)
@@ -241,7 +249,7 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
 def _state_at_construction(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Parameter
 ) -> dict[str, Any]:
-    """What the optimizer's class makes for a parameter under the options of a group; nothing if it asks for more."""
+    """The state that the optimizer's class makes for a parameter under a group's options; none if it asks for more."""
     try:
         names = inspect.signature(type(optimizer)).parameters.keys() & (group.keys() - {"params"})
         another = type(optimizer)([param], **{name: own(group[name]) for name in names})
@@ -263,6 +271,7 @@ def own(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     copied: Any = value
+    # Shared: copying these would copy the model, and calling a copied function calls the user's all the same.
     if isinstance(value, Parameter | torch.nn.Module | torch.optim.Optimizer | type) or callable(value):
         return value
     if isinstance(value, Tensor):
