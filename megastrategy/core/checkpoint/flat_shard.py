@@ -30,6 +30,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
     """
     if start >= end:
         return
+    # The recursion ends here. A scalar is a box without dimensions, which the format writes and reads like any other.
     if len(shape) <= 1:
         yield ((start,), (end - start,)) if shape else ((), ())
         return
@@ -38,6 +39,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
     if first > last:  # within one row
         yield from _in_row(shape, last, start - last * row, end - last * row)
         return
+    # Three stretches: the end of a row, whole rows, the beginning of a row; the outer two are cut further inside.
     yield from _in_row(shape, first - 1, start - (first - 1) * row, row if start < first * row else -1)
     if first < last:
         yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
@@ -107,6 +109,8 @@ class FlatShard(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         order = self._memory_order()
         taken = 0
+        # Boxes lie one after the other in local, so counting elements finds each; an index without an offset means the
+        # first.
         for offsets, sizes in self._boxes():
             numel = math.prod(sizes)
             if index.offset is None or tuple(index.offset) == offsets:
@@ -118,6 +122,7 @@ class FlatShard(Tensor):
     def _memory_order(self) -> list[int]:
         """The dimensions, slowest first."""
         shape, stride = self.shape, self.stride()
+        # A dimension of size one has any stride, and is put where it does not separate others that lie together.
         return sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
 
     def _boxes(self) -> list[Box]:
@@ -136,6 +141,8 @@ class FlatShard(Tensor):
         kwargs = kwargs or {}
         shard = args[0]
         aten = torch.ops.aten
+        # All that saving and loading do: a copy to the host, a fresh target, a copy into it. Whatever computes would
+        # see a part and not know it.
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             kwargs.pop("memory_format", None)
             return shard.with_local(func(shard.local, *args[1:], **kwargs))

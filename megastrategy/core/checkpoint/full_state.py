@@ -33,7 +33,7 @@ Packed = list[tuple[list[int], dict[str, tuple[torch.dtype, torch.Size] | None],
 
 
 class Gather(Protocol):
-    """How the ranks' parts of a state come to rank 0."""
+    """Brings the ranks' parts of a state to rank 0."""
 
     @property
     def is_root(self) -> bool:
@@ -48,7 +48,7 @@ class Gather(Protocol):
 
 
 class CollectiveGather:
-    """By collectives, which all ranks call together."""
+    """Gathers by collectives, which all ranks call together."""
 
     def __init__(self, collectives: Collectives, device: torch.device) -> None:
         self._collectives, self._device = collectives, device
@@ -63,16 +63,16 @@ class CollectiveGather:
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What state a rank has, in a few pieces, to be sent."""
+    """A description of the state that a rank has, in a few pieces, to be sent."""
 
     scalars: Packed
-    """What belongs to a parameter as a whole."""
+    """The values that belong to a parameter as a whole."""
     params_by_keys: dict[Keys, list[int]]
-    """Which parameters have what for each of their elements."""
+    """The parameters, by what they have for each of their elements."""
 
     @functools.cached_property
     def keys(self) -> dict[int, Keys]:
-        """By parameter."""
+        """The names and dtypes of element-wise state, by parameter."""
         return {index: keys for keys, indices in self.params_by_keys.items() for index in indices}
 
 
@@ -140,6 +140,7 @@ def gather_state_dict(
         for index in bucket.params:
             for key_and_dtype in sharded_keys.get(index, ()):
                 members_by_key.setdefault(key_and_dtype, []).append(index)
+        # In the same order on all ranks, since sharded_keys joins what any of them has: each of these is a collective.
         for (key, dtype), members in members_by_key.items():
             own = {i: states[i][key] for i in members if i in shards}
             for index, full in _gather_bucket(
@@ -196,7 +197,7 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
         spec = layout.params[index]
         if spec.has_main_param and spec.name in main_params:
             parts.append((shard.main, _cut(main_params[spec.name], spec, shard, "main_param", {"main_param"})))
-    for main, saved in parts:
+    for main, saved in parts:  # all of them fit, or one has raised above
         main.copy_(saved)
 
 
@@ -216,6 +217,7 @@ def load_full_state_dict(
     Raises:
         CheckpointError: if groups or shapes do not fit, before anything is changed.
     """
+    # As torch checks it, but before anything is cut: shards are loaded by places in the groups.
     groups = state_dict["param_groups"]
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in optimizer.param_groups]:
         raise CheckpointError(
@@ -271,7 +273,7 @@ def load_own_state(
         first = count
         for param in group["params"]:
             index = params_by_id.get(id(param))
-            if index is None or index in shards:
+            if index is None or index in shards:  # else all of it is another rank's
                 if values := values_of(param):
                     state[count] = values
                 count += 1
@@ -311,19 +313,20 @@ def _gather_bucket(
         return
     if dtype not in scratch:
         largest = max(other.numel for other in layout.buckets)
-        scratch[dtype] = torch.empty(largest, dtype=dtype, device=device)
-    flat = scratch[dtype][: bucket.numel].zero_()
+        scratch[dtype] = torch.empty(largest, dtype=dtype, device=device)  # once, for all buckets
+    flat = scratch[dtype][: bucket.numel].zero_()  # of the bucket before
     starts = {index: layout.slots[index].start - bucket.start for index in members}
     if own:  # one call for all of them: there may be thousands
         spans = [(starts[index] + shards[index].start, starts[index] + shards[index].end) for index in own]
         values = [in_memory_order(value, layout.params[index]) for index, value in own.items()]
         torch._foreach_copy_(_views(flat, spans), values)
     gather.bucket(bucket, key, flat)
-    if not gather.is_root:
+    if not gather.is_root:  # the collective was this rank's part
         return
     for index in members:
         spec = layout.params[index]
         whole = flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + starts[index])
+        # Scratch is overwritten for the next name, so even the root's own memory is copied.
         yield index, whole.clone() if whole.device.type == "cpu" else whole.cpu()
 
 
@@ -335,7 +338,7 @@ def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
         start, end = spans[number]
         sizes += [start - position, end - start]
         position = end
-    parts = flat[:position].split_with_sizes(sizes)[1::2]
+    parts = flat[:position].split_with_sizes(sizes)[1::2]  # every other one is a gap
     views: list[Tensor] = [flat] * len(spans)
     for number, part in zip(order, parts, strict=True):
         views[number] = part
@@ -345,7 +348,7 @@ def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
 def describe_state(
     states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None
 ) -> Described:
-    """What state there is of this rank's shards.
+    """Describes the state of this rank's shards.
 
     Raises:
         CheckpointError: for what belongs neither to a parameter as a whole nor to each of its elements.
@@ -360,14 +363,14 @@ def describe_state(
 def _own_state(
     states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None, *, in_parts: bool
 ) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
-    """By parameter, the values that belong to it as a whole, and the names and dtypes of element-wise ones."""
+    """The values that belong to a whole parameter, and the names and dtypes of element-wise ones, by parameter."""
     scalars: dict[int, dict[str, Any]] = {}
     sharded: dict[int, Keys] = {}
     for index, shard in shards.items():
         keys: list[tuple[str, torch.dtype]] = []
         shape = shard.main.shape
         for key, value in states.get(index, {}).items():
-            if shape and is_per_element(key, value, shape, known):
+            if shape and is_per_element(key, value, shape, known):  # nothing of a scalar can be cut
                 keys.append((key, value.dtype))
             else:
                 if in_parts and (reason := why_not_saved(key, value, shape)) is not None:
@@ -384,21 +387,21 @@ def _describe_everywhere(
     known: set[str] | None,
     gather: Gather | None,
 ) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
-    """What state exists on any rank: on rank 0 values that belong to a whole parameter, and the names and dtypes of
-    element-wise ones."""
+    """Describes the state of all ranks: on rank 0 values of whole parameters, and names and dtypes of element-wise
+    ones."""
     if gather is None:
         scalars, sharded = _own_state(states, shards, known, in_parts=False)
         return {index: _to_host(values) for index, values in scalars.items()}, sharded
     scalars, sharded = {}, {}
     for described in gather.everybody(describe_state(states, shards, known)):
-        sharded = described.keys | sharded
-        if gather.is_root:
+        sharded = described.keys | sharded  # of several owners the lowest rank's word holds
+        if gather.is_root:  # elsewhere nobody needs the thousands of tensors
             scalars = dict(_unpack(described.scalars)) | scalars
     return scalars, sharded
 
 
 def _pack(by_param: Mapping[int, Mapping[str, Any]]) -> Packed:
-    """Thousands of small values, in a few pieces: to pickle a tensor takes 100 us, and keeps it alive for a while."""
+    """Packs thousands of small values into a few: to pickle a tensor takes 100 us, and keeps it alive for a while."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, values in by_param.items():
         kinds = tuple(
@@ -421,7 +424,7 @@ def _unpack(packed: Packed) -> Iterator[tuple[int, dict[str, Any]]]:
             if kind is not None:
                 dtype, shape = kind
                 whole = torch.tensor(columns[name], dtype=dtype).reshape(len(indices), *shape)
-                columns[name] = [value.clone() for value in whole.unbind()]
+                columns[name] = [value.clone() for value in whole.unbind()]  # a view would save all
         for index, *values in zip(indices, *columns.values(), strict=True):
             yield index, dict(zip(columns, values, strict=True))
 
@@ -432,7 +435,7 @@ def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
     """A state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
-    if value.dim() == 1:
+    if value.dim() == 1:  # a shard, or a parameter that is flat itself
         return value
     if tuple(value.shape) != spec.shape:
         return value.reshape(-1)
@@ -449,6 +452,7 @@ def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | N
     steps of the optimizer can: ``known``, None if there were none."""
     tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
     if known is None:
+        # No tensor has two elements, so nothing tells: all but torch's own counter is taken for element-wise.
         known = {key for key, _ in tensors} - {"step"} if all(value.numel() <= 1 for _, value in tensors) else set()
     return known | {key for key, value in tensors if value.numel() > 1}
 
@@ -484,7 +488,7 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
         if type(value) is Tensor and tuple(value.shape) == spec.shape and value.stride() != spec.stride:
             return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
         return value.clone()  # torch's load_state_dict would go on using the caller's tensor
-    if key not in per_element:
+    if key not in per_element:  # a count, a flag: every owner has all of it
         return value.clone()
     if tuple(value.shape) != spec.shape:
         raise CheckpointError(

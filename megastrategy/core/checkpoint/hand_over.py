@@ -55,17 +55,17 @@ _END = -1  # for a bucket's number: rank 0 has all that it wants
 
 
 class Version(NamedTuple):
-    """Which state an optimizer has; the same on all ranks at the same place of a program."""
+    """The version of an optimizer's state; the same on all ranks at the same place of a program."""
 
     num_begun: int
-    """Steps."""
+    """Steps that began to change it, and below those that were completed."""
     num_done: int
     num_replaced: int
-    """How often another state took its place."""
+    """Times that another state took its place."""
     num_moves: int
-    """How often it left a layout, and how often it arrived in one."""
+    """Times that it left a layout, or arrived in one."""
     num_params: int
-    """In the layout."""
+    """Parameters in the layout."""
 
     @property
     def is_at_rest(self) -> bool:
@@ -94,7 +94,7 @@ class AtRest:
 
 @dataclasses.dataclass(frozen=True)
 class OwnParts:
-    """What this rank has of an optimizer's state.
+    """The parts of an optimizer's state that this rank has.
 
     Attributes:
         states: by parameter, the state of its shard.
@@ -129,10 +129,10 @@ class Lender(Protocol):
     at_rest: AtRest
 
     def version(self) -> Version:
-        """Of its state."""
+        """The version of its state."""
 
     def own_parts(self, what: str) -> OwnParts:
-        """What the ranks have apart of a ``what``, :data:`STATE` or :data:`MAIN_PARAMS`. Changes nothing."""
+        """This rank's parts of a ``what``, :data:`STATE` or :data:`MAIN_PARAMS`. Changes nothing."""
 
 
 class Lending:
@@ -140,6 +140,7 @@ class Lending:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        # Weakly: the attendant's thread must not keep an optimizer, and its shards, that the program has dropped.
         self._lenders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._num_lenders = 0
         self._pairs: dict[str, Pair] = {}  # by name
@@ -155,6 +156,7 @@ class Lending:
         """Called by the attendant: hands over what is asked for, or says why it cannot."""
         if store.check([f"{request['key']}/over"]):
             return  # asked while there was no attendant
+        # The lock outlives the search for a problem: released only when everything is sent, or nothing will be.
         with contextlib.ExitStack() as stack:
             lender: Lender | None = self._lenders.get(request["number"])
             problem = "its optimizer is no longer there"
@@ -168,6 +170,7 @@ class Lending:
                     described = parts.describe()
                 except Exception as error:  # noqa: BLE001 - raised on rank 0, which needs this
                     problem = f"it failed to read its state: {error!r}"
+            # Before anything is sent, also if nothing will be: rank 0 waits for the answer of each.
             store.set(f"{request['key']}/answer/{self._rank}", problem)
             if not problem:
                 try:
@@ -176,31 +179,35 @@ class Lending:
                     self._pairs.clear()
 
     def pair_name(self, rank: int) -> str:
-        """On rank 0, of the connection with another rank."""
+        """The name of the connection of rank 0 with another rank."""
+        # A new name after a failure: under the old one the store still has the addresses of what broke.
         return f"megastrategy/pair/{rank}/{self._num_failures}"
 
     def pair(self, rank: int, store: Store, timeout: timedelta) -> Pair:
-        """On rank 0, the connection with another rank, which makes its end of it meanwhile."""
+        """The connection of rank 0 with another rank, which makes its end of it meanwhile."""
         name = self.pair_name(rank)
         if name not in self._pairs:
             self._pairs[name] = Pair(store, name, 0, timeout)
         return self._pairs[name]
 
     def forget_pairs(self) -> None:
-        """On rank 0, after an exchange that was cut off somewhere."""
+        """Drops rank 0's connections after an exchange that was cut off somewhere."""
         self._pairs.clear()
         self._num_failures += 1
 
     def _send(self, parts: OwnParts, described: Described, name: str, store: Store, timeout: timedelta) -> None:
-        """Until rank 0 has all that it wants."""
+        """Sends what rank 0 asks for, until it has all that it wants."""
         if name not in self._pairs:
+            # Another name means that rank 0 gave the last connection up, so it is dropped here too.
             self._pairs = {name: Pair(store, name, 1, timeout)}
         pair, names = self._pairs[name], names_of(described)
         header = torch.frombuffer(bytearray(pickle.dumps(described)), dtype=torch.uint8)
+        # The size first: gloo ends a process that receives another number of bytes than it expects.
         pair.send(torch.tensor([header.numel()]))
         pair.send(header)
         wanted = torch.zeros(2, dtype=torch.int64)
         while True:
+            # Rank 0 asks bucket by bucket, so neither side holds more than one beside its own state.
             pair.receive(wanted)
             bucket, place = wanted.tolist()
             if bucket == _END:
@@ -213,11 +220,13 @@ def _when_at_rest(lender: Lender, request: dict[str, Any]) -> str:
     wanted, deadline = request["version"], time.monotonic() + request["patience_s"]
     while True:
         version = lender.version()
+        # Before the lock, which a step in progress holds: to say no takes no waiting.
         if version.num_begun > wanted.num_begun:
             return f"it has begun its step {version.num_begun}, and no longer has the state after {wanted.num_begun}"
         if version.num_replaced > wanted.num_replaced:
             return "it has loaded another state since"
         if lender.at_rest.lock.acquire(timeout=_POLL_S):
+            # Again under the lock: between the look and the lock a step may have come and gone.
             if lender.version() == wanted:
                 return ""
             lender.at_rest.lock.release()
@@ -227,7 +236,7 @@ def _when_at_rest(lender: Lender, request: dict[str, Any]) -> str:
 
 
 def names_of(described: Described) -> list[tuple[str, torch.dtype]]:
-    """Of what is kept for each element, in an order that sender and receiver have in common."""
+    """The names of what is kept for each element, in an order that sender and receiver have in common."""
     return list(dict.fromkeys(name for names in described.params_by_keys for name in names))
 
 
@@ -246,7 +255,7 @@ class HandedOver:
         self._described: dict[int, Described] = {}
 
     def receive_descriptions(self) -> None:
-        """Of what the others have, which comes first."""
+        """Receives what the others say that they have, which comes before any tensor."""
         for rank, pair in self._pairs.items():
             numel = torch.zeros(1, dtype=torch.int64)
             pair.receive(numel)
@@ -261,6 +270,7 @@ class HandedOver:
         parts = flat.chunk(1 + len(self._pairs))
         for rank, pair in self._pairs.items():
             described = self._described[rank]
+            # A rank without it is not asked: its place in the bucket stays zero, and is nobody's element.
             if any((name, flat.dtype) in described.keys.get(index, ()) for index in bucket.params):
                 wanted = [bucket.index, names_of(described).index((name, flat.dtype))]
                 with self._every.named_failures(f"an exchange with rank {rank}"):
@@ -275,7 +285,7 @@ class HandedOver:
 
 
 class Borrowing:
-    """How one optimizer's state comes to rank 0, on this rank.
+    """Brings one optimizer's state to rank 0; every rank has one.
 
     Args:
         lender: the optimizer.
@@ -298,12 +308,14 @@ class Borrowing:
 
     @contextlib.contextmanager
     def gather(self, lender: Lender, what: str) -> Iterator[Gather | None]:
-        """For a ``what``, :data:`STATE` or :data:`MAIN_PARAMS`; None where rank 0 has taken it already.
+        """Enters a gather for a ``what``, :data:`STATE` or :data:`MAIN_PARAMS`; None where rank 0 has taken it already.
 
         Raises:
             NotOnAllRanksError: if the other ranks neither come nor have that state to hand over.
         """
         version, call = lender.version(), f"{what} of a sharded optimizer"
+        # The module's note says why: on a device the host cannot tell which step's state it reads; nor can anybody
+        # within a step.
         may_go_alone = self._device.type == "cpu" and version.is_at_rest
         with self._every.meeting(call, number=self._number, may_go_alone=may_go_alone) as meeting:
             if meeting.is_complete:
@@ -319,7 +331,7 @@ class Borrowing:
     def _handed_over(
         self, roll_call: RollCall, what: str, call: str, key: str, version: Version
     ) -> Iterator[HandedOver]:
-        """On rank 0. The others' states rest until this is left."""
+        """Asks the other owners, on rank 0. Their states rest until this is left."""
         pairs: dict[int, Pair] = {}
         gathering, problems = HandedOver(self._every, pairs), []
         others = range(1, self._owners.size)  # rank 0's instance is the first
@@ -342,8 +354,10 @@ class Borrowing:
                     + CALL_ON_EVERY_RANK
                 )
             yield gathering
+        # A message may be half read: whatever came next on that connection would be taken for something else.
         except CollectiveError:
             self._lending.forget_pairs()
             raise
         finally:
+            # Also after an error: the others hold their locks, and could not step, until they hear this.
             gathering.end()

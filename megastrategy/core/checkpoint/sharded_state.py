@@ -33,11 +33,11 @@ if TYPE_CHECKING:  # importing it takes half a second, which only those pay who 
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 EXTRA_FILE = "meta.pt"
+"""The file with all but tensors of the model or of an optimizer; the name is Lightning's."""
 
 NOT_TENSORS = "megatron_ddp_not_tensors"
 """In ``EXTRA_FILE``, by the key of each module: the values in its state that are no tensors (``_extra_state``). The
 format of directories would flatten them: empty dictionaries are lost in it, and keys become strings."""
-"""What is not a tensor of the model or of an optimizer; the name is Lightning's."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
@@ -68,6 +68,7 @@ def sharded_state_dict(
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         tensor = stepped(param)
         index = params_by_id.get(id(param))
+        # Another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
         if tensor is None:
             continue
         values = optimizer.state.get(tensor, {})
@@ -79,6 +80,7 @@ def sharded_state_dict(
                 whole = spec.numel == 0  # of no elements there is no part
                 return value.view(spec.shape) if whole else FlatShard(value, shard.start, spec.shape, spec.stride)
 
+            # A count is the same on all owners and written whole, by whichever of them the planner chooses.
             per_element = {key for key, value in values.items() if is_per_element(key, value, shard.main.shape, known)}
             values = {key: wrap(value) if sharded and key in per_element else value for key, value in values.items()}
             if spec.has_main_param:
@@ -92,7 +94,9 @@ def sharded_state_dict(
 def to_host(state: Any) -> Any:
     """A copy of nested state in host memory that later steps do not change: what an asynchronous save writes."""
     if isinstance(state, Tensor):
+        # copy=True: on the CPU to() would hand out the very tensor that the next step changes.
         return state.detach().to("cpu", copy=True)
+    # Exactly these: a subclass may need more than its items, and deepcopy asks it.
     if type(state) in (dict, OrderedDict):
         return type(state)((key, to_host(value)) for key, value in state.items())
     if type(state) in (list, tuple):
@@ -133,6 +137,8 @@ def save_directory(
     class Planner(default_planner.DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
             plan = super().create_local_plan()
+            # The planner gives what all ranks have to whichever writes least; buffers differ by rank, and torch DDP's
+            # are rank 0's.
             left_out = {name for name, place in self.mappings.items() if tuple(place[:2]) in of_rank_zero}
             if collectives.rank != 0:
                 plan.items[:] = [item for item in plan.items if item.index.fqn not in left_out]
@@ -151,6 +157,7 @@ def save_directory(
             planner=Planner(),
             process_group=collectives.group,
         )
+    # Raised on all ranks, when any failed: the saver has gathered what each said, and nobody waits.
     except api.CheckpointException as error:
         if collectives.rank == 0:
             _remove(staged)
@@ -162,9 +169,13 @@ def save_directory(
                 with (staged / EXTRA_FILE).open("wb") as file:
                     torch.save(extra, file)
                     file.flush()
+                    # Before the rename: after a power cut a name may be on the disk without the data that it stands
+                    # for.
                     os.fsync(file.fileno())
                 replace_path(staged, path)
+                # And the rename itself, without which the old one may be back.
                 sync_directory(path.parent)
+            # Ctrl-C too: gigabytes that nobody will look for.
             except BaseException:
                 _remove(staged)
                 raise
@@ -186,13 +197,16 @@ def replace_path(new: Path, path: Path) -> None:
         IsADirectoryError: as :func:`check_replaceable`.
     """
     check_replaceable(path)
+    # rename() replaces a file by a file; a directory only if it is empty, and never across the two kinds.
     if path.is_dir() or (path.exists() and new.is_dir()):
         try:
             _exchange(new, path)
             old = new
         except OSError as error:
+            # A kernel or a file system without the exchange; every other error is one.
             if error.errno not in (errno.ENOSYS, errno.EINVAL):
                 raise
+            # Moved aside, not removed first: killed in between, a user finds the old one complete under this name.
             old = path.with_name(f".{path.name}.replaced")
             _remove(old)
             path.rename(old)
@@ -215,6 +229,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
+    # Python has no call for it, and elsewhere than on Linux there is none.
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(other))
@@ -238,6 +253,7 @@ def _on_rank_zero(path: Path, collectives: Collectives) -> Iterator[bool]:
         yield collectives.rank == 0
     except OSError as error:
         failure = f"{type(error).__name__}: {error}"
+    # Collective on both ways out, so that ranks on which nothing went wrong learn of rank 0's error.
     failure = collectives.all_gather_objects(failure, torch.device("cpu"))[0]
     if failure:
         raise CheckpointError(f"the checkpoint {path} was not written: rank 0: {failure}")
@@ -252,7 +268,7 @@ def is_directory_checkpoint(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """What is in the directory.
+    """Reads what the directory says that it holds, and checks that its files are whole.
 
     Raises:
         CheckpointError: if it is no complete checkpoint.
@@ -263,6 +279,7 @@ def read_metadata(path: Path) -> Metadata:
         metadata = FileSystemReader(path).read_metadata()
         ends: dict[str, int] = {}
         for info in metadata.storage_data.values():
+            # The furthest byte that is referred to: a file is shorter where a copy was broken off, and is named here.
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     except Exception as error:
         raise CheckpointError(f"{path} is no complete directory of torch.distributed.checkpoint: {error!r}") from error
@@ -298,7 +315,7 @@ def read_directory(
     key: str,
     make: Callable[[tuple[Any, ...], TensorStorageMetadata], Tensor | None] | None = None,
 ) -> dict[str, Any]:
-    """What the directory holds under ``key``, nested as it was saved. Not collective: each rank reads what it asks for.
+    """Reads what is under ``key``, nested as it was saved. Not collective: each rank reads what it asks for.
 
     Args:
         path: of the directory.
@@ -317,6 +334,7 @@ def read_directory(
     targets: dict[str, Any] = {}
     for name, place in places.items():
         saved = metadata.state_dict_metadata[name]
+        # A plain value needs no target: the reader puts it here.
         if not isinstance(saved, TensorStorageMetadata):
             targets[name] = None
             continue
@@ -342,6 +360,7 @@ def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
     for step, following in zip(place, (*place[1:], None), strict=True):
         fresh = value if following is None else [] if isinstance(following, int) else {}
         if isinstance(here, list):
+            # Places come in any order; a list is as long as the highest number so far.
             here.extend([None] * (step + 1 - len(here)))
             if following is None or here[step] is None:
                 here[step] = fresh
@@ -351,7 +370,7 @@ def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
 
 
 def _sizes_of_state(metadata: Any, key: str) -> dict[int, dict[str, Tensor]]:
-    """By number, each tensor in the state of the optimizer under ``key``, without its elements."""
+    """The tensors in the state of the optimizer under ``key``, without elements, each under a number of its own."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     sizes: dict[int, dict[str, Tensor]] = {}
@@ -385,6 +404,7 @@ def read_optimizer(
         if place[1] not in ("state", "main_params"):
             return torch.empty(size, dtype=dtype)
         name, what = str(place[2]), str(place[-1])
+        # Before anything is loaded: a rank that left out what it does not know would resume another optimizer.
         if name not in present:
             raise CheckpointError(f"{path} has state {what!r} of a parameter {name!r}, which the model does not have")
         index, spec = laid_out.get(name, (None, None))
@@ -401,6 +421,7 @@ def read_optimizer(
                 f"{path} has state {what!r} of parameter {name!r} in shape {size}, the parameter has {spec.shape}: "
                 "it is of another model"
             )
+        # Another rank's: not read at all, which is what directories are for.
         if shard is None:
             return None
         return FlatShard(torch.empty(shard.end - shard.start, dtype=dtype), shard.start, spec.shape, spec.stride)
