@@ -40,7 +40,7 @@ class Agreement:
 
     @classmethod
     def decode(cls, numbers: Sequence[int], num_params: int) -> Agreement:
-        """From the maximum over ranks of what :meth:`encode` gave, for so many parameters."""
+        """Reads the maximum over ranks of what :meth:`encode` gave, for so many parameters."""
         *flags, last, complement, has_nonfinite, wants_other_order = numbers
         return cls(
             used=[bool(flag) for flag in flags[:num_params]],

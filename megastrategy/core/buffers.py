@@ -175,7 +175,7 @@ class GradBuffers(ABC):
         """Takes in what the user did to ``.grad`` after a reduce-scatter: a tensor written there, or None."""
 
     def detach_unused(self) -> None:  # noqa: B027 - nothing to do where .grad is autograd's own
-        """After a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
+        """Ends a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
 
     def clear(self, params: Iterable[int]) -> None:
         """Drops the gradients of these parameters: ``.grad`` is None, accumulation starts from zero."""

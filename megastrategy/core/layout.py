@@ -42,13 +42,14 @@ PARAM_ALIGNMENT_NUMEL = 64
 # 256 bytes in 16 bits: Megatron-LM's number, with which cuBLAS may pick its faster algorithms.
 BUCKET_ALIGNMENT_NUMEL = 128
 NCCL_ALIGNMENT_NUMEL = 2**16
-"""Of a bucket, with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
+"""The alignment of a bucket with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
 MIN_FIRST_BUCKET_NUMEL = 2**17
 """A smaller bucket costs more in latency than it gains by being early."""
 STAGING_BUFFERS = 2
-"""With pooled gradients, how many pieces of buckets may be on their way at once. Two are the fewest that keep the wire
-busy: while one piece is sent the next is queued behind it, and the one after that is staged in time if its gradients
-are there. If they come faster than the wire takes them, backward waits, and a longer queue would end no earlier."""
+"""The most pieces of buckets that may be on their way at once, with pooled gradients. Two are the fewest that keep the
+wire busy: while one piece is sent the next is queued behind it, and the one after that is staged in time if its
+gradients are there. If they come faster than the wire takes them, backward waits, and a longer queue would end no
+earlier."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 

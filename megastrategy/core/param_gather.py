@@ -1,4 +1,4 @@
-"""After the step every rank holds new weights for its own shards only; this brings every rank all of them.
+"""Brings every rank all new weights: after the step it has those of its own shards only.
 
 [Note: parameters that are waited for when they are read]
 With ``overlap_param_gather="forward"`` the gathers go on while user code does. Until a bucket is there, its parameters
@@ -85,7 +85,7 @@ class ParamGather:
         self._wait_for(list(self._handles))
 
     def defer(self) -> None:
-        """From now on whoever first reads a parameter waits for its bucket."""
+        """Makes whoever first reads a parameter from now on wait for its bucket."""
         # Walking the modules takes milliseconds, so only after parameters have joined.
         if self._num_held != len(self._buffers.params):
             self._find_holders()
@@ -220,7 +220,7 @@ class _Awaited:
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _READS_NO_ELEMENT = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__))
-"""What loops ask of every parameter between steps."""
+"""Questions that loops ask of every parameter between steps."""
 
 
 def _uses_dynamo() -> bool:

@@ -1,4 +1,4 @@
-"""From gradient-ready hooks to reduced buckets.
+"""Reduces buckets as the hooks of their parameters tell that gradients are ready.
 
 [Note: one synchronised backward]
 Hooks count a bucket's gradients; a complete bucket is launched once all buckets before it have been, so every rank
@@ -98,7 +98,7 @@ class Reducer:
         self.microbatch = 0
         """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
         self.num_reductions: list[int] = []
-        """How often each parameter's gradient was reduced; the same on all ranks, whatever they do to ``.grad``."""
+        """Reductions of each parameter's gradient so far; the same on all ranks, whatever they do to ``.grad``."""
         self._has_local_grads = False
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
@@ -139,7 +139,7 @@ class Reducer:
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def prepare_for_backward(self, _: Any) -> None:
-        """As torch's: what the forward decided about the next backward is forgotten."""
+        """Forgets what the forward decided about the next backward, as torch's does."""
         self.before_forward()
 
     def before_forward(self) -> None:
@@ -413,7 +413,7 @@ class Reducer:
         return self._config.find_unused_parameters and self._static_used is None
 
     def _used_locally(self) -> list[bool]:
-        """Which parameters this rank has gradients for that were not reduced yet."""
+        """Tells, by parameter, whether this rank has a gradient that was not reduced yet."""
         if self.buffers.reduces_every_backward:  # has_grad tells of the backwards before this one too
             return [seen == self._epoch for seen in self._seen]
         return [has and not kept for has, kept in zip(self.buffers.has_grad, self._kept, strict=True)]

@@ -68,7 +68,7 @@ class Strangers:
         return [param.grad for param in self.params if param.grad is not None]
 
     def stepped(self) -> list[list[Tensor]]:
-        """By group, those that have a gradient."""
+        """Those that have a gradient, by group."""
         stepped: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for (number, _), param in zip(self._places, self.params, strict=True):
             stepped[number] += [param] if param.grad is not None else []
@@ -100,7 +100,7 @@ class Strangers:
         return joined
 
     def warn_once(self) -> None:
-        """Before a step: names those that have a gradient, on rank 0, the first time that any has."""
+        """Names those that have a gradient, on rank 0, before the first step for which any has."""
         # Before the first gradient nobody knows whether one will come: a frozen guide never gets any.
         if self._is_told or not self.grads():
             return

@@ -43,7 +43,7 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
 
 
 def host_collectives() -> Collectives:
-    """Over all ranks on a gloo group made for it, for tensors and objects in host memory. All ranks call it together.
+    """Makes collectives over all ranks, on a gloo group of their own, for what is in host memory. Collective.
 
     Raises:
         ValueError: if torch.distributed is not initialised.

@@ -49,7 +49,7 @@ def shard_collectives(every: Collectives, num_shards: int, device: torch.device)
 
 
 def make_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> InstanceCollectives:
-    """For the backend of ``every``.
+    """Makes the collectives of an instance, for the backend of ``every``.
 
     Args:
         every: all ranks.

@@ -92,8 +92,8 @@ class Collectives(ABC):
         self.instances: dict[int, Collectives] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In copies and pickles of what holds them, a Trainer in mid-fit for one, there is None: connections are of
-        this process, and a copy sends nothing."""
+        """Leaves None in copies and pickles of what holds them (a Trainer in mid-fit): connections are of this process,
+        and a copy sends nothing."""
         return type(None), ()
 
     @property
@@ -122,7 +122,7 @@ class Collectives(ABC):
 
     @contextlib.contextmanager
     def meeting(self, what: str, **options: Any) -> Iterator[Meeting]:
-        """As :meth:`.RollCall.meeting`. Where there is no roll call, all ranks are taken to come."""
+        """Enters a :meth:`.RollCall.meeting`. Where there is no roll call, all ranks are taken to come."""
         # Without a store ranks cannot be asked; the call itself then waits, as any collective does.
         if self.roll_call is None or self.size == 1:
             yield Meeting(True)

@@ -184,7 +184,7 @@ class Pair:
         self._group.send([tensor], self._other, 0).wait()
 
     def receive(self, tensor: Tensor) -> None:
-        """Into ``tensor``."""
+        """Waits for a message and puts it into ``tensor``, which has its size."""
         self._group.recv([tensor], self._other, 0).wait()
 
 

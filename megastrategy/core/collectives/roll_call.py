@@ -36,15 +36,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..errors import NotOnAllRanksError
 
 PATIENCE = timedelta(seconds=60)
-"""How long rank 0 waits for the others, which have no reason to be late; they wait for it as long as for a collective,
-since it may be evaluating or saving something alone."""
+"""The time that rank 0 waits for the others, which have no reason to be late. They wait for it as long as for a
+collective, since it may be evaluating or saving something alone."""
 
 GRACE_S = 1.0
-"""How long rank 0 waits before it goes on alone, where it may. Ranks that come together send as much at a time as their
-network takes, so it is worth a moment; what is saved is the same."""
+"""The time that rank 0 waits before it goes on alone, where it may. Ranks that come together send as much at a time as
+their network takes, so it is worth a moment; what is saved is the same."""
 
 LINGER_S = 5.0
-"""How long a process that has done its work stays for rank 0, which may be about to save."""
+"""The time that a process which has done its work stays for rank 0, which may be about to save."""
 
 CALL_ON_EVERY_RANK = (
     "Call it on every rank, and save what it returns on rank 0:\n"
@@ -57,7 +57,7 @@ _FOREVER = timedelta(days=30)  # a store's wait has to be given some end
 _POLL_S = 0.01  # between two looks of a main thread that waits
 _LOOK_S = 0.05  # of an attendant, which looks beside a training that goes on
 _ANSWER_S = 5.0
-"""How much longer than its patience an attendant may take to say that it ended."""
+"""The time that an attendant may take, beyond its patience, to say that it ended."""
 _PROBE_S = 0.5  # a probe is a message that nobody receives, and gloo keeps each
 _ROOT = "megastrategy/roll"
 _COMPLETE, _ALONE = "complete", "alone"
@@ -159,7 +159,7 @@ class Attendant:
                 self._store.delete_key(key)  # rank 0's next request will have that number
 
     def linger(self) -> None:
-        """At the end of a program that ended well: rank 0 may be about to save."""
+        """Stays a while, at the end of a program that ended well: rank 0 may be about to save."""
         came_at = time.monotonic()
         with contextlib.suppress(RuntimeError):
             # From the last request on: rank 0 may take several optimizers' states, one after the other.
@@ -257,8 +257,8 @@ class RollCall:
         self._num_answered = 0
 
     def attend(self, make: Callable[[], H]) -> H:
-        """From now on a thread answers rank 0 for this rank, whatever its main thread does; see :class:`Attendant`.
-        What ``make`` returned the first time."""
+        """Has a thread answer rank 0 for this rank from now on, whatever its main thread does; see
+        :class:`Attendant`. Returns what ``make`` returned the first time."""
         if self._handler is None:
             self._handler = make()
             if self.rank == 0:
@@ -351,8 +351,8 @@ class RollCall:
         return problem or self.store.get(answer).decode()
 
     def say_where(self, where: str, collective: int) -> None:
-        """To be called now and then by rank 0 when it waits in the ``collective``-th collective it has started, counted
-        from 1: a rank that calls, and has not started that one, learns that it waits in vain."""
+        """Tells a rank that calls, and has not started rank 0's ``collective``-th collective (from 1), that it waits in
+        vain. Called by rank 0 now and then while it waits in that one."""
         if self.rank != 0 or not self.store.check([f"{_ROOT}/caller"]):
             return
         key, num_started = pickle.loads(self.store.get(f"{_ROOT}/caller"))
