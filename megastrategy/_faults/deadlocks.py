@@ -43,7 +43,7 @@ class _Started(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """What a rank waits for, and what it has started.
+    """Notes what a rank waits for, and what it has started.
 
     Attributes:
         group: by its name, which the ranks agreed on when they made it: after an exception another group serves the

@@ -234,6 +234,14 @@ def test_one_line_in_25_of_core_is_a_comment() -> None:
     assert comments * 25 >= lines, f"{comments} of {lines} lines"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_begin_with_their_subject_or_verb(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            first = (ast.get_docstring(node) or "").partition(" ")[0]
+            assert first not in ("What", "Of", "Where", "How"), ast.get_docstring(node)
+
+
 @pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
 def test_core_has_no_mutable_module_state_and_no_environment(path: Path) -> None:
     tree = ast.parse(path.read_text())

@@ -301,7 +301,7 @@ def directory_keys(path: Path) -> set[str]:
 
 
 def not_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What belongs into the file beside the tensors, for the states of modules by key; empty if it is nothing."""
+    """The entry of the file beside the tensors for the states of modules, by key; empty if they are tensors alone."""
     found = {
         key: {name: value for name, value in values.items() if not isinstance(value, Tensor)}
         for key, values in state.items()

@@ -128,7 +128,7 @@ def part_of_group(
 
 
 def _while_all_live(connect: Callable[[], ProcessGroup], group: ProcessGroup, peers: Iterable[int]) -> ProcessGroup:
-    """What ``connect`` returns; see [Note: a peer that dies while ranks connect].
+    """Calls ``connect``, and returns the group; see [Note: a peer that dies while ranks connect].
 
     Args:
         group: in which all are connected already.
