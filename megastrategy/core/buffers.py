@@ -192,7 +192,7 @@ class GradBuffers(ABC):
         """Sets the gradients that exist to zero, and keeps them."""
         for index in params:
             view, grad = self.views[index], self.params[index].grad
-            if self.has_grad[index] and view is not None:
+            if self.has_grad[index] and view is not None:  # behind a stand-in, too, it has the gradient
                 view.zero_()
             if grad is not None and grad is not view and not isinstance(grad, ReducedGrad):
                 grad.zero_()
@@ -297,13 +297,13 @@ class ContiguousGradBuffers(GradBuffers):
             self._shards.append(layout.shard_range(bucket, self._dp_rank))
             self._reduced.append(False)
             buffer, apart = layout.buffers[bucket.buffer], None
-            if buffer.sums_apart:
+            if buffer.sums_apart:  # they outlive the bucket, which accumulates anew
                 apart = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
             self._sums.append(apart)
         for index, grad in enumerate(grads, first):
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
-            if grad is not None:
+            if grad is not None:  # from before the model was wrapped: kept, as torch DDP keeps it
                 copy_grad_(self._get_view(index), grad)
                 self.params[index].grad, self.has_grad[index] = self.views[index], True
 

@@ -136,6 +136,7 @@ def _check_values(config: DistributedDataParallelConfig) -> None:
         elif field.name == "grad_buffer":
             if value not in ("contiguous", "pooled"):
                 raise ValueError(f"{field.name}={value!r}: expected 'contiguous' or 'pooled'")
+        # All others are switches. Any string is true to Python, also the "false" of a YAML file.
         elif field.name not in _NUMBERS and not isinstance(value, bool):
             raise ValueError(f"{field.name}={value!r}: expected True or False")
 

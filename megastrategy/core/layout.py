@@ -414,6 +414,7 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
     """The number of parts in which a bucket is owned; raises ValueError if the options do not fit the number of
     ranks."""
     instances = config.num_distributed_optimizer_instances
+    # An all-reduce: every rank owns all of every bucket.
     if not config.use_distributed_optimizer:
         return 1
     if dp_size % instances != 0:

@@ -115,12 +115,14 @@ def common_device(module: nn.Module) -> torch.device:
     device: torch.device | None = None
     first = ""
     for name, param in module.named_parameters():
+        # Without a shape it has no place, and on meta it has no memory that could move there.
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is uninitialised: run one forward (dry run) before wrapping")
         if param.device.type == "meta":
             raise ValueError(f"parameter {name!r} is on the meta device: materialise the module before wrapping")
         if device is None:
             device, first = param.device, name
+        # A buffer is one stretch of memory, and a group's collectives are of one device.
         if param.device != device:
             raise ValueError(
                 f"parameters are on several devices ({first!r} on {device}, {name!r} on {param.device}): one device "

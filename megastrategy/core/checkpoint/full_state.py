@@ -132,6 +132,7 @@ def gather_state_dict(
     state: dict[int, dict[str, Any]] = {}
     if is_root:
         state = {number_of[index]: dict(values) for index, values in scalars.items() if index in number_of}
+        # Of no shard: what was frozen at the wrap, and strangers. Both are whole on every rank.
         frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
         state.update({numbers[id(p)]: _to_host(optimizer.state[p]) for p in frozen if optimizer.state.get(p)})
     scratch: dict[torch.dtype, Tensor] = {}
@@ -407,7 +408,7 @@ def _pack(by_param: Mapping[int, Mapping[str, Any]]) -> Packed:
         kinds = tuple(
             (name, (value.dtype, value.shape) if isinstance(value, Tensor) else None) for name, value in values.items()
         )
-        alike.setdefault(kinds, []).append(index)
+        alike.setdefault(kinds, []).append(index)  # each name of a kind becomes one column
     packed: Packed = []
     for kinds, indices in alike.items():
         columns = {name: [by_param[index][name] for index in indices] for name, _ in kinds}

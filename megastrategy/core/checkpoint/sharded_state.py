@@ -253,7 +253,7 @@ def _on_rank_zero(path: Path, collectives: Collectives) -> Iterator[bool]:
         yield collectives.rank == 0
     except OSError as error:
         failure = f"{type(error).__name__}: {error}"
-    # Collective on both ways out, so that ranks on which nothing went wrong learn of rank 0's error.
+    # After an error of the system too, so that ranks on which nothing went wrong learn of rank 0's.
     failure = collectives.all_gather_objects(failure, torch.device("cpu"))[0]
     if failure:
         raise CheckpointError(f"the checkpoint {path} was not written: rank 0: {failure}")
@@ -281,6 +281,7 @@ def read_metadata(path: Path) -> Metadata:
         for info in metadata.storage_data.values():
             # The furthest byte that is referred to: a file is shorter where a copy was broken off, and is named here.
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    # Whatever a broken pickle raises, down to AttributeError and EOFError.
     except Exception as error:
         raise CheckpointError(f"{path} is no complete directory of torch.distributed.checkpoint: {error!r}") from error
     for name, end in ends.items():
@@ -358,6 +359,7 @@ def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
     """Sets a value in nested dictionaries and lists, making them on the way."""
     here: Any = nested
     for step, following in zip(place, (*place[1:], None), strict=True):
+        # The next step of the place says what stands here: a number needs a list, a name a dictionary.
         fresh = value if following is None else [] if isinstance(following, int) else {}
         if isinstance(here, list):
             # Places come in any order; a list is as long as the highest number so far.

@@ -429,6 +429,7 @@ class RollCall:
             now = time.monotonic()
             if now > deadline:
                 return f"rank(s) [{rank}] did not {do} within {self.patience.total_seconds():g} s"
+            # Not at each look: a probe sends. Its own word first, as in _call_the_roll.
             if now > next_probe:
                 next_probe += _PROBE_S
                 if store.check([f"{_ROOT}/ended/{rank}"]):

@@ -126,9 +126,11 @@ def _kept_elsewhere(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any
         if name not in ("defaults", "param_groups", "state"):
             yield f"its attribute {name!r}", value
     for number, group in enumerate(optimizer.param_groups):
+        # Options have defaults; an entry without one was made by the constructor, or by a scheduler.
         for name in group.keys() - optimizer.defaults.keys() - {"params"}:
             yield f"entry {name!r} of parameter group {number}", group[name]
     for key, value in optimizer.state.items():
+        # State of no parameter: nobody can tell which main param it should follow.
         if not isinstance(key, Tensor):
             yield f"state {key!r}", value
             continue
@@ -265,6 +267,7 @@ class _GroupProbe:
         for number, param in enumerate(piece.params):
             kept, of_piece = whole.state(number).keys(), piece.state(number)
             for name, value in of_piece.items():
+                # First, since a reason that names what cannot be divided says more than names that differ.
                 if (reason := why_not_saved(name, value, param.shape)) is not None:
                     return f"for a flat piece of {param.numel()} elements {self.where} keeps {reason}"
             if kept != of_piece.keys():
@@ -439,10 +442,12 @@ def is_per_element(name: str, value: Any, shape: tuple[int, ...], names: Collect
 def why_not_saved(name: str, value: Any, shape: tuple[int, ...]) -> str | None:
     """Why a checkpoint cannot hold this state of a flat shard, in words; None if it can."""
     if not isinstance(value, Tensor):
+        # In a container nothing says which elements of a tensor belong to which of the shard; numbers are of the whole.
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
         if any(isinstance(item, Tensor) or why_not_saved(name, item, shape) is not None for item in items):
             return f"state {name!r}, tensors in a {type(value).__name__}, which cannot be divided among ranks"
         return None
+    # A subclass may keep other elements than it shows: blocks with a scale, which a cut would part.
     if type(value) not in (Tensor, Parameter):
         return f"state {name!r} as {type(value).__name__}, whose elements cannot be divided among ranks"
     if value.numel() > 1 and not is_per_element(name, value, shape, None):

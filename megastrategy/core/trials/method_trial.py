@@ -107,6 +107,7 @@ def _check_pieces(pieces: Sequence[Double], whole: Double, call: Call) -> None:
         piece.make(call)
         if piece.error is not None:
             raise NotForShardsError(f"a trial of it on flat pieces of tensors raised {piece.error}")
+        # The memory of a shard is a part of a run's, in which the engine goes on to look for it.
         if piece.has_new_memory:
             raise NotForShardsError("it gives tensors other memory (param.data = ...), and shards are views")
     tensors = [
@@ -154,6 +155,7 @@ def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
         for group in double.optimizer.param_groups:
             if "lr" in group:  # at the start of a warm-up it is zero
                 group["lr"] = torch.full_like(group["lr"], _LR) if isinstance(group["lr"], Tensor) else _LR
+        # Once more than it steps: a call that uses gradients has to find some, as between backward and step.
         for step in range(_STEPS + 1):
             for tensor in contents.tensors:
                 tensor.grad = torch.randn(TRIAL_SHAPE, generator=generator).to(tensor.device, tensor.dtype)
