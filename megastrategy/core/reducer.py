@@ -154,6 +154,8 @@ class Reducer:
             self._phase, self._is_unfinished = BackwardPhase.IDLE, False
             self._wait_for_launched()
             self._late.clear()
+            self._late_grads.clear()
+            self._nonfinite.clear()  # of gradients that are gone: the next backward would be refused for them
             self._has_local_grads = False
             self.buffers.drop_unfinished()
 
@@ -457,8 +459,9 @@ class Reducer:
             self._nonfinite += find_in_grad(self.buffers.late_grad(index), index, self.layout, self._collectives.rank)
 
     def _raise_nonfinite(self) -> None:
+        found = list(self._nonfinite)
         self._drop_unfinished()  # shards that sums are added to would keep what is not finite
-        by_rank = self._collectives.all_gather_objects(self._nonfinite, self._device)
+        by_rank = self._collectives.all_gather_objects(found, self._device)
         raise NonFiniteGradError(describe_nonfinite([item for items in by_rank for item in items]))
 
     def _raise_microbatch_mismatch(self) -> None:

@@ -229,6 +229,20 @@ def test_peculiar_names_and_sizes_come_back(tmp_path: Path, shapes: dict[str, tu
     run_processes(2, resume_peculiar, tmp_path / "checkpoint", shapes)
 
 
+def save_what_cannot_be_pickled(path: Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        save_directory({"model": {"weight": torch.ones(3)}}, {"callback": lambda: None}, path, host_collectives())
+    return str(raised.value)
+
+
+def test_a_value_that_cannot_be_pickled_ends_the_save_on_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 writes it, and the others wait for what became of it."""
+    for message in run_processes(2, save_what_cannot_be_pickled, tmp_path / "checkpoint", timeout_s=60.0):
+        assert "was not written: rank 0: " in message
+        assert "lambda" in message
+    assert not list(tmp_path.iterdir())
+
+
 def save_and_load_with_a_stranger(path: Path) -> None:
     """A head that is not the model's: its state parts from rank to rank, and rank 0's is saved."""
     rank = dist.get_rank()

@@ -168,6 +168,38 @@ def test_training_goes_on_after_the_error_without_zero_grad(mode: str) -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
+def test_a_backward_that_met_nan_and_then_raised_leaves_nothing(mode: str) -> None:
+    """Its gradients are dropped, and what was found in them with them."""
+
+    def on_purpose(grad: torch.Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    def run(rank: int, group: ProcessGroup) -> list[torch.Tensor]:
+        weights = []
+        for disturbed in (False, True):
+            model = wrap(group, check_for_nan_in_grad=True, **{"bucket_size": 1, **MODES[mode]})
+            optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+            if disturbed:
+                hooks = [
+                    model.module[-1].bias.register_hook(lambda grad: torch.full_like(grad, math.nan)),
+                    model.module[0].weight.register_hook(on_purpose),
+                ]
+                with pytest.raises(ArithmeticError):
+                    model(torch.ones(2, 10)).sum().backward()
+                for hook in hooks:
+                    hook.remove()
+                optimizer.zero_grad()
+            model(torch.full((2, 10), 1.0 + rank)).sum().backward()
+            optimizer.step()
+            weights.append(model.module[0].weight.detach().clone())
+            model.close()
+        return weights
+
+    for clean, disturbed in run_ranks(2, run):
+        assert torch.equal(clean, disturbed)
+
+
 class LeavesOut(nn.Module):
     """Two layers, of which the first may be left out of the graph."""
 

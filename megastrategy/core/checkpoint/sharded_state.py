@@ -248,15 +248,15 @@ def _remove(path: Path) -> None:
 @contextlib.contextmanager
 def _on_rank_zero(path: Path, collectives: Collectives) -> Iterator[bool]:
     """Whether this is rank 0; if what is done there fails, all ranks raise, and nobody waits for it."""
-    failure = ""
+    failure, cause = "", None
     try:
         yield collectives.rank == 0
-    except OSError as error:
-        failure = f"{type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - of the system, or of a user's value that cannot be pickled
+        failure, cause = f"{type(error).__name__}: {error}", error
     # After an error of the system too, so that ranks on which nothing went wrong learn of rank 0's.
     failure = collectives.all_gather_objects(failure, torch.device("cpu"))[0]
     if failure:
-        raise CheckpointError(f"the checkpoint {path} was not written: rank 0: {failure}")
+        raise CheckpointError(f"the checkpoint {path} was not written: rank 0: {failure}") from cause
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
