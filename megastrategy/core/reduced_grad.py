@@ -119,7 +119,7 @@ class ReducedGrad(Tensor):
             "optimizer or the strategy gives the whole gradient, and grad_norm() the norm. To clip: Lightning's "
             "gradient_clip_val or self.clip_gradients, fabric.clip_gradients, accelerator.clip_grad_norm_, or the "
             "DistributedOptimizer's clip_grad_norm_. To step: the optimizer that configure_optimizers, fabric.setup or "
-            "accelerator.prepare returned, or a DistributedOptimizer around it. To scale: megastrategy.GradScaler in the "
+            "accelerator.prepare returned, or a DistributedOptimizer around it. To scale: megastrategy.GradScaler in "
             "place of torch's. Or pass "
             f"{self._all_reduce_option}: .grad is whole then, and the optimizer is not sharded"
         )
