@@ -153,7 +153,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         When it returns every rank holds all new weights. Gradients stay until somebody zeroes them, as torch's do.
 
         Raises:
-            OptimizerNotShardableError: if shards cannot be stepped with these arguments.
+            OptimizerNotShardableError: if shards cannot be stepped with these arguments, or with an option that was set
+                after the optimizer was wrapped. Nothing is changed then.
         """
         impl, arguments = self._impl, StepArguments(args, kwargs)
         if not impl.has_shards:
@@ -170,6 +171,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if (reason := impl.try_options()) is not None:
+            raise _not_shardable(impl.inner, impl.engine, reason)
         with torch.no_grad(), profiler_range("step"):
             impl.step(others)
         return result
@@ -275,12 +278,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.inner.add_param_group(param_group)
         try:
             impl.check_groups()
-            findings = _check(impl.inner, impl.engine)
+            _check_main_params(impl.inner, impl.engine)
+            if (reason := impl.try_options()) is not None:
+                raise _not_shardable(impl.inner, impl.engine, reason)
         except ValueError:
             impl.inner.param_groups.pop()
             raise
-        if findings is not None:
-            impl.learn(findings)
         impl.engine.include_trainable()
         impl.follow_model()
 
@@ -447,20 +450,28 @@ def _check(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
     Raises:
         OptimizerNotShardableError: if it cannot step what it would be given.
     """
+    _check_main_params(optimizer, engine)
+    if engine.layout.num_shards == 1:
+        return None
+    findings = engine.known_findings.probe(optimizer, engine.device, engine.layout.main_dtype)
+    if findings.reason is not None:
+        raise _not_shardable(optimizer, engine, findings.reason)
+    return findings
+
+
+def _check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
     dtypes = {spec.dtype for spec in engine.layout.params if spec.has_main_param}
-    is_sharded = engine.layout.num_shards > 1
-    reason = why_not_main_params(optimizer) if dtypes and not is_sharded else None
+    is_whole = engine.layout.num_shards == 1
+    reason = why_not_main_params(optimizer) if dtypes and is_whole else None
     if reason is not None or (reason := why_not_in_fp32(optimizer, dtypes)) is not None:
         raise OptimizerNotShardableError(
             f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
             "weights in fp32 (autocast for the forward), or use another optimizer"
         )
-    if not is_sharded:
-        return None
-    findings = engine.known_findings.probe(optimizer, engine.device, engine.layout.main_dtype)
-    if findings.reason is not None:
-        raise OptimizerNotShardableError(
-            f"{type(optimizer).__name__} cannot be sharded: {findings.reason}. Pass {engine.all_reduce_option}: every "
-            "rank then steps whole parameters, as under torch DDP"
-        )
-    return findings
+
+
+def _not_shardable(optimizer: torch.optim.Optimizer, engine: Engine, reason: str) -> OptimizerNotShardableError:
+    return OptimizerNotShardableError(
+        f"{type(optimizer).__name__} cannot be sharded: {reason}. Pass {engine.all_reduce_option}: every rank then "
+        "steps whole parameters, as under torch DDP"
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,8 @@ from .param_shard import ParamShard, take_outside_changes
 from .rebucketing.shard_holder import Contents, PerElement, ShardHolder
 from .step_tensors import CHUNK_NUMEL, Run, build_runs, cut_shards, own_state
 from .strangers import Strangers
-from .trials.elementwise import Findings, counts_calls, is_per_element, probe
+from .trials.elementwise import Findings, counts_calls, is_per_element
+from .trials.later_trials import LaterTrials
 from .trials.step_arguments import StepArguments
 
 
@@ -71,7 +72,7 @@ class ShardedStep(ShardHolder):
         self.element_names = set(findings.element_names) if findings is not None else None
         self._keeps_state_only = findings is not None and findings.in_parts
         self._arguments = StepArguments()  # of the step in work
-        self._tried_arguments: set[Hashable] = {StepArguments().kind}
+        self._later_trials = LaterTrials(optimizer, findings, engine) if findings is not None else None
         self.follow_model()
 
     @property
@@ -366,19 +367,19 @@ class ShardedStep(ShardHolder):
 
     def try_arguments(self, arguments: StepArguments) -> str | None:
         """Says why shards cannot be stepped with arguments that are new, by trial steps; None if they can."""
-        if not self.sharded or (kind := arguments.kind) in self._tried_arguments:
-            return None
-        findings = probe(self.inner, self.engine.device, self.layout.main_dtype, arguments)
-        if findings.reason is None:
-            self._tried_arguments.add(kind)
-            self.learn(findings)
-        return findings.reason
+        return self._learn(self._later_trials.of_arguments(arguments)) if self._later_trials is not None else None
 
-    def learn(self, findings: Findings) -> None:
-        """Takes in what trials showed of arguments or options that are new."""
+    def try_options(self) -> str | None:
+        """Says why shards cannot be stepped with groups or options that are new, by trial steps; None if they can."""
+        return self._learn(self._later_trials.of_options()) if self._later_trials is not None else None
+
+    def _learn(self, findings: Findings | None) -> str | None:
+        if findings is None or findings.reason is not None:
+            return findings.reason if findings is not None else None
         self._keeps_state_only = self._keeps_state_only and findings.in_parts
         assert self.element_names is not None, "sharded"
         self.element_names |= findings.element_names
+        return None
 
     def step(self, arguments: StepArguments) -> None:
         """``arguments``: of the user's optimizer, without the closure."""

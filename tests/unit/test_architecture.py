@@ -88,6 +88,7 @@ RANKS = [
     {"engine"},
     {"rebucketing.relayout", "strangers"},
     {"distributed_data_parallel"},
+    {"trials.later_trials"},
     {"trials.optimizer_double", "sharded_step"},
     {"trials.method_trial"},
     {"forwarded"},

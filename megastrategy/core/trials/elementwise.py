@@ -45,11 +45,13 @@ class Findings:
         element_names: the names of what it keeps for each element. Known where there is no reason.
         in_parts: whether a step may be several calls, each with some of the tensors in the groups, to the bit. Not if
             the optimizer keeps anything but state of tensors: a count of its calls, in itself or in a group.
+        changed_entries: the entries of groups that its steps change, beside options that the user sets.
     """
 
     reason: str | None
     element_names: frozenset[str] = frozenset()
     in_parts: bool = False
+    changed_entries: frozenset[str] = frozenset()
 
 
 def probe(
@@ -69,7 +71,7 @@ def probe(
     if (reason := why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
         return Findings(reason)
     small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
-    names, in_parts = set[str](), True
+    names, in_parts, changed = set[str](), True, set[str]()
     for number in _distinct(optimizer.param_groups):
         # what keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one
         if (reason := _GroupProbe(optimizer, number, small, arguments).early_reason()) is not None:
@@ -78,8 +80,9 @@ def probe(
         if found.reason is not None:
             return found
         names |= found.element_names
+        changed |= found.changed_entries
         in_parts = in_parts and found.in_parts
-    return Findings(None, frozenset(names), in_parts)
+    return Findings(None, frozenset(names), in_parts, frozenset(changed))
 
 
 def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
@@ -178,7 +181,11 @@ class _GroupProbe:
             for name, value in whole.state(number).items()
             if is_per_element(name, value, param.shape, None)
         }
-        return Findings(None, frozenset(names), self._steps_in_parts(whole, lr))
+        after = whole.optimizer.param_groups[0]
+        changed = frozenset(
+            name for name in after if name not in self.group or not equal(self.group[name], after[name])
+        )
+        return Findings(None, frozenset(names), self._steps_in_parts(whole, lr), frozenset(changed))
 
     def _double(self, lr: float | None) -> torch.optim.Optimizer:
         # Made anew for each trial: an optimizer that keeps something outside of its state would carry it into the next.

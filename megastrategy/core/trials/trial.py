@@ -218,6 +218,7 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
     def like(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateAtStart:
         """Makes it as the optimizer's constructor does, else as it is kept for the first tensor of a group. What has
         the tensor's shape has one value everywhere, since other tensors have other elements."""
+        fresh = Parameter(torch.zeros(2, 2))
         for param in group["params"]:
             # The first that has some: others may have joined later, without any.
             if values := optimizer.state.get(param):
@@ -227,7 +228,8 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
                     return cls(fresh, made)
                 if param.numel() > 1:  # of one element, nobody knows which has its shape
                     return cls(param, values)
-        return cls(None, {})
+        # A wrapped optimizer keeps state by shards, which are not in its groups between steps.
+        return cls(fresh, _state_at_construction(optimizer, group, fresh)) if optimizer.state else cls(None, {})
 
     def copy(self) -> StateAtStart:
         """The same for another trial: no tensor has its state yet."""

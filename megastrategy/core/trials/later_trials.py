@@ -1,0 +1,134 @@
+"""Tries a sharded optimizer again before it steps with what was not there when it was wrapped.
+
+[Note: options set later]
+A trial tells of the options that it ran with. A ``weight_decay`` of zero lets LARS pass, since it takes no norm then;
+set by hand, by a schedule or by a loaded state, each rank would take the norms of its own shards, and nothing would
+show it. A decay that becomes another number multiplies the term that was tried. A term that was not there can couple
+elements: a number that was zero, and a flag, a word or None in the place of another. So the optimizer is tried once
+more with that. (Tensors are not looked into: that would wait for the device in every step.)
+
+An entry that the optimizer's own steps change (Schedule-Free's ``k``) is nobody's wish; trials show which these are.
+They, and all that was not set, have the values of the first trial in a later one: with the counters of a long training
+beside state that is new, an optimizer may do anything, and a refusal would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from ..engine import Engine
+from .elementwise import Findings, probe
+from .step_arguments import StepArguments
+from .trial import own
+
+_OF_TRIALS = {"params", "lr", "initial_lr"}  # a trial has its own tensors, and a rate of its own where there is none
+
+
+class LaterTrials:
+    """Remembers what a wrapped optimizer was tried with; the same on all ranks if they set the same options.
+
+    Args:
+        optimizer: as it was tried, and left untouched.
+        findings: of its trials at the wrap.
+        engine: of the model whose shards it steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, findings: Findings, engine: Engine) -> None:
+        self._optimizer, self._engine = optimizer, engine
+        self._first: list[dict[str, Any]] = []  # by group, its options at its first trial
+        self._seen: list[dict[str, Any]] = []  # by group, the options that may be set, as they were last found tried
+        self._tried: set[Hashable] = {StepArguments().kind}
+        for group in optimizer.param_groups:
+            self._begin(group, findings)
+
+    def of_arguments(self, arguments: StepArguments) -> Findings | None:
+        """Finds out what a step with these arguments does; None if the like was tried."""
+        if (kind := arguments.kind) in self._tried:
+            return None
+        findings = probe(self._optimizer, self._engine.device, self._engine.layout.main_dtype, arguments)
+        if findings.reason is None:
+            self._tried.add(kind)
+        return findings
+
+    def of_options(self) -> Findings | None:
+        """Finds out what a step does with the groups and options that there are now; None if the like was tried."""
+        groups = self._optimizer.param_groups
+        untried = [number for number, group in enumerate(groups) if not self._is_tried(number, group)]
+        if not untried:
+            return None
+        again = object.__new__(type(self._optimizer))
+        again.__dict__.update(self._optimizer.__dict__)
+        again.param_groups = [
+            {**self._first[number], **self._set_later(number, group), "params": group["params"]}
+            if number < len(self._first)
+            else group
+            for number, group in enumerate(groups)
+        ]
+        findings = self._engine.known_findings.probe(again, self._engine.device, self._engine.layout.main_dtype)
+        if findings.reason is not None:
+            return Findings(self._in_words(untried) + findings.reason)
+        for number in untried:
+            if number < len(self._first):
+                self._tried.add((number, _kind(self._set_later(number, groups[number]))))
+            else:
+                self._begin(groups[number], findings)
+        return findings
+
+    def _begin(self, group: Mapping[str, Any], findings: Findings) -> None:
+        options = {name: value for name, value in group.items() if name != "params"}
+        # A copy: what a step counts in place must begin there again.
+        self._first.append(own(options))
+        settable = options.keys() - findings.changed_entries - _OF_TRIALS
+        self._seen.append({name: value for name, value in options.items() if name in settable})
+        self._tried.add((len(self._first) - 1, _kind({})))
+
+    def _is_tried(self, number: int, group: Mapping[str, Any]) -> bool:
+        if number >= len(self._first):
+            return False
+        seen = self._seen[number]
+        # By identity, in every step: nearly always nobody has set anything.
+        if all(group.get(name) is value for name, value in seen.items()):
+            return True
+        if (number, _kind(self._set_later(number, group))) not in self._tried:
+            return False
+        self._seen[number] = {name: group.get(name) for name in seen}
+        return True
+
+    def _set_later(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        first = self._first[number]
+        return {
+            name: group[name]
+            for name in self._seen[number]
+            if name in group and _may_add_a_term(first[name], group[name])
+        }
+
+    def _in_words(self, untried: list[int]) -> str:
+        said = dict[str, None]()  # in order, and once: often all groups are set alike
+        for number in untried:
+            if number < len(self._first):
+                for name, value in self._set_later(number, self._optimizer.param_groups[number]).items():
+                    said[f"{name}={value!r}, which was {self._first[number][name]!r} when it was wrapped: "] = None
+        return "with " + "and ".join(said) if said else ""
+
+
+def _may_add_a_term(first: Any, now: Any) -> bool:
+    """Whether an option may switch something on that the first trial did not see; see [Note: options set later]."""
+    if isinstance(first, tuple | list) and isinstance(now, tuple | list):
+        return len(first) != len(now) or any(map(_may_add_a_term, first, now))
+    if any(isinstance(value, bool | str | None) for value in (first, now)):
+        return type(first) is not type(now) or first != now
+    return isinstance(first, int | float) and isinstance(now, int | float) and first == 0 != now
+
+
+def _kind(value: Any) -> Hashable:
+    """Alike for options that differ in numbers alone, none of which is zero."""
+    if isinstance(value, Mapping):
+        return frozenset((name, _kind(item)) for name, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(map(_kind, value))
+    return (
+        value if isinstance(value, bool | str | None) else (type(value), isinstance(value, int | float) and value != 0)
+    )
