@@ -26,9 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.files import load_file, save_file
+from tests.support.ports import free_port
 
 from .fits import make_strategy, make_trainer
-from .rank_processes import SIZE, free_port
+from .rank_processes import SIZE
 
 _RECORD = struct.Struct("<qd")
 BUCKET_SIZE = 20_000

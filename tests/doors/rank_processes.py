@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from ..support.patience import HANG_S
+from ..support.ports import free_port
 
 SIZE = 2
 NUM_RANKS = "NUM_RANKS"
@@ -110,13 +109,6 @@ class Ranks:
 def number_of_ranks() -> int:
     """How many run this job; two where no rank process runs it."""
     return int(os.environ.get(NUM_RANKS, SIZE))
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with contextlib.closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _serve(rank: int, size: int, port: int, connection: Connection) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ports import free_port
+
 from .accelerate_loops import Run, Worlds, adamw, make_accelerator, state_of, weights_of
 from .matrix import assert_equal
 from .python_processes import run_pythons
-from .rank_processes import Failure, free_port
+from .rank_processes import Failure
 from .test_accelerate_checkpoints import SAVED_AFTER, Counter, read, rest, train_from
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.ports import free_port
+
 from .fits import Fit, assert_same_fit, fit
 from .python_processes import run_python, run_pythons
-from .rank_processes import Ranks, free_port
+from .rank_processes import Ranks
 
 SCRIPT = """
 import json

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.ports import free_port
+
 from ..support.scripts import run_script
 from .python_processes import run_pythons
-from .rank_processes import free_port
 
 SCRIPT = """
 import os

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import textwrap
@@ -25,6 +24,7 @@ from megastrategy.core.errors import (
     ParameterChangedError,
 )
 from tests.support.models import two_layers
+from tests.support.ports import free_port
 from tests.support.ranks import run_ranks, try_ranks
 
 
@@ -344,9 +344,7 @@ def test_a_killed_process_ends_the_others_with_a_reason() -> None:
 
 def run_processes(script: str) -> list[tuple[int, str]]:
     """The script in two processes, given rank and a free port; exit codes and what they printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(rank), str(port)],

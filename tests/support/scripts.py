@@ -21,9 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.doors.rank_processes import free_port
-
 from .patience import HANG_S
+from .ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
