@@ -1,7 +1,8 @@
 """Every byte that leaves a rank goes through here: the only folder that calls torch.distributed.
 
 ``interface`` is what the engine sees; ``backend`` (NCCL and others), ``gloo`` (by way of ``gloo_rings``, in a
-``worker``), ``single_rank`` and ``instanced`` (an optimizer in several instances) are what stands behind it.
+``worker``), ``host_staged`` (gloo for tensors on an accelerator), ``single_rank`` and ``instanced`` (an optimizer in
+several instances) are what stands behind it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from .backend import BackendCollectives
 from .gloo import GlooCollectives
+from .host_staged import HostStagedCollectives
 from .interface import Collectives, Handle, Handles
 from .process_groups import host_group
 from .roll_call import RollCall
@@ -23,6 +25,7 @@ __all__ = [
     "GlooCollectives",
     "Handle",
     "Handles",
+    "HostStagedCollectives",
     "LoneCollectives",
     "host_collectives",
     "make_collectives",
@@ -39,7 +42,10 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     known = dist.distributed_c10d._world.pg_map.get(group)
     roll_call = RollCall(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
     # Asked of the backend for this device: a group may have gloo for the host and NCCL for the GPU.
-    return (GlooCollectives if backend.name() == "gloo" else BackendCollectives)(group, roll_call)
+    if backend.name() != "gloo":
+        return BackendCollectives(group, roll_call)
+    host = GlooCollectives(group, roll_call)
+    return host if device.type == "cpu" else HostStagedCollectives(host, device)
 
 
 def host_collectives() -> Collectives:

@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from .backend import BackendCollectives, WorkHandle
 from .gloo import GlooCollectives
 from .gloo_rings import GlooRings
+from .host_staged import HostStagedCollectives
 from .interface import Collectives, Handle
 from .process_groups import destroy_group, part_of_group
 from .tensor_parts import add_parts_
@@ -48,7 +49,7 @@ def shard_collectives(every: Collectives, num_shards: int, device: torch.device)
     return every.instances[num_shards]
 
 
-def make_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> InstanceCollectives:
+def make_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> Collectives:
     """Makes the collectives of an instance, for the backend of ``every``.
 
     Args:
@@ -56,6 +57,9 @@ def make_instance_collectives(every: Collectives, instance: ProcessGroup, across
         instance: the ranks of this rank's instance, in order.
         across: the ranks at this rank's place in all instances, in order.
     """
+    if isinstance(every, HostStagedCollectives):
+        host = make_instance_collectives(every.host, instance, across)
+        return HostStagedCollectives(host, every.device, every.streams, staging=every)
     if isinstance(every, GlooCollectives):
         return GlooInstanceCollectives(every, instance, across)
     return BackendInstanceCollectives(every, instance, across)
@@ -66,6 +70,7 @@ def destroy_instances(every: Collectives) -> None:
     # The groups end with the model that they were made for; a group that is left open keeps its sockets until the
     # process ends.
     for made in every.instances.values():
+        made = made.host if isinstance(made, HostStagedCollectives) else made
         if isinstance(made, InstanceCollectives):
             destroy_group(made.group)
             destroy_group(made.across)

@@ -1,0 +1,200 @@
+"""Collectives of host memory, for tensors on an accelerator: gloo where there is no NCCL, and two ranks on one GPU.
+
+[Note: staging]
+Gloo's messages and the rings read and write memory of the host, and know no stream. A thread takes what is started, in
+order: it waits until the caller's stream has come to the place where the collective was started, copies to pinned
+memory on a stream of its own, lets the host's collective run, copies back on that stream, and records an event.
+``wait()`` waits for the host's part, and lets the caller's current stream wait for the event. So a tensor is in flight
+from start to wait, as on NCCL, and a wait that is missing shows.
+
+The pinned memory is used again without a wait for the host: both copies are on the one stream, the next copy to it is
+queued behind the last one from it, and the host's part is over before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .interface import Collectives, Handle, Watchdog
+from .roll_call import Meeting
+from .worker import Worker
+
+_POLL_S = 5e-5
+"""Between two looks at whether the device has copied: a fifth of what gloo needs for its smallest message."""
+
+_ALL = slice(None)
+
+
+class HostStagedCollectives(Collectives):
+    """See [Note: staging].
+
+    Args:
+        host: the collectives of host memory; closed with these.
+        device: of all tensors.
+        streams: ``Stream``, ``Event``, ``stream`` and ``current_stream`` of the device.
+        staging: whose thread, stream and memory to share; instances of the optimizer take those of all ranks, so that
+            everything a rank starts goes in one order.
+    """
+
+    def __init__(
+        self,
+        host: Collectives,
+        device: torch.device,
+        streams: Any = None,
+        staging: HostStagedCollectives | None = None,
+    ) -> None:
+        super().__init__(host.group, host.roll_call)
+        self.host, self.progress = host, host.progress
+        self.device, self.streams = device, streams or torch.get_device_module(device)
+        self._staging = staging
+        self._worker: Worker | None = None
+        self._stream: Any = None
+        self._memory: list[Tensor] = []  # pinned, in bytes: for each of the tensors that one collective has
+
+    @property
+    def watchdog(self) -> Watchdog | None:
+        """The host's: a rank that waits for others waits there."""
+        return self.host.watchdog
+
+    @watchdog.setter
+    def watchdog(self, watchdog: Watchdog | None) -> None:
+        self.host.watchdog = watchdog
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.host.is_rank_zero
+
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return self._start(lambda copy: self.host.all_reduce(copy, scale, scale_sum=scale_sum), (tensor, _ALL, _ALL))
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self._start(self.host.all_reduce_max, (tensor, _ALL, _ALL))
+
+    def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        def run(copy: Tensor) -> Handle:
+            return self.host.reduce_scatter(copy, scale, scale_sum=scale_sum)
+
+        return self._start(run, (tensor, _ALL, self._own(tensor)))
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        def run(sums_copy: Tensor, copy: Tensor) -> Handle:
+            return self.host.reduce_scatter_into(sums_copy, copy, scale, scale_sum=scale_sum)
+
+        # The sums take the way as well: added on the device, they would be other bits than the host's own are.
+        return self._start(run, (sums, _ALL, _ALL), (tensor, _ALL, slice(0)))
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        return self._start(self.host.all_gather, (tensor, self._own(tensor), _ALL))
+
+    def broadcast(self, tensor: Tensor) -> Handle:
+        return self._start(self.host.broadcast, (tensor, _ALL if self.rank == 0 else slice(0), _ALL))
+
+    def all_gather_bytes(self, data: bytes, device: torch.device) -> list[bytes]:
+        gathered: list[bytes] = []
+        cpu = torch.device("cpu")
+        # In the thread too: a collective of the host must not overtake those that were started before.
+        self._owner._submit(lambda: gathered.extend(self.host.all_gather_bytes(data, cpu))).result()
+        return gathered
+
+    def require_all_ranks(self, what: str) -> None:
+        self._finish_started()
+        self.host.require_all_ranks(what)
+
+    @contextlib.contextmanager
+    def meeting(self, what: str, **options: Any) -> Iterator[Meeting]:
+        self._finish_started()
+        with self.host.meeting(what, **options) as meeting:
+            yield meeting
+
+    def probe(self, rank: int) -> None:
+        self.host.probe(rank)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._memory.clear()
+        self.host.close()
+
+    @property
+    def _owner(self) -> HostStagedCollectives:
+        return self._staging or self
+
+    def _own(self, tensor: Tensor) -> slice:
+        numel = tensor.numel() // self.size
+        return slice(self.rank * numel, (self.rank + 1) * numel)
+
+    def _submit(self, run: Callable[[], object]) -> Future[tuple[int, int]]:
+        if self._worker is None:
+            self._worker = Worker()
+            # At exit too: a thread that the interpreter stops inside a call of the device would end the process badly.
+            weakref.finalize(self, self._worker.close)
+        return self._worker.submit(run)
+
+    def _finish_started(self) -> None:
+        # Failed ones raise where they are waited for.
+        with contextlib.suppress(RuntimeError):
+            self._owner._submit(lambda: None).result()
+
+    def _start(self, run: Callable[..., Handle], *staged: tuple[Tensor, slice, slice]) -> Handle:
+        """Starts ``run`` on copies of tensors in host memory.
+
+        Args:
+            staged: by tensor, which elements ``run`` is given, and which it gives.
+        """
+        ready, done = self.streams.Event(), self.streams.Event()
+        # In the caller's thread, whose stream has just written what is sent.
+        ready.record(self.streams.current_stream(self.device))
+        owner = self._owner
+        future = owner._submit(lambda: owner._carry_out(run, staged, ready, done))
+        return _StagedHandle(future, done, self.streams, self.device)
+
+    def _carry_out(
+        self, run: Callable[..., Handle], staged: Sequence[tuple[Tensor, slice, slice]], ready: Any, done: Any
+    ) -> None:
+        if self._stream is None:
+            self._stream = self.streams.Stream(self.device)
+        copies = [self._host_memory(place, tensor) for place, (tensor, _, _) in enumerate(staged)]
+        copied = self.streams.Event()
+        with self.streams.stream(self._stream):
+            ready.wait(self._stream)
+            for (tensor, given, _), copy in zip(staged, copies, strict=True):
+                copy[given].copy_(tensor.detach()[given], non_blocking=True)
+            copied.record(self._stream)
+        # Asked, and not waited for in one call: that would hold the GIL on some devices, and backward with it.
+        while not copied.query():
+            time.sleep(_POLL_S)
+        run(*copies).wait()
+        with self.streams.stream(self._stream):
+            for (tensor, _, gives), copy in zip(staged, copies, strict=True):
+                tensor.detach()[gives].copy_(copy[gives], non_blocking=True)
+            done.record(self._stream)
+
+    def _host_memory(self, place: int, tensor: Tensor) -> Tensor:
+        """Memory of the host for the ``place``-th tensor of a collective, pinned where a device copies from it."""
+        nbytes = tensor.numel() * tensor.dtype.itemsize
+        if place == len(self._memory):
+            self._memory.append(torch.empty(0, dtype=torch.uint8))
+        if self._memory[place].numel() < nbytes:
+            is_pinned = self.device.type != "cpu"
+            self._memory[place] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+        return self._memory[place][:nbytes].view(tensor.dtype)
+
+
+class _StagedHandle(Handle):
+    def __init__(self, future: Future[tuple[int, int]], done: Any, streams: Any, device: torch.device) -> None:
+        self._future, self._done, self._streams, self._device = future, done, streams, device
+
+    def wait(self) -> None:
+        # No glance at other ranks here: the host's collective takes them in the thread, and what it raises comes out.
+        self.ran_ns = self._future.result()
+        # Of every stream that waits: a reader on another one must not see what has not arrived.
+        self._done.wait(self._streams.current_stream(self._device))

@@ -1,0 +1,170 @@
+"""Gloo for tensors on an accelerator. The device is a double in host memory, whose streams do their work as late as
+they may: a wait that is missing, on the host or on a stream, is a wrong number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.collectives import Collectives, GlooCollectives, HostStagedCollectives, make_collectives
+from megastrategy.core.errors import CollectiveError
+from tests.support.lazy_device import Event, LazyDevice
+from tests.support.ranks import run_ranks, try_ranks, with_instances
+from tests.support.training import Run, assert_same_bits, start_ours, train_with_ddp, train_with_ours
+
+CPU = torch.device("cpu")
+
+
+def values(rank: int, numel: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+def staged(real: Collectives, device: LazyDevice | None = None) -> HostStagedCollectives:
+    """With the instances that were made by hand."""
+    device = device or LazyDevice()
+    collectives = HostStagedCollectives(real, CPU, device)
+    for size, instance in real.instances.items():
+        collectives.instances[size] = HostStagedCollectives(instance, CPU, device, staging=collectives)
+    return collectives
+
+
+def everything(collectives: Collectives, device: LazyDevice | None, numel: int) -> list[Tensor]:
+    """Starts one of each before any is waited for, and returns what they leave."""
+    rank, size = collectives.rank, collectives.size
+    own = slice(rank * numel, (rank + 1) * numel)
+
+    def written(given: Tensor) -> Tensor:
+        if device is None:
+            return given.clone()
+        tensor = torch.full_like(given, torch.nan if given.is_floating_point() else 77)
+        device.write(tensor, given)
+        return tensor
+
+    whole = values(rank, size * numel)
+    reduced, scattered, largest = written(whole), written(whole), written(whole[:3])
+    summed, sums = written(whole.bfloat16()), written(torch.full((numel,), 0.1))
+    gathered = torch.zeros(size * numel)
+    gathered[own] = values(rank, numel)
+    gathered, sent = written(gathered), written(torch.arange(5) + rank)
+    handles = [
+        collectives.all_reduce(reduced, 1 / 3),
+        collectives.reduce_scatter(scattered, 1 / 3, scale_sum=True),
+        collectives.reduce_scatter_into(sums, summed, 1 / 3),
+        collectives.all_gather(gathered),
+        collectives.all_reduce_max(largest),
+        collectives.broadcast(sent),
+    ]
+    for handle in handles:
+        handle.wait()
+        handle.wait()
+    if device is not None:
+        device.synchronize()
+    return [reduced, scattered[own], sums, gathered, largest, sent]
+
+
+def compare(rank: int, group: ProcessGroup) -> None:
+    device = LazyDevice(lazy_caller=True)
+    collectives = staged(GlooCollectives(group), device)
+    plain = GlooCollectives(group)
+    for numel in (40, 7, 9_000):  # memory is used again, and grows
+        ours = everything(collectives, device, numel)
+        for mine, theirs in zip(ours, everything(plain, None, numel), strict=True):
+            assert torch.equal(mine, theirs)
+    assert collectives.all_gather_bytes(bytes([rank]) * rank, CPU) == [bytes([r]) * r for r in range(group.size())]
+    collectives.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_leaves_what_the_hosts_own_leave(size: int) -> None:
+    run_ranks(size, compare)
+
+
+class _NoWait(Event):
+    def wait(self, stream: Any) -> None:
+        pass
+
+
+class _NoQuery(Event):
+    def query(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("broken", [_NoWait, _NoQuery])
+def test_without_a_wait_for_an_event_the_numbers_are_wrong(broken: type[Event], monkeypatch: Any) -> None:
+    """So the double sees it."""
+    monkeypatch.setattr(LazyDevice, "Event", broken)
+    assert all(isinstance(outcome, AssertionError) for outcome in try_ranks(2, compare))
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_param_gather": "forward"},
+        {"use_distributed_optimizer": False},
+        {"grad_buffer": "pooled"},
+        {"num_distributed_optimizer_instances": 2},
+        {"num_distributed_optimizer_instances": 2, "grad_buffer": "pooled"},
+        {"overlap_grad_reduce": False, "overlap_param_gather": False},
+    ],
+    ids=str,
+)
+def test_training_has_the_same_bits(options: dict[str, Any]) -> None:
+    config = DistributedDataParallelConfig(bucket_size=200, **options)
+    size, run = 2 * config.num_distributed_optimizer_instances, Run(accumulate=2, groups=3)
+
+    def train(rank: int, group: ProcessGroup) -> Any:
+        training = start_ours(run, rank, group, config, staged)
+        assert isinstance(training.model.engine.shard_collectives, HostStagedCollectives)
+        for step in range(run.steps):
+            training.step(step)
+        return training.finish()
+
+    ours = run_ranks(size, train)
+    assert_same_bits(ours, train_with_ours(run, size, config))
+    if size == 2 and config.grad_buffer != "pooled":
+        assert_same_bits(ours, train_with_ddp(run, size))
+
+
+def test_a_rank_that_does_not_come_ends_the_others_with_a_reason() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = staged(GlooCollectives(group))
+        tensor = torch.ones(4)
+        collectives.all_reduce(tensor, 1.0).wait()
+        if rank == 0:
+            handles = [collectives.all_reduce(tensor, 1.0) for _ in range(2)]
+            with pytest.raises(CollectiveError, match="rank 0 of 2: all-reduce did not complete"):
+                handles[0].wait()
+            with pytest.raises(RuntimeError, match="one before it had failed"):
+                handles[1].wait()
+        collectives.close()
+
+    run_ranks(2, run, timeout_s=3)
+
+
+def test_they_are_taken_for_gloo_on_an_accelerator_and_for_nothing_else() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        backend = group._get_backend(CPU)
+        group._register_backend(torch.device("cuda"), ProcessGroup.BackendType.GLOO, backend)
+        assert isinstance(make_collectives(group, CPU), GlooCollectives)
+        made = make_collectives(group, torch.device("cuda"))
+        assert isinstance(made, HostStagedCollectives)
+        assert isinstance(made.host, GlooCollectives)
+
+    run_ranks(2, run)
+
+
+def test_instances_made_by_hand_are_those_of_the_host() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        every = with_instances(group, 2)
+        instance = staged(every).instances[2]
+        assert (instance.rank, instance.size, instance.is_rank_zero) == (rank % 2, 2, rank == 0)
+
+    run_ranks(4, run)
