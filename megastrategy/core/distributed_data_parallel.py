@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
@@ -115,6 +116,14 @@ class DistributedDataParallel(nn.Module):
             if self.training and training:
                 raise_closed()
             return self.module(*args, **kwargs)
+        self._begin_forward(engine, training)
+        # The last call gives what is returned: dynamo would compile what comes after it as a function of its own.
+        return self._end_forward(engine, training, self.module(*args, **kwargs))
+
+    # Where somebody compiles this object, the module alone is compiled. A trace of the engine is five graph breaks and
+    # guards on all that it keeps; and what is called while a slow collective is waited for would be traced in mid-run.
+    @_disable_dynamo
+    def _begin_forward(self, engine: Engine, training: bool) -> None:
         engine.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             check_not_inside_torch_ddp(self)
@@ -127,7 +136,9 @@ class DistributedDataParallel(nn.Module):
             engine.param_gather.before_forward()
         if self._buffers_differ and self.config.broadcast_buffers:
             engine.broadcast_buffers()
-        outputs = self.module(*args, **kwargs)
+
+    @_disable_dynamo
+    def _end_forward(self, engine: Engine, training: bool, outputs: Any) -> Any:
         sync = self.require_backward_grad_sync
         self._buffers_differ = training and sync
         if training:
