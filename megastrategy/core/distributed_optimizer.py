@@ -300,13 +300,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not impl.sharded:  # it says itself what it saves, of main params where there are some
             with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
                 return impl.inner.state_dict()
-        impl.split_state()
+        with impl.at_rest.lock:
+            impl.follow_model()
         with self._gather(STATE) as (gather, is_here):
-            if not is_here:
+            if gather is None or not is_here:
                 return {"state": OnRankZero(), "param_groups": groups_by_number(impl.inner, number_params(impl.inner))}
-            return gather_state_dict(
-                impl.inner, impl.index_by_id, impl.shards, impl.layout, impl.element_names, gather, impl.engine.device
-            )
+            own = impl.own_parts(STATE)
+            return gather_state_dict(impl.inner, impl.index_by_id, own, gather, impl.engine.device)
 
     @contextlib.contextmanager
     def _gather(self, what: str) -> Iterator[tuple[Gather | None, bool]]:
@@ -357,7 +357,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._gather(MAIN_PARAMS) as (gather, is_here):
             if not is_here:
                 return OnRankZero()
-            main_params = gather_main_params(impl.param_indices(), impl.shards, impl.layout, gather, impl.engine.device)
+            own = impl.own_parts(MAIN_PARAMS)
+            main_params = gather_main_params(impl.param_indices(), own, gather, impl.engine.device)
             return main_params if gather is None or gather.is_root else OnRankZero()
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:

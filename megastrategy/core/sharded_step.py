@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .checkpoint.full_state import MAIN_PARAM, shard_state
-from .checkpoint.hand_over import STATE, AtRest, OwnParts, Version
+from .checkpoint.hand_over import STATE, AtRest, Version
+from .checkpoint.own_parts import OwnParts, Piece
 from .clip_grads import total_grad_norm
 from .collectives import Collectives
 from .engine import Engine
@@ -234,16 +235,18 @@ class ShardedStep(ShardHolder):
 
     def own_parts(self, what: str) -> OwnParts:
         state, shards, names = self.inner.state, dict(self.shards), self.element_names
-        states: dict[int, Mapping[str, Any]] = {}
+        pieces: list[Piece] = []
         if what == STATE:
-            states |= {index: state.get(shard.main, {}) for index, shard in shards.items()}
             for run in self._runs if self._is_joined else ():
-                states |= zip((shard.param for shard in run.shards), run.states(state, names), strict=True)
+                pieces.append(Piece(run.shards, run.main.numel(), run.joined_state(state, names)))
+                for shard in run.shards:
+                    shards.pop(shard.param, None)
+            pieces += [Piece((shard,), shard.numel, state.get(shard.main, {})) for shard in shards.values()]
         else:
             own, names = self.param_indices(), {MAIN_PARAM}
-            with_main = [index for index in own if index in shards and self.layout.params[index].has_main_param]
-            states |= {index: {MAIN_PARAM: shards[index].main} for index in with_main}
-        return OwnParts(states, shards, self.layout, self.engine.shard_collectives.rank, names)
+            with_main = [shards[i] for i in own if i in shards and self.layout.params[i].has_main_param]
+            pieces += [Piece((shard,), shard.numel, {MAIN_PARAM: shard.main}) for shard in with_main]
+        return OwnParts(pieces, self.layout, self.engine.shard_collectives.rank, names)
 
     def _join_state(self) -> list[Run]:
         """Makes the state that of the runs, and returns those that have gradients to step with."""

@@ -103,12 +103,11 @@ class Run:
             self._cut_for_shards = _Cut(whole, self._shard_spans, self.main.numel(), names)
             state.update(zip((shard.main for shard in self.shards), self._cut_for_shards.parts, strict=True))
 
-    def states(self, state: Mapping[Tensor, State], names: set[str] | None) -> list[State]:
-        """Returns the states that :meth:`split_state` would give the shards, and leaves all as it is."""
+    def joined_state(self, state: Mapping[Tensor, State], names: set[str] | None) -> State:
+        """Returns the state of the whole run while it is that of ``tensors``, and leaves all as it is."""
         assert self._cut_for_tensors is not None, "it was joined"
         states = [state.get(tensor, {}) for tensor in self.tensors]
-        whole = _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
-        return _Cut(whole, self._shard_spans, self.main.numel(), names).parts if whole else [{} for _ in self.shards]
+        return _join(states, self._cut_for_tensors.spans, self.main.numel(), names, self._cut_for_tensors)
 
     def has_one_history(self, state: Mapping[Tensor, State], names: set[str] | None) -> bool:
         """Whether the shards' states, while they are split, can be joined."""

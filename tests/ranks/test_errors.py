@@ -124,7 +124,10 @@ def test_an_optimizer_over_parameters_that_the_model_does_not_have() -> None:
         assert not model.engine.has_optimizer, "or nobody would notice that nothing trains it"
         other = DistributedDataParallel(theirs, process_group=group)
         params = [*model.parameters(), *theirs.parameters()]
-        with pytest.raises(ValueError, match=r"parameter 4 of group 0.* of this SGD belongs to another wrapped model"):
+        with pytest.raises(
+            ValueError,
+            match=r"parameter 4 of group 0.* to another wrapped model.*_optimizer=False\) for",
+        ):
             DistributedOptimizer(torch.optim.SGD(params, lr=0.1), model)
         optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         with pytest.raises(ValueError, match=r"parameter 0 of group 1"):

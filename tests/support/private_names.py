@@ -28,6 +28,7 @@ LIVES_IN = {
     "torch.ops.aten": "_foreach_zero_ _to_copy",
     "torch.Tensor": "_make_wrapper_subclass _post_accumulate_grad_hooks",
     "torch": "_C",
+    "torch._compile": "_disable_dynamo",
     "torch.autograd.variable": "_execution_engine",
     "torch.utils._pytree": "tree_leaves",
     "torch.utils._python_dispatch": "TorchDispatchMode",

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megastrategy.core.checkpoint.hand_over import AtRest, OwnParts, Version, _when_at_rest
+from megastrategy.core.checkpoint.hand_over import AtRest, Version, _when_at_rest
+from megastrategy.core.checkpoint.own_parts import OwnParts
 
 WANTED = Version(num_begun=3, num_done=3, num_replaced=1, num_moves=0, num_params=4)
 

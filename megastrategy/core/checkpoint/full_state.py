@@ -8,9 +8,7 @@ on the number of ranks, buckets or padding.
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -22,14 +20,8 @@ from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..layout import Bucket, BufferLayout, ParamSpec
 from ..param_shard import ParamShard
-from ..trials.elementwise import is_per_element, why_not_saved
 from .flat_shard import FlatShard
-
-Keys = tuple[tuple[str, torch.dtype], ...]
-"""The names and dtypes of what is kept for each element of a parameter."""
-
-Packed = list[tuple[list[int], dict[str, tuple[torch.dtype, torch.Size] | None], dict[str, list[Any]]]]
-"""Parameters whose values have the same names; by name the dtype and shape of tensors, and the values of all."""
+from .own_parts import Described, Keys, OwnParts, agreed_keys
 
 
 class Gather(Protocol):
@@ -59,21 +51,6 @@ class CollectiveGather:
 
     def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
         self._collectives.all_gather(flat).wait()
-
-
-@dataclasses.dataclass(frozen=True)
-class Described:
-    """A description of the state that a rank has, in a few pieces, to be sent."""
-
-    scalars: Packed
-    """The values that belong to a parameter as a whole."""
-    params_by_keys: dict[Keys, list[int]]
-    """The parameters, by what they have for each of their elements."""
-
-    @functools.cached_property
-    def keys(self) -> dict[int, Keys]:
-        """The names and dtypes of element-wise state, by parameter."""
-        return {index: keys for keys, indices in self.params_by_keys.items() for index in indices}
 
 
 MAIN_PARAM = "(main param)"
@@ -113,25 +90,25 @@ def check_is_here(saved: Mapping[Any, Any], what: str) -> None:
 def gather_state_dict(
     optimizer: torch.optim.Optimizer,
     params_by_id: Mapping[int, int],
-    shards: Mapping[int, ParamShard],
-    layout: BufferLayout,
-    known: set[str] | None,
-    gather: Gather | None,
+    parts: OwnParts,
+    gather: Gather,
     device: torch.device,
 ) -> dict[str, Any]:
-    """The full state on rank 0's host memory, nothing on other ranks. Without ``gather`` all of it is here.
+    """The full state on rank 0's host memory, nothing on other ranks.
 
-    One state tensor of one bucket is gathered at a time. ``known``: as for :func:`per_element_keys`.
+    One state tensor of one bucket is gathered at a time.
+
+    Raises:
+        CheckpointError: on all ranks that gather, if the state of any cannot be saved, or those of several are no
+            whole.
     """
     numbers = number_params(optimizer)
-    groups = groups_by_number(optimizer, numbers)
+    groups, layout = groups_by_number(optimizer, numbers), parts.layout
     number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
-    is_root = gather is None or gather.is_root
-    states = {index: optimizer.state.get(shard.main, {}) for index, shard in shards.items()}
-    scalars, sharded_keys = _describe_everywhere(states, shards, known, gather)
+    scalars, sharded_keys = _describe_everywhere(parts, gather)
     state: dict[int, dict[str, Any]] = {}
-    if is_root:
-        state = {number_of[index]: dict(values) for index, values in scalars.items() if index in number_of}
+    if gather.is_root:
+        state = {number_of[index]: values for index, values in scalars.items() if index in number_of}
         # Of no shard: what was frozen at the wrap, and strangers. Both are whole on every rank.
         frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
         state.update({numbers[id(p)]: _to_host(optimizer.state[p]) for p in frozen if optimizer.state.get(p)})
@@ -143,13 +120,11 @@ def gather_state_dict(
                 members_by_key.setdefault(key_and_dtype, []).append(index)
         # In the same order on all ranks, since sharded_keys joins what any of them has: each of these is a collective.
         for (key, dtype), members in members_by_key.items():
-            own = {i: states[i][key] for i in members if i in shards}
-            for index, full in _gather_bucket(
-                bucket, members, key, own, dtype, shards, layout, gather, device, scratch
-            ):
+            gathered = _gather_bucket(bucket, members, key, dtype, parts, gather, device, scratch)
+            for index, full in gathered:
                 if index in number_of:
                     state.setdefault(number_of[index], {})[key] = full
-    return {"state": dict(sorted(state.items())) if is_root else OnRankZero(), "param_groups": groups}
+    return {"state": dict(sorted(state.items())) if gather.is_root else OnRankZero(), "param_groups": groups}
 
 
 def groups_by_number(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
@@ -164,26 +139,25 @@ def groups_by_number(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int
 
 
 def gather_main_params(
-    params: Collection[int],
-    shards: Mapping[int, ParamShard],
-    layout: BufferLayout,
-    gather: Gather | None,
-    device: torch.device,
+    params: Collection[int], parts: OwnParts, gather: Gather | None, device: torch.device
 ) -> dict[str, Tensor]:
     """The fp32 main params of the 16-bit ones among ``params``, by name in the order of registration, whole, on rank
     0's host memory; nothing on other ranks.
 
-    Without ``gather`` all of them are here. One bucket is gathered at a time.
+    Without ``gather`` all of them are here, and referred to, as torch's own state dict does. One bucket is gathered at
+    a time.
     """
     main_params: dict[int, Tensor] = {}
     scratch: dict[torch.dtype, Tensor] = {}
-    for bucket in layout.buckets:
-        members = [i for i in bucket.params if i in params and layout.params[i].has_main_param]
-        if members:
-            own = {i: shards[i].main for i in members if i in shards}
-            dtype = torch.float32
-            gathered = _gather_bucket(bucket, members, MAIN_PARAM, own, dtype, shards, layout, gather, device, scratch)
-            main_params.update(gathered)
+    layout = parts.layout
+    if gather is None:
+        main_params = {shard.param: piece.state[MAIN_PARAM] for piece in parts.pieces for shard in piece.shards}
+    else:
+        for bucket in layout.buckets:
+            members = [i for i in bucket.params if i in params and layout.params[i].has_main_param]
+            if members:
+                name, dtype = MAIN_PARAM, torch.float32
+                main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, device, scratch))
     return {layout.params[index].name: main_params[index] for index in sorted(main_params)}
 
 
@@ -296,138 +270,52 @@ def _gather_bucket(
     bucket: Bucket,
     members: Sequence[int],
     key: str,
-    own: Mapping[int, Tensor],
     dtype: torch.dtype,
-    shards: Mapping[int, ParamShard],
-    layout: BufferLayout,
-    gather: Gather | None,
+    parts: OwnParts,
+    gather: Gather,
     device: torch.device,
     scratch: dict[torch.dtype, Tensor],
-) -> Iterator[tuple[int, Tensor]]:
-    """Gathers one tensor for each of ``members`` from the ranks' parts ``own``; yields them whole, on rank 0 alone.
+) -> Iterable[tuple[int, Tensor]]:
+    """Gathers one tensor for each of ``members`` from the ranks' parts; returns them whole, on rank 0 alone.
 
     ``scratch`` is kept between calls: a bucket that came and went between the copies that stay would leave holes in the
     heap, as much as the state itself.
     """
-    if gather is None:  # all of it is here, and referred to, as torch's own state dict does
-        yield from own.items()
-        return
+    layout = parts.layout
     if dtype not in scratch:
         largest = max(other.numel for other in layout.buckets)
         scratch[dtype] = torch.empty(largest, dtype=dtype, device=device)  # once, for all buckets
     flat = scratch[dtype][: bucket.numel].zero_()  # of the bucket before
-    starts = {index: layout.slots[index].start - bucket.start for index in members}
-    if own:  # one call for all of them: there may be thousands
-        spans = [(starts[index] + shards[index].start, starts[index] + shards[index].end) for index in own]
-        values = [in_memory_order(value, layout.params[index]) for index, value in own.items()]
-        torch._foreach_copy_(_views(flat, spans), values)
+    parts.put(flat, bucket.start, bucket, key)
     gather.bucket(bucket, key, flat)
     if not gather.is_root:  # the collective was this rank's part
-        return
-    for index in members:
-        spec = layout.params[index]
-        whole = flat.as_strided(spec.shape, spec.stride, flat.storage_offset() + starts[index])
-        # Scratch is overwritten for the next name, so even the root's own memory is copied.
-        yield index, whole.clone() if whole.device.type == "cpu" else whole.cpu()
+        return ()
+    host = flat.cpu()  # in one piece: thousands of small copies from a device would wait for it each time
+    starts = [layout.slots[index].start - bucket.start for index in members]
+    specs = [layout.params[index] for index in members]
+    # Scratch is overwritten for the next name, so even the root's own memory is copied.
+    wholes = [host.as_strided(spec.shape, spec.stride, at).clone() for spec, at in zip(specs, starts, strict=True)]
+    return zip(members, wholes, strict=True)
 
 
-def _views(flat: Tensor, spans: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The parts ``[start, end)`` of a flat tensor, in the order given."""
-    order = sorted(range(len(spans)), key=spans.__getitem__)
-    sizes, position = [], 0
-    for number in order:
-        start, end = spans[number]
-        sizes += [start - position, end - start]
-        position = end
-    parts = flat[:position].split_with_sizes(sizes)[1::2]  # every other one is a gap
-    views: list[Tensor] = [flat] * len(spans)
-    for number, part in zip(order, parts, strict=True):
-        views[number] = part
-    return views
-
-
-def describe_state(
-    states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None
-) -> Described:
-    """Describes the state of this rank's shards.
-
-    Raises:
-        CheckpointError: for what belongs neither to a parameter as a whole nor to each of its elements.
-    """
-    scalars, keys = _own_state(states, shards, known, in_parts=True)
-    params_by_keys: dict[Keys, list[int]] = {}
-    for index, its_keys in keys.items():
-        params_by_keys.setdefault(its_keys, []).append(index)
-    return Described(_pack(scalars), params_by_keys)
-
-
-def _own_state(
-    states: Mapping[int, Mapping[str, Any]], shards: Mapping[int, ParamShard], known: set[str] | None, *, in_parts: bool
-) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
-    """The values that belong to a whole parameter, and the names and dtypes of element-wise ones, by parameter."""
-    scalars: dict[int, dict[str, Any]] = {}
-    sharded: dict[int, Keys] = {}
-    for index, shard in shards.items():
-        keys: list[tuple[str, torch.dtype]] = []
-        shape = shard.main.shape
-        for key, value in states.get(index, {}).items():
-            if shape and is_per_element(key, value, shape, known):  # nothing of a scalar can be cut
-                keys.append((key, value.dtype))
-            else:
-                if in_parts and (reason := why_not_saved(key, value, shape)) is not None:
-                    raise CheckpointError(f"the optimizer keeps {reason}")
-                scalars.setdefault(index, {})[key] = value
-        if keys:
-            sharded[index] = tuple(keys)
-    return scalars, sharded
-
-
-def _describe_everywhere(
-    states: Mapping[int, Mapping[str, Any]],
-    shards: Mapping[int, ParamShard],
-    known: set[str] | None,
-    gather: Gather | None,
-) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
+def _describe_everywhere(parts: OwnParts, gather: Gather) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
     """Describes the state of all ranks: on rank 0 values of whole parameters, and names and dtypes of element-wise
     ones."""
-    if gather is None:
-        scalars, sharded = _own_state(states, shards, known, in_parts=False)
-        return {index: _to_host(values) for index, values in scalars.items()}, sharded
-    scalars, sharded = {}, {}
-    for described in gather.everybody(describe_state(states, shards, known)):
-        sharded = described.keys | sharded  # of several owners the lowest rank's word holds
-        if gather.is_root:  # elsewhere nobody needs the thousands of tensors
-            scalars = dict(_unpack(described.scalars)) | scalars
+    own: Described | str
+    try:
+        own = parts.describe()
+    except CheckpointError as error:
+        own = str(error)  # sent, as the others wait for this rank's word
+    everybody: list[Described] = []
+    for rank, described in enumerate(gather.everybody(own)):
+        if isinstance(described, str):
+            raise CheckpointError(f"rank {rank}: {described}")
+        everybody.append(described)
+    sharded = agreed_keys(everybody, parts.layout)
+    scalars: dict[int, dict[str, Any]] = {}
+    for described in everybody if gather.is_root else ():  # elsewhere nobody needs the thousands of tensors
+        scalars = dict(described.values()) | scalars  # of several owners the lowest rank's word holds
     return scalars, sharded
-
-
-def _pack(by_param: Mapping[int, Mapping[str, Any]]) -> Packed:
-    """Packs thousands of small values into a few: to pickle a tensor takes 100 us, and keeps it alive for a while."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for index, values in by_param.items():
-        kinds = tuple(
-            (name, (value.dtype, value.shape) if isinstance(value, Tensor) else None) for name, value in values.items()
-        )
-        alike.setdefault(kinds, []).append(index)  # each name of a kind becomes one column
-    packed: Packed = []
-    for kinds, indices in alike.items():
-        columns = {name: [by_param[index][name] for index in indices] for name, _ in kinds}
-        for name, kind in kinds:
-            if kind is not None:
-                columns[name] = torch.stack(columns[name]).tolist()
-        packed.append((indices, dict(kinds), columns))
-    return packed
-
-
-def _unpack(packed: Packed) -> Iterator[tuple[int, dict[str, Any]]]:
-    for indices, kinds, columns in packed:
-        for name, kind in kinds.items():
-            if kind is not None:
-                dtype, shape = kind
-                whole = torch.tensor(columns[name], dtype=dtype).reshape(len(indices), *shape)
-                columns[name] = [value.clone() for value in whole.unbind()]  # a view would save all
-        for index, *values in zip(indices, *columns.values(), strict=True):
-            yield index, dict(zip(columns, values, strict=True))
 
 
 def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ which the next step is queued already is not to be told from the one before it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import pickle
 import threading
@@ -44,9 +43,9 @@ from ..collectives import Collectives
 from ..collectives.process_groups import Pair
 from ..collectives.roll_call import CALL_ON_EVERY_RANK, RollCall
 from ..errors import CollectiveError, NotOnAllRanksError
-from ..layout import Bucket, BufferLayout
-from ..param_shard import ParamShard
-from .full_state import CollectiveGather, Described, Gather, describe_state, in_memory_order
+from ..layout import Bucket
+from .full_state import CollectiveGather, Gather
+from .own_parts import Described, OwnParts
 
 STATE, MAIN_PARAMS = "state_dict()", "main_params()"
 
@@ -90,37 +89,6 @@ class AtRest:
         with self.lock:
             self.num_replaced += 1
             yield
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnParts:
-    """The parts of an optimizer's state that this rank has.
-
-    Attributes:
-        states: by parameter, the state of its shard.
-        shards, layout, rank: where the shards lie.
-        known: the names of what the optimizer keeps for each element, where that is known.
-    """
-
-    states: Mapping[int, Mapping[str, Any]]
-    shards: Mapping[int, ParamShard]
-    layout: BufferLayout
-    rank: int
-    known: set[str] | None
-
-    def describe(self) -> Described:
-        return describe_state(self.states, self.shards, self.known)
-
-    def part(self, bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a bucket: one name's elements where its shards lie, zeros elsewhere."""
-        numel = bucket.numel // self.layout.num_shards
-        part, first = torch.zeros(numel, dtype=dtype), bucket.start + self.rank * numel
-        for index in bucket.params:
-            shard, value = self.shards.get(index), self.states.get(index, {}).get(name)
-            if shard is not None and isinstance(value, Tensor) and value.dtype == dtype:
-                start = self.layout.slots[index].start + shard.start - first
-                part[start : start + shard.numel] = in_memory_order(value, self.layout.params[index])
-        return part
 
 
 class Lender(Protocol):
@@ -236,8 +204,10 @@ def _when_at_rest(lender: Lender, request: dict[str, Any]) -> str:
 
 
 def names_of(described: Described) -> list[tuple[str, torch.dtype]]:
-    """The names of what is kept for each element, in an order that sender and receiver have in common."""
-    return list(dict.fromkeys(name for names in described.params_by_keys for name in names))
+    """The names of what is kept for each element, in an order that sender and receiver have in common; also of tensors
+    of one element, which may be a part of one."""
+    singles = [(name, kind[0]) for _, kinds, _ in described.scalars for name, kind in kinds.items() if kind and kind[1]]
+    return list(dict.fromkeys([name for names in described.params_by_keys for name in names] + singles))
 
 
 class HandedOver:
@@ -271,8 +241,8 @@ class HandedOver:
         for rank, pair in self._pairs.items():
             described = self._described[rank]
             # A rank without it is not asked: its place in the bucket stays zero, and is nobody's element.
-            if any((name, flat.dtype) in described.keys.get(index, ()) for index in bucket.params):
-                wanted = [bucket.index, names_of(described).index((name, flat.dtype))]
+            if (name, flat.dtype) in (names := names_of(described)):
+                wanted = [bucket.index, names.index((name, flat.dtype))]
                 with self._every.named_failures(f"an exchange with rank {rank}"):
                     pair.send(torch.tensor(wanted, dtype=torch.int64))
                     pair.receive(parts[rank])

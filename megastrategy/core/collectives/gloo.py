@@ -89,7 +89,8 @@ class GlooCollectives(Collectives):
     def _finish_started(self) -> None:
         if self._worker is not None:
             # An empty job behind all others; failed ones count as finished, and raise where they are waited for.
-            concurrent.futures.wait([self._worker.submit(lambda: None)])
+            last, future = self.last_started[-1], self._worker.submit(lambda: None)
+            _FutureHandle(last, future, self, self.num_started).wait_for_end()
 
     def glance(self, what: str, number: int) -> None:
         """Called while the ``number``-th collective that was started takes long.
@@ -121,10 +122,15 @@ class _FutureHandle(Handle):
     def __init__(self, what: str, future: Future[tuple[int, int]], collectives: GlooCollectives, number: int) -> None:
         self._what, self._future, self._collectives, self._number = what, future, collectives, number
 
+    def wait_for_end(self) -> None:
+        """Returns when it has ended or failed. Raises CollectiveError if it will do neither."""
+        # Never without a glance: a peer that raised and lives would keep this rank until the group's timeout.
+        while not (self._future.done() or concurrent.futures.wait([self._future], self._GLANCE_S).done):
+            self._collectives.glance(self._what, self._number)
+
     def wait(self) -> None:
         try:
-            while not (self._future.done() or concurrent.futures.wait([self._future], self._GLANCE_S).done):
-                self._collectives.glance(self._what, self._number)
+            self.wait_for_end()
             self.ran_ns = self._future.result()
         # Given up, or failed with a reason already: a second wrapping would bury it under "did not complete".
         except CollectiveError:

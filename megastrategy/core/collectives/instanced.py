@@ -113,6 +113,10 @@ class InstanceCollectives(Collectives):
         assert every is not None, "whoever reduces here has it too"
         return every
 
+    def _count(self, what: str) -> None:
+        # Among those of all ranks, who meet by that count: one that went on into its instance has gone on.
+        self.every._count(what)
+
     @property
     def is_rank_zero(self) -> bool:
         """Whether this is rank 0 of all ranks: the instances gather the same, and one of them keeps it."""
@@ -219,6 +223,8 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         self._stream: Any = None
 
     def _in_order(self, what: str, device: torch.device, run: Callable[[], object]) -> Handle:
+        # Before it runs: on the host this rank may wait in there while others ask how far it is.
+        self._count(what)
         # No stream orders the two hops on the host, so they are done before this returns; an error waits for wait(),
         # where callers expect it.
         if device.type == "cpu":

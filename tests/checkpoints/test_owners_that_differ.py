@@ -1,0 +1,177 @@
+"""Owners of parts of one parameter that keep different state: all ranks raise, and none waits for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core.errors import CheckpointError
+from tests.support.processes import run_processes
+from tests.support.ranks import run_ranks, try_ranks
+
+LARGE = 1e6
+
+
+class SGDWithPeaks(torch.optim.Optimizer):
+    """Element-wise, as far as small gradients show: begins to keep the largest ones when it sees one that is large."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                param.add_(param.grad, alpha=-group["lr"])
+                state = self.state[param]
+                if (param.grad.abs() >= LARGE).any() or "peak" in state:
+                    peak = state.setdefault("peak", torch.zeros_like(param))
+                    peak.copy_(torch.maximum(peak, param.grad.abs()))
+
+
+def one_weight(make: Callable[[Any], torch.optim.Optimizer], group: ProcessGroup | None) -> DistributedOptimizer:
+    """A weight of 96 elements of which either rank has a part; the model is there as long as the optimizer."""
+    module = nn.Linear(96, 1, bias=False)
+    model = DistributedDataParallel(module, process_group=group)
+    return DistributedOptimizer(make(module.parameters()), model)
+
+
+def step(optimizer: DistributedOptimizer, gradients: Tensor) -> None:
+    model = optimizer._impl.engine.module
+    (model.weight * gradients).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def own_state(optimizer: DistributedOptimizer) -> dict[str, Any]:
+    [state] = optimizer.state.values()
+    return state  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_state_that_one_owner_alone_keeps_is_refused_on_all_ranks(holder: int) -> None:
+    """torch DDP would have the other elements' state too, from gradients that nobody kept."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        optimizer = one_weight(SGDWithPeaks, group)
+        own = optimizer._impl.layout.owned_range(0, holder)
+        assert own is not None
+        gradients = torch.ones(1, 96)
+        gradients[0, own[0]] = LARGE
+        step(optimizer, gradients)
+        optimizer.state_dict()
+
+    message = rf"'peak' of parameter 'weight' is kept on rank\(s\) \[{holder}\] and not on rank\(s\) \[{1 - holder}\]"
+    for outcome in try_ranks(2, run):  # a rank that waited for the other would end in a CollectiveError
+        assert isinstance(outcome, CheckpointError)
+        with pytest.raises(CheckpointError, match=message):
+            raise outcome
+
+
+def test_state_that_begins_on_all_owners_is_saved() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        optimizer = one_weight(SGDWithPeaks, group)
+        gradients = torch.full((1, 96), LARGE) + torch.arange(96.0)
+        step(optimizer, gradients)
+        saved = optimizer.state_dict()["state"]
+        assert (list(saved) == [0]) == (rank == 0)
+        if rank == 0:
+            assert torch.equal(saved[0]["peak"], gradients)
+
+    run_ranks(2, run)
+
+
+def in_double(state: dict[str, Any]) -> None:
+    state["exp_avg"] = state["exp_avg"].double()
+
+
+def whole(state: dict[str, Any]) -> None:
+    state["exp_avg"] = torch.zeros(())
+
+
+def in_blocks(state: dict[str, Any]) -> None:
+    state["scales"] = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.update(count=3), r"'count' of parameter 'weight' is kept on rank\(s\) \[1\] and not on"),
+        (dict.clear, r"'step' of parameter 'weight' is kept on rank\(s\) \[0\] and not on rank\(s\) \[1\]"),
+        (in_double, r"'exp_avg' of parameter 'weight' is kept in other ways .* rank 0: torch.float32; rank 1: torch.f"),
+        (whole, r"'exp_avg' of parameter 'weight' is kept in other ways on other ranks: rank 0: torch.float32; rank 1"),
+        (in_blocks, r"rank 1: the optimizer keeps state 'scales' of shape \(2,\)"),
+    ],
+    ids=["a count", "nothing", "another dtype", "a count for all elements", "what cannot be saved"],
+)
+def test_what_differs_is_named_on_all_ranks(change: Callable[[dict[str, Any]], None], says: str) -> None:
+    """As when one rank alone loaded a state, or somebody wrote into it."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        optimizer = one_weight(torch.optim.Adam, group)
+        step(optimizer, torch.ones(1, 96))
+        if rank == 1:
+            change(own_state(optimizer))
+        with pytest.raises(CheckpointError, match=says):
+            optimizer.state_dict()
+
+    run_ranks(2, run)
+
+
+def test_a_part_of_one_element_takes_the_others_word() -> None:
+    """Alone it could be a count; state that began after the trials is not known by its name."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nn.ParameterList([nn.Parameter(torch.ones(size)) for size in (65, 64)])
+        model = DistributedDataParallel(module, process_group=group)
+        optimizer = DistributedOptimizer(SGDWithPeaks(module.parameters()), model)
+        parts = [part for owner in (0, 1) if (part := model.layout.owned_range(0, owner)) is not None]
+        assert [end - start for start, end in parts] == [64, 1]
+        (sum((param * LARGE * torch.arange(1.0, len(param) + 1)).sum() for param in module)).backward()
+        optimizer.step()
+        saved = optimizer.state_dict()["state"]
+        if rank == 0:
+            for index, param in enumerate(module):
+                assert torch.equal(saved[index]["peak"], LARGE * torch.arange(1.0, len(param) + 1))
+
+    run_ranks(2, run)
+
+
+def rank_zero_alone() -> list[str]:
+    said = []
+    for holder in (0, 1):
+        optimizer = one_weight(SGDWithPeaks, None)
+        own = optimizer._impl.layout.owned_range(0, holder)
+        assert own is not None
+        gradients = torch.ones(1, 96)
+        gradients[0, own[0]] = LARGE
+        step(optimizer, gradients)
+        if dist.get_rank() == 0:
+            try:
+                optimizer.state_dict()
+            except CheckpointError as error:
+                said.append(str(error))
+        step(optimizer, torch.full((1, 96), LARGE))
+        if dist.get_rank() == 0:  # and from then on both have it
+            said.append(f"{optimizer.state_dict()['state'][0]['peak'].shape}")
+        dist.barrier()
+    return said
+
+
+def test_rank_zero_that_saves_alone_raises_too_and_the_others_go_on() -> None:
+    said, _ = run_processes(2, rank_zero_alone)
+    assert [text.split("which")[0].strip() for text in said] == [
+        "state 'peak' of parameter 'weight' is kept on rank(s) [0] and not on rank(s) [1],",
+        "torch.Size([1, 96])",
+        "state 'peak' of parameter 'weight' is kept on rank(s) [1] and not on rank(s) [0],",
+        "torch.Size([1, 96])",
+    ]

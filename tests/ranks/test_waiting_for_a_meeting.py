@@ -1,0 +1,87 @@
+"""Before ranks meet, a rank waits for what it has started: it gives that up, and answers others, as any wait does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import PrefixStore, ProcessGroup
+
+from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
+from megastrategy.core.collectives.roll_call import RollCall
+from megastrategy.core.errors import CollectiveError, NotOnAllRanksError
+from tests.support.ranks import run_ranks, with_instances
+
+TIMEOUT_S = 30.0
+
+
+def roll_call(group: ProcessGroup) -> RollCall:
+    store = PrefixStore("roll", group.get_group_store())
+    return RollCall(store, group.rank(), group.size(), timedelta(seconds=TIMEOUT_S))
+
+
+def test_a_watchdog_ends_the_wait_for_what_was_started_before_a_meeting() -> None:
+    """A peer that raised and lives takes no part in the collective, and gloo would wait until the timeout."""
+    is_over = threading.Event()
+
+    def run(rank: int, group: ProcessGroup) -> float:
+        collectives = GlooCollectives(group, roll_call(group))
+        start = time.monotonic()
+        if rank == 0:
+            collectives.watchdog = lambda what, number: f"{what} {number} will not end"
+            collectives.all_reduce(torch.ones(4), 1.0)  # as a backward leaves it: started, and waited for later
+            try:
+                with pytest.raises(CollectiveError, match="given up: all-reduce 1 will not end"):
+                    collectives.require_all_ranks("state_dict()")
+            finally:
+                is_over.set()
+        else:
+            is_over.wait(2 * TIMEOUT_S)
+        return time.monotonic() - start
+
+    assert max(run_ranks(2, run)) < TIMEOUT_S / 2
+
+
+def test_who_calls_elsewhere_meanwhile_is_told_where_rank_zero_waits() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = GlooCollectives(group, roll_call(group))
+        if rank == 1:
+            with pytest.raises(NotOnAllRanksError, match="rank 0 is elsewhere, waiting in all-reduce"):
+                collectives.require_all_ranks("main_params()")
+        summed = torch.ones(4)
+        collectives.all_reduce(summed, 1.0)
+        collectives.require_all_ranks("state_dict()")
+        assert summed.tolist() == [2.0] * 4, "it had ended when the ranks met"
+        collectives.close()
+
+    start = time.monotonic()
+    run_ranks(2, run)
+    assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
+def test_what_an_instance_starts_is_evidence_that_a_rank_has_gone_on(kind: type[Collectives]) -> None:
+    """Rank 0 calls something that the others have left for the next reduction, inside their instances."""
+
+    def run(rank: int, group: ProcessGroup) -> float:
+        every = with_instances(group, 2, kind)  # type: ignore[arg-type]
+        every.roll_call = calls = roll_call(group)
+        every.progress = calls.progress
+        calls.attend(lambda: lambda request, store: None)
+        inside = every.instances[2]
+        start = time.monotonic()
+        if rank == 0:
+            with pytest.raises(NotOnAllRanksError, match="is elsewhere, in the reduce-scatter of a later step"):
+                every.require_all_ranks("state_dict()")
+        seconds = time.monotonic() - start
+        inside.reduce_scatter(torch.ones(4), 1.0).wait()
+        inside.reduce_scatter_into(torch.zeros(2), torch.ones(4), 1.0).wait()
+        inside.all_gather(torch.ones(4)).wait()
+        assert list(every.last_started) == ["reduce-scatter", "reduce-scatter", "all-gather"]
+        every.close()
+        return seconds
+
+    assert max(run_ranks(4, run)) < TIMEOUT_S / 2
