@@ -140,7 +140,8 @@ def _check_values(config: DistributedDataParallelConfig) -> None:
 
 
 def _check_numbers(config: DistributedDataParallelConfig) -> None:
-    size, instances = config.bucket_size, config.num_distributed_optimizer_instances
+    size: object = config.bucket_size
+    instances = config.num_distributed_optimizer_instances
     if size is not None and not _is_positive_number(size):
         measured = ". A size is measured in runs of their own: megastrategy tune SCRIPT" if size == "auto" else ""
         raise ValueError(
