@@ -36,7 +36,6 @@ _FULL_ONLY_ENGINES = (
     "deepspeed-2",
     "ours-gather-off",
     "ours-pooled",
-    "ours-auto",
     "ours-as-registered",
     "ours-bf16-wire-fp32-sum",
 )

@@ -259,7 +259,6 @@ _SPECS = (
     ours("ours-gather-step", "gather under the step", overlap_param_gather="step"),
     ours("ours-gather-forward", "gather under the forward", overlap_param_gather="forward"),
     ours("ours-pooled", "pooled gradient buffers", grad_buffer="pooled"),
-    ours("ours-auto", "buckets of a size that is measured", bucket_size="auto"),
     EngineSpec(
         name="ours-as-registered",
         about="megastrategy, buckets in the order of registration",

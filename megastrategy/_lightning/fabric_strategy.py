@@ -36,6 +36,7 @@ from .._checkpoints.directories import (
 from .._checkpoints.files import local_path, own_memory
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, engine_collectives
+from .._prepared_models import PreparedModels
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
     NOT_TENSORS,
@@ -108,17 +109,13 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             start_method=start_method,
         )
         self._backward_sync_control = BackwardSyncControl()  # type: ignore[assignment]
-        self._models: list[weakref.ref[DistributedDataParallel]] = []
+        self._models = PreparedModels[DistributedDataParallel]()
         self._optimizers: list[tuple[weakref.ref[DistributedOptimizer], weakref.ref[DistributedDataParallel]]] = []
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the models out: launchers that spawn make a copy, and so does a copy of what ``setup`` returned."""
-        return self.__dict__ | {
-            "_models": [],
-            "_optimizers": [],
-            "_whole_optimizers": WholeOptimizers(rank_zero_warn),
-        }
+        return self.__dict__ | {"_optimizers": [], "_whole_optimizers": WholeOptimizers(rank_zero_warn)}
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
@@ -132,15 +129,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         """
         scaler, whose = getattr(self.precision, "scaler", None), f"the GradScaler of {type(self.precision).__name__}"
         adapt_scaler(scaler, self.config, whose, NO_SCALER)
-        # a second wrapper would take the parameters out of the buffers that the first one's optimizer steps
-        for wrapped in self._open_models():
-            if wrapped.module is module and wrapped.engine.is_as_wrapped():
-                # as under "ddp", whose second wrap sends rank 0's weights, too
-                wrapped.engine.broadcast_all()
-                return wrapped
-            # unfrozen, or cast, since: its buffers are laid out for what it was
-            if wrapped.module is module:
-                wrapped.close()
+        if (known := self._models.fitting(module, self.config)) is not None:
+            return known
         wrapped = DistributedDataParallel(
             module,
             self.config,
@@ -155,8 +145,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 "shards, or fp32 main params of 16-bit weights: call fabric.setup(model, optimizer), or "
                 "fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
             )
-        self._models.append(weakref.ref(wrapped))
-        return wrapped
+        return self._models.add(module, wrapped)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it.
@@ -164,7 +153,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         One that has no parameter of a model is left as it is, as under "ddp". With all-reduce the model may come later:
         the optimizer steps the Parameters themselves.
         """
-        owners = self._owners(optimizer)
+        owners = self._models.owners(optimizer, "set up")
         if not owners:
             return self._whole_optimizers.add(optimizer)
         # a second wrapper would have shards and state of its own, and both would step the same weights
@@ -178,30 +167,16 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                     "again: build a new optimizer on its parameters"
                 )
         if len(owners) > 1:
-            # whole fp32 parameters with reduced gradients are stepped by any optimizer as it is
-            if all(owner.engine.steps_params_themselves for owner in owners):
-                return optimizer
-            raise ValueError(
-                f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models that were set up "
-                "one by one; a sharded optimizer has one. Give each model an optimizer of its own, set up one module "
-                f"that holds them all, or, with fp32 weights, pass {ALL_REDUCE_OPTION}"
-            )
+            return optimizer
         model = owners[0]
         distributed = DistributedOptimizer(optimizer, model)
         self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
         model.engine.announce(rank_zero_info, distributed.num_state_tensors)
         return distributed
 
-    def _owners(self, optimizer: Optimizer) -> list[DistributedDataParallel]:
-        """Finds the one model that has all of the optimizer's parameters, or the models that have some of them."""
-        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self._open_models()]
-        whole = [model for model, ids in owned if ids and ids == wanted]
-        return whole[:1] or [model for model, ids in owned if ids]
-
     def teardown(self) -> None:
         """Closes all models, so that they are plain modules. Fabric never calls it; a user may."""
-        for model in self._open_models():
+        for model in self._models.open():
             model.close()
         super().teardown()
 
@@ -236,7 +211,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         Raises:
             ValueError: if it is not a trainable parameter of a model that was set up.
         """
-        for model in self._open_models():
+        for model in self._models.open():
             if any(candidate is param for candidate in model.engine.params):
                 return model.full_grad(param)
         raise ValueError(
@@ -254,12 +229,6 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             refs for refs, (optimizer, _) in zip(self._optimizers, pairs, strict=True) if optimizer is not None
         ]
         return [(optimizer, model) for optimizer, model in pairs if optimizer is not None and model is not None]
-
-    def _open_models(self) -> list[DistributedDataParallel]:
-        """Lists the models that are alive and not closed, in the order of their setup."""
-        models = [(reference, reference()) for reference in self._models]
-        self._models = [reference for reference, model in models if model is not None and not model.is_closed]
-        return [model for _, model in models if model is not None and not model.is_closed]
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -37,13 +37,10 @@ from ..core import DistributedOptimizer, LoneCollectives, adapt_scaler
 from . import checkpoint
 from .plugin import MegatronDDPPlugin, refuse_other_engines
 from .prepared_model import (
+    PREPARED,
     PreparedModel,
     clip_norm_,
     clip_value_,
-    open_models,
-    owners,
-    prepared_model,
-    remember,
     trained_by,
 )
 from .saves_alone import SavesAlone
@@ -135,11 +132,9 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         # there is nothing to reduce; in ``evaluation_mode`` accelerate places and casts it without torch DDP
         if evaluation_mode or not trains or not (self.use_distributed or _has_16_bit_weights(model)):
             return super().prepare_model(model, device_placement, evaluation_mode or self.use_distributed)
-        known = prepared_model(model, self.megatron_ddp_config)
-        # an optimizer that is alive steps its buffers. Rank 0's weights are sent, as torch DDP's second wrap does
+        known = PREPARED.fitting(model, self.megatron_ddp_config)
         if known is not None:
             self._models.append(model)
-            known.engine.broadcast_all()
             return self._finish_model(known)
         with self._compiling_regions_only(model):
             placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -155,7 +150,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
                 "step shards, or fp32 main params of 16-bit weights: call accelerator.prepare(model, optimizer), or "
                 "prepare the model before the optimizer"
             )
-        return self._finish_model(remember(model, prepared))
+        return self._finish_model(PREPARED.add(model, prepared))
 
     def _finish_model(self, model: PreparedModel) -> Any:
         plugin = self.state.dynamo_plugin
@@ -195,12 +190,11 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             optimizer._is_accelerate_prepared = True  # which prepare() alone sets
             return super().prepare_optimizer(optimizer, device_placement)
         self._adapt_scaler()
-        models = owners(param for group in optimizer.param_groups for param in group["params"])
+        models = PREPARED.owners(optimizer, "prepare")
         if not models:
             whole = self._whole_optimizers.add(optimizer) if self.use_distributed else optimizer
             return super().prepare_optimizer(whole, device_placement)
-        _check_owners(optimizer, models)
-        if all(model.engine.steps_params_themselves for model in models) and len(models) > 1:
+        if len(models) > 1:
             return super().prepare_optimizer(optimizer, device_placement)
         # not placed: its state is where the engine put it, and a round trip of the state would be a collective
         return super().prepare_optimizer(self._shard(optimizer, models[0]), device_placement=False)
@@ -283,7 +277,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
     def _clip(self, parameters: Any, ours: Callable[[Any], Any], theirs: Callable[[Any], Any]) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         # whole gradients are in ``.grad``, where accelerate's clipping is right
-        parts = trained_by([model for model in open_models() if model.is_sharded], params)
+        parts = trained_by([model for model in PREPARED.open() if model.is_sharded], params)
         # within a window of accumulation each rank clips what it has so far, as under torch DDP
         if not parts or (not self.sync_gradients and all(model.engine.reducer.has_local_grads for model, _ in parts)):
             return theirs(params)
@@ -446,15 +440,6 @@ def _has_16_bit_weights(model: Module) -> bool:
 
 def _uncompiled(model: Any) -> Any:
     return model._orig_mod if isinstance(model, Module) and is_compiled_module(model) else model
-
-
-def _check_owners(optimizer: Optimizer, models: list[PreparedModel]) -> None:
-    if len(models) > 1 and not all(model.engine.steps_params_themselves for model in models):
-        raise ValueError(
-            f"the parameters of this {type(optimizer).__name__} belong to {len(models)} models; a sharded optimizer "
-            "has one. Give each model an optimizer of its own, prepare one module that holds them all, or, with fp32 "
-            f"weights, pass {models[0].engine.all_reduce_option}"
-        )
 
 
 def _sharded(optimizer: Any) -> DistributedOptimizer | None:

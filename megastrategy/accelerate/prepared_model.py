@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
+from .._prepared_models import PreparedModels
 from ..core import (
     DistributedDataParallel,
-    DistributedDataParallelConfig,
     scale_to_norm_,
     total_grad_norm,
 )
@@ -118,42 +116,9 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
 
 # --- what is prepared in this process --------------------------------------------------------------------------------
 
-_PREPARED: WeakKeyDictionary[Module, weakref.ref[PreparedModel]] = WeakKeyDictionary()
-
-
-def remember(module: Module, model: PreparedModel) -> PreparedModel:
-    """Notes that ``model`` was made for a user's module, by which :func:`prepared_model` finds it."""
-    _PREPARED[module] = weakref.ref(model)
-    return model
-
-
-def prepared_model(module: Module, config: DistributedDataParallelConfig) -> PreparedModel | None:
-    """Finds the wrapper that a module has already, if it fits; closes one that does not.
-
-    A module is prepared again by a second Trainer, and after every attempt of ``find_executable_batch_size``.
-    """
-    reference = _PREPARED.get(module)
-    model = reference() if reference is not None else None
-    if model is None or model.is_closed:
-        return None
-    if model.config == config and model.engine.is_as_wrapped():
-        return model
-    model.close()
-    return None
-
-
-def open_models() -> list[PreparedModel]:
-    """Lists all wrappers that are alive and not closed."""
-    models = [reference() for reference in _PREPARED.values()]
-    return [model for model in models if model is not None and not model.is_closed]
-
-
-def owners(params: Iterable[Tensor]) -> list[PreparedModel]:
-    """Finds the one model that has all the parameters, or the models that have some of them."""
-    wanted = {id(param) for param in params}
-    some = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in open_models()]
-    whole = [model for model, ids in some if ids and ids == wanted]
-    return whole[:1] or [model for model, ids in some if ids]
+PREPARED: PreparedModels[PreparedModel] = PreparedModels()
+"""A module is prepared again by a second Trainer, and after every attempt of ``find_executable_batch_size``, so this
+outlives each Accelerator."""
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------

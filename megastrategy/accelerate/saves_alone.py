@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..core import Collectives, NotOnAllRanksError
-from .prepared_model import open_models
+from .prepared_model import PREPARED
 
 REMEDY = (
     "Move accelerator.save_state(...) out of `if accelerator.is_main_process:`: every rank calls it, and the main "
@@ -60,7 +60,7 @@ class SavesAlone:
         """Returns the collectives of the prepared models; None in one process, or where nothing is prepared."""
         if not self.use_distributed:
             return None
-        mine = (model for model in open_models() if any(model.module is item for item in self._models))
+        mine = (model for model in PREPARED.open() if any(model.module is item for item in self._models))
         return next((model.engine.collectives for model in mine), None)
 
     @contextlib.contextmanager

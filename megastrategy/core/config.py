@@ -18,14 +18,12 @@ class DistributedDataParallelConfig:
             names the field, the value and the remedy.
     """
 
-    bucket_size: int | Literal["auto"] | None = None
+    bucket_size: int | None = None
     """Soft minimum of a bucket, in elements: the parameter that reaches it closes the bucket. ``None`` takes an eighth
     of the model, at least 2**18 elements and at most Megatron-LM's ``max(40_000_000, 1_000_000 * dp_size)``; the first
     three buckets have an eighth, a quarter and a half of that. Why these: ``layout``'s [Note: default bucket size].
-    ``"auto"`` times a few collectives at the start and the first backwards. It takes the size that leaves the least
-    communication exposed by these measurements, and says why (:mod:`~.rebucketing.tuning`). That costs up to a second
-    or two at the start. On more than two ranks the order of sums follows the buckets, so such runs are not equal to the
-    bit from one to the next."""
+    ``megastrategy tune`` times whole steps with several sizes, and says which number is worth writing down. On more
+    than two ranks the order of sums follows the buckets, so runs with different sizes are not equal to the bit."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in fp32 (4 bytes a parameter); off: in the parameter's
@@ -142,11 +140,13 @@ def _check_values(config: DistributedDataParallelConfig) -> None:
 
 
 def _check_numbers(config: DistributedDataParallelConfig) -> None:
-    size, instances = config.bucket_size, config.num_distributed_optimizer_instances
-    if size is not None and size != "auto" and not _is_positive_number(size):
+    size: object = config.bucket_size
+    instances = config.num_distributed_optimizer_instances
+    if size is not None and not _is_positive_number(size):
+        measured = ". A size is measured in runs of their own: megastrategy tune SCRIPT" if size == "auto" else ""
         raise ValueError(
-            f"bucket_size={size!r}: expected a positive number of elements, 'auto' for a measured one, or None for "
-            "the default (an eighth of the model, between 2**18 and 40 million elements)"
+            f"bucket_size={size!r}: expected a positive number of elements, or None for the default (an eighth of the "
+            f"model, between 2**18 and 40 million elements){measured}"
         )
     if not _is_positive_number(instances):
         raise ValueError(
@@ -175,11 +175,6 @@ def _check_pooled(config: DistributedDataParallelConfig) -> None:
 
 
 def _check_flattened(config: DistributedDataParallelConfig) -> None:
-    if config.bucket_size == "auto":
-        raise ValueError(
-            "use_contiguous_buffers=False contradicts bucket_size='auto': nothing overlaps there that another "
-            "size could hide. Pass a number of elements, or None"
-        )
     for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
         if getattr(config, name):
             raise ValueError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -31,7 +30,6 @@ from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
 from .rebucketing.planner import BucketPlanner
 from .rebucketing.shard_holder import ShardHolder
-from .rebucketing.tuning import BucketSizeTuner
 from .reducer import Reducer
 from .trials.known_findings import KnownFindings
 
@@ -60,8 +58,6 @@ class Engine:
         param_buffers: None where nothing is sharded; ``param_gather`` exists with it alone.
         shard_holders: the optimizers made for this model, in the order of their making; dead references stay.
         known_findings: the results of optimizers' trials; a door puts its own here, which outlives this object.
-        on_message: gets what the user should read (on rank 0: why a bucket size was chosen); None for the logger
-            "megastrategy", at level INFO.
         is_closed: whether :meth:`close` was called.
 
     Raises:
@@ -98,7 +94,6 @@ class Engine:
         self.is_closed = False
         self.shard_holders: list[weakref.ref[ShardHolder]] = []
         self.known_findings = KnownFindings()
-        self.on_message: Callable[[str], None] | None = None
         self._listener = listener
         self.params: list[Parameter] = []
         self.index_by_id: dict[int, int] = {}
@@ -120,7 +115,7 @@ class Engine:
             config,
             should_sync,
             listener,
-            self._make_planner(move) if collectives.size > 1 and self.params else None,
+            self._make_planner(move),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -216,30 +211,20 @@ class Engine:
 
     # --- the layout changes ------------------------------------------------------------------------------------------
 
-    def _make_planner(self, move: Callable[[Engine, BufferLayout], bool]) -> BucketPlanner:
-        tuner = None
-        if self.config.bucket_size == "auto":
-            tuner = BucketSizeTuner(
-                self.layout, self.config, self.collectives, self.shard_collectives, self.device, self._tell
-            )
-        return BucketPlanner(self.config, self.collectives, self.device, functools.partial(move, self), tuner)
+    def _make_planner(self, move: Callable[[Engine, BufferLayout], bool]) -> BucketPlanner | None:
+        # Where nothing is sent before the end of backward, buckets in another order are sent no earlier.
+        if self.collectives.size == 1 or not self.params or not self.config.overlap_grad_reduce:
+            return None
+        return BucketPlanner(self.config, self.collectives, self.device, functools.partial(move, self))
 
     def announce(self, tell: Callable[[str], None], num_state_tensors: int | None) -> None:
-        """Tells the user what was set up, and from now on of what is decided in training.
+        """Tells the user what was set up.
 
         Args:
             tell: gets one line; shows it on rank 0.
             num_state_tensors: how many numbers the optimizer keeps for each element; None if nobody knows.
         """
-        self.on_message = tell
         tell(describe_setup(self.layout, self.collectives.rank, self.config.overlap_grad_reduce, num_state_tensors))
-
-    def _tell(self, text: str) -> None:
-        """For the user to read, once, of rank 0."""
-        if self.on_message is not None:
-            self.on_message(text)
-        else:
-            logging.getLogger("megastrategy").info(text)
 
     def _make_grad_buffers(self) -> GradBuffers:
         """Buffers for the present layout, which take the parameters' gradients in."""

@@ -323,7 +323,6 @@ def build_layout(
     config: DistributedDataParallelConfig,
     dp_size: int,
     order: Sequence[int] | None = None,
-    bucket_size: int | None = None,
 ) -> BufferLayout:
     """Places every parameter.
 
@@ -333,8 +332,6 @@ def build_layout(
         dp_size: number of data-parallel ranks.
         order: every index into ``specs`` once, the first to be complete in a backward first; None for the reverse of
             registration.
-        bucket_size: in elements, where the configuration leaves it open; None for :func:`default_bucket_size`. One that
-            the configuration gives holds for all buckets alike.
 
     Raises:
         ValueError: if two specs share a name, or ``dp_size`` is not positive or does not divide into the instances.
@@ -346,7 +343,7 @@ def build_layout(
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
-    size, are_alike = _resolve_bucket_size(config, bucket_size, sum(spec.numel for spec in specs), dp_size)
+    size, are_alike = _bucket_size(config, sum(spec.numel for spec in specs), dp_size)
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
     alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, for_nccl)
 
@@ -400,13 +397,11 @@ def build_layout(
     )
 
 
-def _resolve_bucket_size(
-    config: DistributedDataParallelConfig, chosen: int | None, total_numel: int, dp_size: int
-) -> tuple[int, bool]:
+def _bucket_size(config: DistributedDataParallelConfig, total_numel: int, dp_size: int) -> tuple[int, bool]:
     """The size in elements, and whether it holds for all buckets alike: if the user gave it, or one takes them all."""
-    if isinstance(config.bucket_size, int):
+    if config.bucket_size is not None:
         return config.bucket_size, True
-    size = default_bucket_size(total_numel, dp_size) if chosen is None else chosen
+    size = default_bucket_size(total_numel, dp_size)
     return size, size >= total_numel
 
 

@@ -57,7 +57,7 @@ class Reducer:
         config: the options.
         should_sync: asked when a backward starts, with what the last forward decided (None: there was none to decide).
         listener: gets every event, or None.
-        planner: watches the first backwards for better buckets; None where none are wanted.
+        planner: watches the first synchronised backward for better buckets; None where none are wanted.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Reducer:
         self._static_local: list[bool] = []
         self._hooks: list[RemovableHandle] = []
         self.extend(layout, params)
-        self._planner = planner if planner is not None and not planner.is_done else None
+        self._planner = planner
 
     def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
         """Watches the parameters that ``layout`` has beyond those known so far; the buffers have them already."""
@@ -243,8 +243,6 @@ class Reducer:
             return
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
         if synced:
-            if self._planner is not None:
-                self._planner.stop()
             self._is_unfinished = True
             self.finish_grad_sync()
             self._is_unfinished = False
@@ -309,9 +307,8 @@ class Reducer:
             self._has_local_grads = False
         if self._planner is not None:
             # Gradients are final and nothing is on the wire: the one moment at which all ranks can move.
-            self._planner.finish(self.layout, moves=moves)
-            if self._planner.is_done:
-                self._planner = None
+            planner, self._planner = self._planner, None
+            planner.finish(self.layout, moves=moves)
         self._is_unfinished = False
 
     def _launch_ready(self) -> None:
@@ -385,8 +382,7 @@ class Reducer:
             has_grad[:] = self._static_used
         planner = self._planner
         wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
-        judges = planner is not None and planner.judges_order
-        if not (agrees or judges or self._config.check_for_nan_in_grad):  # facts that all ranks share
+        if not (agrees or planner is not None or self._config.check_for_nan_in_grad):  # facts that all ranks share
             return [], False
         used = self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}

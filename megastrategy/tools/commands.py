@@ -17,13 +17,15 @@ from ..accelerate.launch_config import LaunchConfigError
 from ..core import CheckpointError
 from .contents import inspect_checkpoint
 from .conversion import check_target, consolidate, convert, default_file
-from .launching import ConfigFileError, check_config_file, launch, write_config
+from .launching import LAUNCHER, ConfigFileError, check_config_file, launch, write_config
 from .param_names import names_from, names_from_module, names_in_file
 from .parts import Advance, read_file
 from .parts import Progress as Tell
-from .profile_report import has_steps, tables, why_nothing, write_files
+from .profile_report import has_steps, sizes_table, tables, why_nothing, write_files
 from .profiling import run_script
 from .rendering import render
+from .short_runs import run_with_size
+from .tuning import TuningError, advice, best_of, compare_sizes
 
 P = ParamSpec("P")
 
@@ -47,7 +49,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **options: P.kwargs) -> None:
         try:
             command(*args, **options)
-        except (CheckpointError, ConfigFileError) as error:
+        except (CheckpointError, ConfigFileError, TuningError) as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -200,8 +202,7 @@ def profile_command(
     sooner, and loses nothing once the steps are recorded. The folder then has timeline.png, trace.json for Perfetto,
     and the events of each rank.
     """
-    if not is_module and not Path(script).is_file():
-        raise click.UsageError(f"the script {script} does not exist")
+    _check_script(script, is_module)
     done = run_script(script, arguments, out, is_module=is_module, num_ranks=num_ranks, skip=skip, steps=steps)
     console = _console()
     # also of a script that failed later: what was recorded may show why
@@ -214,6 +215,49 @@ def profile_command(
         raise click.ClickException(why_nothing(done.ranks, skip))
     if done.failure:
         raise click.ClickException(done.failure)
+
+
+@root.command(
+    "tune",
+    # what comes after the script is the script's
+    context_settings={"allow_interspersed_args": False, "show_default": True},
+)
+@click.option("--size", "sizes", type=click.IntRange(min=1), multiple=True, help="Elements in a bucket; several times.")
+@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Runs with each size.")
+@click.option("--steps", type=click.IntRange(min=1), default=20, help="Steps to time in a run.")
+@click.option("--skip", type=click.IntRange(min=0), default=5, help="Steps before them, to warm up.")
+@click.option("--nproc-per-node", "num_ranks", type=click.IntRange(min=1), default=2, help="Processes on this machine.")
+@click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_expected_failures
+def tune_command(
+    script: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    num_ranks: int,
+    skip: int,
+    steps: int,
+    rounds: int,
+    sizes: tuple[int, ...],
+) -> None:
+    """Train SCRIPT's first steps with several bucket sizes, and say whether one is worth writing down.
+
+    It is started as megastrategy profile starts it, anew for each size and round, and ended when its steps are done:
+    what it writes until then is written each time. Without --size it runs with one, about four, 16 and 64 buckets.
+    """
+    _check_script(script, is_module)
+    run = functools.partial(
+        run_with_size, script, arguments, is_module=is_module, num_ranks=num_ranks, skip=skip, steps=steps
+    )
+    times = compare_sizes(run, sizes, rounds, functools.partial(click.echo, err=True))
+    _console().print(sizes_table(times))
+    click.echo(advice(best_of(times), by_launcher=is_module and script == LAUNCHER))
+
+
+def _check_script(script: str, is_module: bool) -> None:
+    if not is_module and not Path(script).is_file():
+        raise click.UsageError(f"the script {script} does not exist")
 
 
 def _console() -> Console:

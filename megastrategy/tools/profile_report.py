@@ -1,8 +1,9 @@
-"""Writes and prints what ``megastrategy profile`` leaves."""
+"""Writes and prints what ``megastrategy profile`` and ``megastrategy tune`` leave."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from .gaps import GapTimes, gap_times, gaps_of
 from .pictures import chrome_trace, plot
 from .rendering import size
 from .timeline import ModelEvents, RankEvents, average, bucket_times
+from .tuning import SizeTimes
 
 
 def has_steps(ranks: Sequence[RankEvents]) -> bool:
@@ -63,6 +65,19 @@ def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
             yield ""
             rank, model = own[0]
             yield _gaps_table(rank, gap_times(gaps_of(model, loads[rank])))
+
+
+def sizes_table(times: Sequence[SizeTimes]) -> Table:
+    """Returns a row for each bucket size."""
+    table = _new_table("", "bucket_size", "buckets", "step ms", "to the default's", "from", "to")
+    for each in times:
+        table.add_row(
+            "default" if each.bucket_size is None else f"{each.bucket_size:_}",
+            str(each.num_buckets),
+            f"{statistics.median(each.step_ms):.2f}",
+            *(f"{ratio:.2f}" for ratio in (statistics.median(each.ratios), min(each.ratios), max(each.ratios))),
+        )
+    return table
 
 
 def _steps_table(models: Sequence[tuple[int, ModelEvents]], title: str) -> Table:

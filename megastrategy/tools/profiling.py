@@ -46,12 +46,21 @@ class Profile:
 
 
 def run_script(
-    target: str, arguments: Sequence[str], folder: Path, *, is_module: bool, num_ranks: int, skip: int, steps: int
+    target: str,
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    is_module: bool,
+    num_ranks: int,
+    skip: int,
+    steps: int,
+    program: Sequence[str] = (_RANK_PROGRAM,),
 ) -> Profile:
     """Runs a script (or module) to its end on ``num_ranks`` local processes, and records ``steps`` steps after the
     first ``skip``.
 
     Each rank writes ``events.rank<r>.json`` in ``folder`` as soon as they are done, so Ctrl-C after that loses nothing.
+    ``program`` is the module that runs the script in every rank, and its own first arguments.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,10 +70,10 @@ def run_script(
     # a rank that records nothing leaves no file, and an older run's would be taken for its own
     for old in folder.glob("events.rank*.json"):
         old.unlink()
-    program = ["-m", _RANK_PROGRAM, str(folder.resolve()), str(skip), str(steps), *(["-m"] if is_module else [])]
+    ours = ["-m", *program, str(folder.resolve()), str(skip), str(steps), *(["-m"] if is_module else [])]
     failure = ""
     try:
-        run(parse_args(["--standalone", "--nproc-per-node", str(num_ranks), *program, target, *arguments]))
+        run(parse_args(["--standalone", "--nproc-per-node", str(num_ranks), *ours, target, *arguments]))
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         failure = f"{target}: rank {rank} ended with exit code {first.exitcode}"
@@ -194,7 +203,7 @@ class Recording:
     """Gives every model that is wrapped from now on a :class:`Recorder`, until one has done its steps."""
 
     def __init__(self, folder: Path, rank: int, skip: int, num_steps: int) -> None:
-        self._folder, self._rank, self._skip, self._num_steps = folder, rank, skip, num_steps
+        self.folder, self._rank, self._skip, self._num_steps = folder, rank, skip, num_steps
         self._recorders: list[Recorder] = []
         self._loads: list[tuple[int, int]] = []
         self._is_done = False
@@ -223,7 +232,7 @@ class Recording:
         def init_with_listener(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
             if self._is_done:
                 return init(model, *args, **kwargs)
-            recorder = Recorder(self._skip, self._num_steps, self.finish)
+            recorder = Recorder(self._skip, self._num_steps, self.done)
             given = kwargs.pop("listener", None)
             listener = one_listener([recorder] if given is None else [given, recorder])
             init(model, *args, listener=listener, **kwargs)
@@ -232,6 +241,10 @@ class Recording:
             return None
 
         wrapper.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
+
+    def done(self) -> None:
+        """A model has done its steps."""
+        self.finish()
 
     def finish(self) -> None:
         """Writes what all have recorded; nothing is recorded any more. Called again it does nothing."""
@@ -245,7 +258,7 @@ class Recording:
         told = [event.time_ns for model in models for event in model.events]
         loads = [load for load in self._loads if told and min(told) <= load[1] and load[0] <= max(told)]
         events = RankEvents(self._rank, models, offset_ns, loads)
-        path = self._folder / f"events.rank{self._rank}.json"
+        path = self.folder / f"events.rank{self._rank}.json"
         path.with_suffix(".part").write_text(json.dumps(events.to_json()), encoding="utf-8")
         path.with_suffix(".part").replace(path)
 
@@ -257,13 +270,13 @@ def main() -> None:
     recording.install()
     recording.watch_loading()
     try:
-        _run(command)
+        run_target(command)
     finally:
         recording.finish()
 
 
-def _run(command: list[str]) -> None:
-    """Runs the target in this process, as ``python script.py`` or ``python -m module`` would."""
+def run_target(command: list[str]) -> None:
+    """Runs a script (or ``-m`` and a module) in this process, as ``python script.py`` or ``python -m module`` would."""
     is_module = command[0] == "-m"
     sys.argv = command[1:] if is_module else command
     target = sys.argv[0]

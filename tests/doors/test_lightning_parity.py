@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -89,34 +88,6 @@ class WithoutBranch(AwkwardModule):
 
 
 # --- manual optimization ---------------------------------------------------------------------------------------------
-
-
-def fit_and_listen(name: str, **strategy_options: Any) -> tuple[Fit, list[str]]:
-    """And what the Trainer's logger said of bucket sizes."""
-    said: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "bucket_size='auto'" in record.getMessage():
-                said.append(record.getMessage())
-
-    logger, listener = logging.getLogger("lightning.pytorch"), Listener()
-    logger.addHandler(listener)
-    try:
-        return fit(name, strategy_options=strategy_options), said
-    finally:
-        logger.removeHandler(listener)
-
-
-def test_a_measured_bucket_size_is_explained_once_and_changes_nothing_else(ranks: Ranks) -> None:
-    ours = ranks.run(fit_and_listen, "megatron_ddp", bucket_size="auto")
-    theirs = ranks.run(fit, "ddp")
-    for (mine, _), other in zip(ours, theirs, strict=True):
-        assert_same_fit(mine, other)
-    (_, said), (_, silent) = ours
-    assert len(said) == 1
-    assert "ms of communication exposed" in said[0]
-    assert not silent
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core import layout
-from megastrategy.core.rebucketing import size_choice, tuning
-from megastrategy.core.rebucketing.size_choice import Link
 
 from ..support.directories import saving_among_threads
 from ..support.ranks import run_ranks
@@ -108,17 +106,9 @@ def finish(player: Player, script: Script, saves: Path | None) -> Outcome:
     return outcome
 
 
-@contextlib.contextmanager
-def measured_alike() -> Iterator[None]:
-    """``bucket_size="auto"`` begins with several buckets, and what it measures is the same in every run: each byte
-    takes a second, so that one bucket is best, and everything moves."""
-    link = Link(latency_s=0.0, seconds_per_byte=1.0)
-    with contextlib.ExitStack() as patches:
-        for module in (layout, tuning):
-            patches.enter_context(mock.patch.object(module, "default_bucket_size", lambda numel, _: max(1, numel // 8)))
-        patches.enter_context(mock.patch.object(size_choice, "MIN_BUCKET_NUMEL", 16))
-        patches.enter_context(mock.patch.object(tuning, "measure_link", return_value=link))
-        yield
+def several_default_buckets() -> contextlib.AbstractContextManager[Any]:
+    """``bucket_size=None`` means several buckets for these small models as well."""
+    return mock.patch.object(layout, "default_bucket_size", lambda numel, _: max(1, numel // 8))
 
 
 def main_that_counts(saved: Saved, name: str) -> Tensor:
@@ -129,7 +119,7 @@ def main_that_counts(saved: Saved, name: str) -> Tensor:
 
 def check(case: Case) -> None:
     """Raises an AssertionError that says what differs, in which script."""
-    with tempfile.TemporaryDirectory() as folder, saving_among_threads(), measured_alike():
+    with tempfile.TemporaryDirectory() as folder, saving_among_threads(), several_default_buckets():
         ours = play(case, Ours, Path(folder))
         reference = play(case, OfTorchDDP if case.is_fp32 else Emulation, Path(folder))
     for number, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):

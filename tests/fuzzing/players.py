@@ -208,7 +208,6 @@ class Ours(Player):
             real = collectives or make_collectives(group, torch.device("cpu"))
             collectives = DelayingCollectives(group, LATE_S, EVERYTHING, real)
         self.wrapped = DistributedDataParallel(self.model, config, group, collectives=collectives)
-        self.wrapped.engine.on_message = lambda text: None
         self.optimizer = DistributedOptimizer(make_optimizer(case, list(self.model.weights)), self.wrapped)
 
     def trainable_changed(self) -> None:

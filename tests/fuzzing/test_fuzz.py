@@ -100,6 +100,5 @@ def test_pairs_that_the_configuration_refuses_are_not_missing() -> None:
     possible = possible_pairs()
     assert ("use_distributed_optimizer", True, "grad_buffer", "pooled") in possible
     assert ("use_distributed_optimizer", False, "grad_buffer", "pooled") not in possible
-    assert ("bucket_size", "auto", "optimizer", "Adagrad") in possible
-    assert ("bucket_size", "auto", "use_contiguous_buffers", False) not in possible
+    assert ("bucket_size", None, "optimizer", "Adagrad") in possible
     assert {name for pair in possible for name in (pair[0], pair[2])} >= set(field_names())

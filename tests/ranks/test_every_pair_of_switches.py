@@ -30,7 +30,6 @@ from megastrategy.core.config import field_names
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout import BufferLayout
-from megastrategy.core.rebucketing import size_choice, tuning
 from megastrategy.core.reduced_grad import ReducedGrad
 from tests.support.doubles import (
     EVERYTHING,
@@ -55,15 +54,13 @@ BROADCAST_BUFFERS = IN_FORWARD if IN_FORWARD in inspect.signature(TorchDDP).para
 
 
 @pytest.fixture(autouse=True)
-def small_buckets_to_choose_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``bucket_size="auto"`` begins with several buckets, and may choose others, for these small models as well."""
+def small_default_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``bucket_size=None`` means several buckets for these small models as well."""
 
     def default_bucket_size(total_numel: int, dp_size: int) -> int:
         return total_numel // 8
 
-    for module in (layout, tuning):
-        monkeypatch.setattr(module, "default_bucket_size", default_bucket_size)
-    monkeypatch.setattr(size_choice, "MIN_BUCKET_NUMEL", 64)
+    monkeypatch.setattr(layout, "default_bucket_size", default_bucket_size)
 
 
 def test_every_field_of_the_configuration_is_a_switch() -> None:
@@ -86,7 +83,6 @@ def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
         ("grad_buffer", "pooled", "use_contiguous_buffers", False),
         ("num_distributed_optimizer_instances", 2, "use_distributed_optimizer", False),
         ("num_distributed_optimizer_instances", 2, "use_contiguous_buffers", False),
-        ("bucket_size", "auto", "use_contiguous_buffers", False),
         ("use_contiguous_buffers", False, "use_distributed_optimizer", True),
         ("overlap_grad_reduce", True, "use_contiguous_buffers", False),
         ("grad_reduce_in_fp32", True, "reduce_scatter_with_fp32_accumulation", True),
@@ -106,7 +102,7 @@ class Watched:
     """One rank's training under recording collectives, which are counted after every backward and every step."""
 
     def __init__(self, row: Row, rank: int, group: ProcessGroup) -> None:
-        self.row, self.messages, self.events = row, list[str](), list[Event]()
+        self.row, self.events = row, list[Event]()
         self.collectives: RecordingCollectives
 
         def record(real: Collectives) -> Collectives:
@@ -115,7 +111,6 @@ class Watched:
 
         self.training = start_ours(row.run, rank, group, row.config, record, self.events.append)
         self.model = self.training.model
-        self.model.engine.on_message = self.messages.append
         self.training.after_backward = self.check_backward
         self.seen = len(self.collectives.calls)
         self.layout: BufferLayout = self.model.layout  # it may become another at the end of a backward
@@ -158,7 +153,7 @@ class Watched:
         assert {call.name for call in reductions} == {self.kind_of_reduction()}
         assert {call.scale_sum for call in reductions} == {config.average_in_collective}
         self.num_synced += 1
-        if self.num_synced > 1 and config.bucket_size != "auto":  # no move, which is agreed on with the same collective
+        if self.num_synced > 1:  # the first agrees on a move, too
             agrees = config.check_for_nan_in_grad or (config.find_unused_parameters and not config.static_graph)
             sizes = [len(plan.params) + len(plan.buckets) + 4] if agrees else []  # a byte each
             assert [call.nbytes for call in agreements] == sizes
@@ -226,7 +221,6 @@ def test_recorded(row: Row) -> None:
         # without those of state_dict(), which is of an instance, and pickles what that has
         calls = [(call.name, call.numel, call.dtype) for call in watched.collectives.calls]
         outcome = watched.training.finish()
-        assert len(watched.messages) == (row.config.bucket_size == "auto" and rank == 0), "the size was chosen"
         return outcome, calls, watched.num_synced
 
     outcomes, calls, num_synced = zip(*run_ranks(row.num_ranks, train), strict=True)

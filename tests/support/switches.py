@@ -14,7 +14,7 @@ from megastrategy import DistributedDataParallelConfig
 from .training import Run
 
 MAY_CONTRADICT: dict[str, Sequence[Any]] = {
-    "bucket_size": [1, 200, 10**9, "auto"],  # a bucket for each parameter, several, one, and what is measured
+    "bucket_size": [None, 1, 200, 10**9],  # the default, a bucket for each parameter, several, and one
     "overlap_grad_reduce": [True, False],
     "use_distributed_optimizer": [True, False],
     "num_distributed_optimizer_instances": [1, 2],

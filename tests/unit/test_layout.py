@@ -150,9 +150,7 @@ def test_buckets_of_a_size_that_nobody_gave_begin_small() -> None:
     specs = [spec(f"layer {number}", 2**18) for number in range(64)]
     default = build_layout(specs, DistributedDataParallelConfig(), 2)
     assert [len(bucket.params) for bucket in default.buckets] == [1, 2, 4, 8, 8, 8, 8, 8, 8, 8, 1]
-    auto = build_layout(specs, DistributedDataParallelConfig(bucket_size="auto"), 2, bucket_size=2**22)
-    assert [len(bucket.params) for bucket in auto.buckets] == [2, 4, 8, 16, 16, 16, 2]
-    given = build_layout(specs, DistributedDataParallelConfig(bucket_size=2**21), 2, bucket_size=2**22)
+    given = build_layout(specs, DistributedDataParallelConfig(bucket_size=2**21), 2)
     assert [len(bucket.params) for bucket in given.buckets] == [8] * 8, "as the user says"
 
 

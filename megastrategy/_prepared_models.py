@@ -1,0 +1,74 @@
+"""Finds the wrapper of a module, and the models of an optimizer, among those that a door has wrapped."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Generic, TypeVar
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from .core import DistributedDataParallel, DistributedDataParallelConfig
+
+Model = TypeVar("Model", bound=DistributedDataParallel)
+
+
+class PreparedModels(Generic[Model]):
+    """Knows wrappers by weak references, in the order of their making, while they are open. A copy knows none."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[weakref.ref[Module], weakref.ref[Model]]] = []
+
+    def __reduce__(self) -> tuple[type[PreparedModels[Model]], tuple[()]]:
+        return type(self), ()
+
+    def add(self, module: Module, model: Model) -> Model:
+        """Notes that ``model`` was made for a user's module, which it may hold inside of another one."""
+        self._known.append((weakref.ref(module), weakref.ref(model)))
+        return model
+
+    def open(self) -> list[Model]:
+        """Lists the wrappers that are alive and not closed."""
+        alive = [(refs, model) for refs in self._known if (model := refs[1]()) is not None and not model.is_closed]
+        self._known = [refs for refs, _ in alive]
+        return [model for _, model in alive]
+
+    def fitting(self, module: Module, config: DistributedDataParallelConfig) -> Model | None:
+        """Finds the wrapper that a module has already, if it fits; closes one that does not.
+
+        A second wrapper would take the parameters out of the buffers that the first one's optimizer steps. One does not
+        fit if the module was unfrozen or cast since, or wants other options: its buffers are laid out for what it was.
+        Rank 0's weights are sent again, as torch DDP's second wrap does. Collective then.
+        """
+        self.open()
+        for key, reference in self._known:
+            if key() is module and (model := reference()) is not None:
+                if model.config == config and model.engine.is_as_wrapped():
+                    model.engine.broadcast_all()
+                    return model
+                model.close()
+        return None
+
+    def owners(self, optimizer: Optimizer, prepare: str) -> list[Model]:
+        """Finds the one model that has all of the optimizer's parameters, or the models that have some of them.
+
+        Several are given only where whole fp32 parameters are stepped, which any optimizer does as it is.
+
+        Args:
+            optimizer: the user's.
+            prepare: what the door calls the making of a wrapper, for the error.
+
+        Raises:
+            ValueError: if there are several, and it would have to be sharded.
+        """
+        wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self.open()]
+        some = [model for model, ids in owned if ids]
+        owners = [model for model, ids in owned if ids and ids == wanted][:1] or some
+        if len(owners) > 1 and not all(model.engine.steps_params_themselves for model in owners):
+            raise ValueError(
+                f"the parameters of this {type(optimizer).__name__} belong to {len(owners)} models; a sharded "
+                f"optimizer has one. Give each model an optimizer of its own, {prepare} one module that holds them "
+                f"all, or, with fp32 weights, pass {owners[0].engine.all_reduce_option}"
+            )
+        return owners
