@@ -107,8 +107,8 @@ class HostReads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self._reads(func, args, kwargs or {}):
-            # Whoever called torch: frames of torch in between (Tensor.__iter__, say) are not who wants the number.
-            caller = next((name for name in _callers() if not name.startswith(("torch.", __name__))), "")
+            # Whoever called the tensor's method. What the user's optimizer reads, which core calls, is not core's.
+            caller = next((name for name in _callers() if not name.startswith(("torch._tensor.", __name__))), "")
             if caller.startswith("megastrategy.core."):
                 self.counts[f"{caller}: {func.__name__}"] += 1
         # A mode is off while it deals with a call, and all of backward is in this one: hooks, and what ends it. So the
