@@ -313,6 +313,23 @@ def test_a_scale_of_one_is_no_pass_over_memory() -> None:
     run_ranks(2, run)
 
 
+def test_a_broadcast_of_many_tensors_is_no_more_operations_than_one_of_two() -> None:
+    """A module has hundreds of small buffers, and before each forward they are broadcast."""
+
+    def run(rank: int, group: ProcessGroup) -> list[int]:
+        collectives, counts = BackendCollectives(group), []
+        for number in (2, 50):
+            tensors = [torch.full((3, i), float(rank + i)) for i in range(1, number + 1)]
+            with Operations() as operations:
+                collectives.broadcast_all(tensors)
+            assert all(torch.equal(tensor, torch.full_like(tensor, i)) for i, tensor in enumerate(tensors, 1))
+            counts.append(operations.total)
+        return counts
+
+    for few, many in run_ranks(2, run):
+        assert many == few
+
+
 @pytest.mark.parametrize("what", ["all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast"])
 def test_a_backend_that_refuses_to_start_raises_what_one_that_fails_later_does(what: str) -> None:
     """NCCL connects at the first collective, and tells of an aborted communicator when it is asked for the next."""

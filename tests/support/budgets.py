@@ -27,6 +27,7 @@ _WITHOUT_KERNEL = {
     _ATEN.slice.Tensor,
     _ATEN.select.int,
     _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
     _ATEN.unbind.int,
     _ATEN.unsqueeze.default,
     _ATEN.squeeze.dim,
