@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from .errors import ParameterChangedError
 from .layout import BufferLayout, ParamSpec
-from .nonfinite import NonFinite, find_in_bucket
+from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad
 
 
@@ -114,9 +114,9 @@ class GradBuffers(ABC):
         """Returns what to reduce of a sealed bucket (1-D, owned by this object), and what the result is added to, if
         that is not this rank's part of the first. Pieces are staged in order, each once."""
 
-    def find_nonfinite(self, bucket: int, dp_rank: int) -> list[NonFinite]:
-        """This rank's gradients in a sealed bucket, before it is staged, that are not finite."""
-        return find_in_bucket(self.stage(bucket, 0)[0], bucket, self.layout, dp_rank)
+    def show(self, bucket: int, check: FiniteCheck) -> None:
+        """Lets the check look at this rank's gradients in a sealed bucket, before it is staged."""
+        check.look_at_bucket(self.stage(bucket, 0)[0], bucket, self.layout)
 
     @abstractmethod
     def publish(self, bucket: int) -> None:

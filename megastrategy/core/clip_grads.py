@@ -13,42 +13,62 @@ import torch
 from torch import Tensor
 
 from .collectives import Collectives
+from .layout import SIXTEEN_BIT
 
 
 def total_grad_norm(
     grads: Sequence[Tensor], norm_type: float, collectives: Collectives | None, device: torch.device
 ) -> Tensor:
-    """The norm of all gradients on all ranks: a scalar in fp64 on ``device``, the same bits on every rank.
+    """The norm of all gradients on all ranks: a scalar on ``device``, the same bits on every rank; in fp64, or in fp32
+    on a device that has no fp64.
 
     Args:
         grads: what this rank owns (all gradients, if ``collectives`` is None).
         norm_type: p of the p-norm; ``inf`` for the largest absolute value.
         collectives: the ranks that own the rest. Collective if given.
     """
-    # In fp64, and 0 for a rank that owns nothing: it takes part in the gather, or the others would wait for it.
-    own = torch.zeros(1, dtype=torch.float64, device=device)
+    # 0 for a rank that owns nothing: it takes part in the gather, or the others would wait for it.
+    own = zero_norms(1, device)
     if grads:
-        # One kernel for all tensors, and fp64 for their norms: thousands of parts add no rounding of their own.
-        norms = torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(grads), norm_type)])
-        own = _join_norms(norms, norm_type).reshape(1)
+        own = _join_norms(norms_of(grads, norm_type, own.dtype), norm_type).reshape(1)
     return own[0] if collectives is None else norms_over_owners(own, norm_type, collectives)[0]
+
+
+def zero_norms(number: int, device: torch.device) -> Tensor:
+    """So many norms of nothing, in the dtype in which norms are joined: fp64, and fp32 where a device has no fp64."""
+    try:
+        return torch.zeros(number, dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError):  # Apple's GPUs and some of Intel's; whatever else is wrong is so in fp32 too
+        return torch.zeros(number, dtype=torch.float32, device=device)
+
+
+def norms_of(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The norm of each gradient: 1-D, in ``dtype``, of at least fp32. A few kernels for all gradients of one dtype."""
+    norms = []
+    for kind in dict.fromkeys(grad.dtype for grad in grads):
+        # Asked for in fp32: a norm in 16 bits would be rounded before it is joined with thousands of others.
+        wider = torch.float32 if kind in SIXTEEN_BIT else None
+        of_kind = [grad for grad in grads if grad.dtype == kind]
+        norms.append(torch.stack(list(torch._foreach_norm(of_kind, norm_type, dtype=wider))).to(dtype))
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -> Tensor:
     """The norms of several things of which each rank has a part, from the norms of its parts.
 
-    ``own`` and the result are 1-D and fp64, one number a thing; the same bits on every rank. Collective.
+    ``own`` (see :func:`zero_norms`) and the result are 1-D and of one dtype, one number a thing; the same bits on every
+    rank. Collective.
     """
     # Gathered, not summed by an all-reduce: every rank then adds in the order of the ranks, and gets the same bits.
     # Ranks that clip by norms of different bits part for good.
-    parts = torch.zeros(collectives.size, own.numel(), dtype=torch.float64, device=own.device)
+    parts = own.new_zeros(collectives.size, own.numel())
     parts[collectives.rank] = own
     collectives.all_gather(parts.view(-1)).wait()
     return _join_norms(parts, norm_type)
 
 
 def _join_norms(norms: Tensor, norm_type: float) -> Tensor:
-    """The norm of what parts have these norms (first dimension), in fp64."""
+    """The norm of what parts have these norms (first dimension)."""
     # Powers and roots of infinity are 0, 1 or NaN; the norm is the largest of the parts'.
     if math.isinf(norm_type):
         return norms.amax(0)

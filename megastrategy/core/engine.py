@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from .buffers import ContiguousGradBuffers, GradBuffers
-from .clip_grads import norms_over_owners
+from .clip_grads import norms_of, norms_over_owners, zero_norms
 from .collectives import Collectives, make_collectives
 from .collectives.instanced import destroy_instances, shard_collectives
 from .collectives.process_groups import destroy_group, private_group
@@ -294,16 +294,16 @@ class Engine:
         grads, every = self.grad_buffers, range(len(self.params))
         sharded = [i for i in every if grads.is_sharded(i)]
         grads.adopt_written(sharded)
-        norms = torch.zeros(len(self.params), dtype=torch.float64, device=self.device)
+        norms = zero_norms(len(self.params), self.device)
         own = norms.clone()
         for index in sharded:
             if grads.has_grad[index] and (grad := self.owned_grad(index)) is not None:
-                own[index] = torch.linalg.vector_norm(grad, norm_type)
+                own[index : index + 1] = norms_of([grad], norm_type, own.dtype)
         if sharded:
             norms = norms_over_owners(own, norm_type, self.shard_collectives)
         for index in set(every).difference(sharded):
             if (local := self.params[index].grad) is not None:
-                norms[index] = torch.linalg.vector_norm(local.detach(), norm_type)
+                norms[index : index + 1] = norms_of([local.detach()], norm_type, norms.dtype)
         return norms
 
     def owned_grad(self, index: int) -> Tensor | None:

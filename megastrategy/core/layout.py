@@ -7,8 +7,8 @@ compare a digest before the first collective. Rules, after Megatron-LM's ``_Para
 * parameters are laid out in reverse order of registration, which is about the order in which backward finishes them,
   or in the order that was seen (:mod:`~megastrategy.core.rebucketing.arrival_order`);
 * one buffer for each pair of parameter dtype and gradient dtype;
-* a parameter starts on a multiple of 64 elements, a bucket ends on a multiple of ``lcm(dp_size, 128)``, so that every
-  shard has the same size and starts on an aligned address;
+* a parameter starts on a multiple of 64 elements, and so does every shard; a bucket ends on a multiple of
+  ``lcm(dp_size, 128)``, so that its shards have the same size;
 * with the distributed optimizer rank r owns the r-th of ``dp_size`` equal parts of every bucket, otherwise all of it;
 * with n instances of it the ranks are n times ``num_shards`` consecutive ones, and rank r owns the
   ``r % num_shards``-th of ``num_shards`` parts: every part has n owners, which hold the same bits.
@@ -39,6 +39,9 @@ from .config import DistributedDataParallelConfig
 
 # 128 bytes in 16 bits: every view of a parameter starts on a cache line, as kernels that load vectors expect.
 PARAM_ALIGNMENT_NUMEL = 64
+# The same for a shard, which collectives and optimizers work on. NCCL moves what does not start on 16 bytes element by
+# element, and Megatron-LM's lcm(dp_size, 128) alone leaves a shard of 128 ranks a multiple of one element.
+SHARD_ALIGNMENT_NUMEL = 64
 # 256 bytes in 16 bits: Megatron-LM's number, with which cuBLAS may pick its faster algorithms.
 BUCKET_ALIGNMENT_NUMEL = 128
 NCCL_ALIGNMENT_NUMEL = 2**16
@@ -147,7 +150,7 @@ class BufferLayout:
 
     def __post_init__(self) -> None:
         assert self.dp_size % self.num_shards == 0, "instances are of equal size"
-        alignment = math.lcm(self.dp_size, BUCKET_ALIGNMENT_NUMEL)
+        alignment = _bucket_alignment(self.dp_size, self.num_shards)
         ends = [0] * len(self.buffers)
         # By address, not by launch order: only then does a gap, which nobody would reduce or own, show.
         for bucket in sorted(self.buckets, key=lambda bucket: (bucket.buffer, bucket.start)):
@@ -185,9 +188,9 @@ class BufferLayout:
         if self.piece_numel is None or bucket.numel == 0:
             return [(0, shard_numel)]
         # Equal pieces rather than full ones and a rest: the last piece is exposed, and a small rest still pays the
-        # latency.
+        # latency. Equal but for the alignment, without which the sums of all pieces but the first would be off it.
         num_pieces = -(-bucket.numel // self.piece_numel)
-        numel = -(-shard_numel // num_pieces)
+        numel = _round_up(-(-shard_numel // num_pieces), SHARD_ALIGNMENT_NUMEL)
         return [(start, min(start + numel, shard_numel)) for start in range(0, shard_numel, numel)]
 
     @property
@@ -345,7 +348,7 @@ def build_layout(
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
     size, are_alike = _bucket_size(config, sum(spec.numel for spec in specs), dp_size)
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
-    alignment = math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, for_nccl)
+    alignment = math.lcm(_bucket_alignment(dp_size, num_shards), for_nccl)
 
     order = range(len(specs))[::-1] if order is None else order
     assert sorted(order) == list(range(len(specs))), "every parameter has one place in the order"
@@ -395,6 +398,13 @@ def build_layout(
         num_shards=num_shards,
         piece_numel=_round_up(size, alignment) if pooled else None,
     )
+
+
+def _bucket_alignment(dp_size: int, num_shards: int) -> int:
+    """A bucket's size is a multiple of so many elements: its shards are equal then, and each begins aligned."""
+    # Nothing more where every rank owns all of every bucket: an all-reduce has no shards.
+    shards = num_shards * SHARD_ALIGNMENT_NUMEL if num_shards > 1 else 1
+    return math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, shards)
 
 
 def _bucket_size(config: DistributedDataParallelConfig, total_numel: int, dp_size: int) -> tuple[int, bool]:

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from . import devices
 from .layout import BufferLayout
 
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """A gradient with ``count`` of ``numel`` elements not finite, as it was on one rank, no other rank's added."""
+    """A gradient with ``count`` of ``numel`` elements not finite, as it was on one rank, no other rank's added;
+    ``count`` is None where nobody counted."""
 
     rank: int
     param: str
     bucket: int
-    count: int
+    count: int | None
     numel: int
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, parameter {self.param!r} (bucket {self.bucket})"
-        return f"{where}: {self.count} of {self.numel} elements"
+        return f"{where}: {'some' if self.count is None else self.count} of {self.numel} elements"
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -37,22 +39,64 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(smallest.item()) and math.isfinite(largest.item())
 
 
-def find_in_bucket(tensor: Tensor, bucket: int, layout: BufferLayout, rank: int) -> list[NonFinite]:
-    """The parameters of a bucket whose gradients in ``tensor`` (1-D, the bucket's elements) are not finite."""
-    # One look for the whole bucket; its parameters one by one only after something was found.
-    if is_finite(tensor):
-        return []
-    place = layout.buckets[bucket]
-    grads = {i: tensor[layout.slots[i].start - place.start : layout.slots[i].end - place.start] for i in place.params}
-    return [found for index, grad in grads.items() for found in find_in_grad(grad, index, layout, rank)]
+class FiniteCheck:
+    """Looks at one rank's gradients before they are sent, and tells at the end of the backward what was not finite.
 
+    [Note: looking without waiting]
+    A rank's own gradient is gone when its bucket is on the wire, so it is looked at before. On an accelerator the host
+    would wait for all of backward so far, in each bucket's hook. So the largest magnitude of each gradient stays there,
+    one kernel a bucket, and the host reads all of them at once when backward has ended.
+    """
 
-def find_in_grad(grad: Tensor, param: int, layout: BufferLayout, rank: int) -> list[NonFinite]:
-    """One entry if the gradient (any shape) of parameter ``param`` is not finite, else none."""
-    if is_finite(grad):
-        return []
-    count = int((~grad.isfinite()).sum())
-    return [NonFinite(rank, layout.params[param].name, layout.slots[param].bucket, count, grad.numel())]
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._found: list[NonFinite] = []
+        self._unread: list[tuple[Sequence[int], BufferLayout, Tensor]] = []  # parameters, and a flag for each
+
+    def look_at_bucket(self, tensor: Tensor, bucket: int, layout: BufferLayout) -> None:
+        """``tensor``: 1-D, the bucket's elements."""
+        # One look for the whole bucket; its parameters one by one only after something was found.
+        if devices.is_on_host(tensor.device) and is_finite(tensor):
+            return
+        place, slots = layout.buckets[bucket], layout.slots
+        self.look_at_grads(
+            {i: tensor[slots[i].start - place.start : slots[i].end - place.start] for i in place.params}, layout
+        )
+
+    def look_at_grads(self, grads: Mapping[int, Tensor], layout: BufferLayout) -> None:
+        """``grads``: by parameter, of any shape."""
+        # A norm of no elements raises.
+        grads = {index: grad for index, grad in grads.items() if grad.numel() > 0}
+        if not grads:
+            return
+        if not devices.is_on_host(next(iter(grads.values())).device):
+            # See [Note: looking without waiting]. NaN spreads through the largest magnitude, and no sum can overflow.
+            norms = torch.stack(list(torch._foreach_norm(list(grads.values()), math.inf)))
+            self._unread.append((list(grads), layout, norms.isfinite()))
+            return
+        for index, grad in grads.items():
+            if not is_finite(grad):
+                self._note(index, layout, int((~grad.isfinite()).sum()))
+
+    def found(self) -> list[NonFinite]:
+        """Returns what was not finite so far. Waits for the device once, if it was looked at there."""
+        if self._unread:
+            flags = torch.cat([flags for _, _, flags in self._unread]).tolist()
+            params = [(index, layout) for indices, layout, _ in self._unread for index in indices]
+            self._unread.clear()
+            for (index, layout), flag in zip(params, flags, strict=True):
+                if not flag:
+                    self._note(index, layout, None)
+        return list(self._found)
+
+    def clear(self) -> None:
+        """Forgets what was seen."""
+        self._found.clear()
+        self._unread.clear()
+
+    def _note(self, param: int, layout: BufferLayout, count: int | None) -> None:
+        spec, bucket = layout.params[param], layout.slots[param].bucket
+        self._found.append(NonFinite(self._rank, spec.name, bucket, count, spec.numel))
 
 
 def describe_nonfinite(found: Sequence[NonFinite]) -> str:

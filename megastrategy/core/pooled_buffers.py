@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from .buffers import GradBuffers, copy_grad_
 from .layout import STAGING_BUFFERS, Bucket, BufferLayout
-from .nonfinite import NonFinite, find_in_grad
+from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad
 
 
@@ -131,11 +131,8 @@ class PooledGradBuffers(GradBuffers):
         self._sealed[bucket] = sealed
         self._on_the_way.add(bucket)
 
-    def find_nonfinite(self, bucket: int, dp_rank: int) -> list[NonFinite]:
-        found = []
-        for index, grad in self._sealed[bucket].items():
-            found += find_in_grad(self._flatten(index, grad), index, self.layout, dp_rank)
-        return found
+    def show(self, bucket: int, check: FiniteCheck) -> None:
+        check.look_at_grads({i: self._flatten(i, grad) for i, grad in self._sealed[bucket].items()}, self.layout)
 
     def num_pieces(self, bucket: int) -> int:
         return len(self._pieces[bucket])

@@ -39,7 +39,7 @@ from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
 from .layout import BufferLayout
-from .nonfinite import NonFinite, describe_nonfinite, find_in_grad
+from .nonfinite import FiniteCheck, describe_nonfinite
 from .profiler_ranges import profiler_range
 from .rebucketing.planner import BucketPlanner
 from .reduced_grad import NO_TASK, inside_backward
@@ -94,7 +94,7 @@ class Reducer:
         self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
         self._late_grads: dict[int, Tensor] = {}
         self._deferred: set[int] = set()  # parameters whose bucket waits for the end of backward
-        self._nonfinite: list[NonFinite] = []  # found on this rank in this backward
+        self._nonfinite = FiniteCheck(collectives.rank)  # of this rank's gradients in this backward
         self.microbatch = 0
         """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
         self.num_reductions: list[int] = []
@@ -319,7 +319,7 @@ class Reducer:
         with profiler_range("reduce", bucket):
             self.buffers.seal(bucket)
             if self._config.check_for_nan_in_grad:
-                self._nonfinite += self.buffers.find_nonfinite(bucket, self._collectives.rank)
+                self.buffers.show(bucket, self._nonfinite)
             self._handles.append(self._start_reduction(bucket))
 
     def _start_reduction(self, bucket: int) -> Handle:
@@ -392,7 +392,7 @@ class Reducer:
             used=list(has_grad),
             late=[bucket.index in late_buckets for bucket in self.layout.buckets],
             microbatch=self.microbatch,
-            has_nonfinite=bool(self._nonfinite),
+            has_nonfinite=bool(self._nonfinite.found()),
             wants_other_order=wants,
         ).over_ranks(self._collectives, self._device)
         if agreement.microbatch is None:
@@ -452,10 +452,10 @@ class Reducer:
 
     def _note_nonfinite_late_grads(self) -> None:
         for index in self._late:
-            self._nonfinite += find_in_grad(self.buffers.late_grad(index), index, self.layout, self._collectives.rank)
+            self._nonfinite.look_at_grads({index: self.buffers.late_grad(index)}, self.layout)
 
     def _raise_nonfinite(self) -> None:
-        found = list(self._nonfinite)
+        found = self._nonfinite.found()
         self._drop_unfinished()  # shards that sums are added to would keep what is not finite
         by_rank = self._collectives.all_gather_objects(found, self._device)
         raise NonFiniteGradError(describe_nonfinite([item for items in by_rank for item in items]))

@@ -22,6 +22,7 @@ from megastrategy.core.errors import (
 )
 from megastrategy.core.events import Event, EventKind
 
+from ..support.budgets import HostReads, work_as_on_an_accelerator
 from ..support.doubles import DelayingCollectives, RecordingCollectives
 from ..support.models import awkward_model, images, two_layers
 from ..support.ranks import run_ranks, try_ranks
@@ -88,9 +89,37 @@ def test_a_gradient_that_is_not_finite_is_traced_to_rank_parameter_and_bucket(
         assert re.search(rf"before they were reduced: {place}", str(outcome)), str(outcome)
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_accelerator_is_read_once_and_not_in_the_hooks(
+    mode: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many buckets there are. It names rank, parameter and bucket all the same."""
+    work_as_on_an_accelerator(monkeypatch)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = wrap(group, check_for_nan_in_grad=True, **MODES[mode])
+        assert len(model.layout.buckets) > 1
+        for _ in range(2):
+            with HostReads() as reads:
+                model(torch.ones(2, 10)).sum().backward()
+            of_check = {name: count for name, count in reads.counts.items() if "core.nonfinite" in name}
+            assert of_check == {"megastrategy.core.nonfinite.found: tolist": 1}, reads.counts
+        if rank == 1:
+            poison(model, value, 2)
+        model(torch.ones(2, 10)).sum().backward()
+
+    for outcome in try_ranks(2, run):
+        assert isinstance(outcome, NonFiniteGradError)
+        assert "rank 1, parameter '0.bias' (bucket 1): some of 33 elements. Look" in str(outcome)
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled"])
-def test_a_late_gradient_is_looked_at_too(mode: str) -> None:
+def test_a_late_gradient_is_looked_at_too(mode: str, on_accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter used by two re-entrant checkpoints: its second part comes when its bucket is gone already."""
+    if on_accelerator:
+        work_as_on_an_accelerator(monkeypatch)
 
     def run(rank: int, group: ProcessGroup) -> None:
         class Late(torch.autograd.Function):

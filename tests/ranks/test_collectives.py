@@ -7,12 +7,15 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, make_collectives
-from megastrategy.core.collectives.gloo_rings import SEGMENT_BYTES
+from megastrategy.core.collectives.gloo_rings import SEGMENT_BYTES, GlooRings
+from megastrategy.core.collectives.lent_tensors import LentTensors
 from megastrategy.core.errors import CollectiveError
+from tests.support.budgets import Operations
 from tests.support.doubles import FailingCollectives
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -256,5 +259,94 @@ def test_what_follows_a_collective_that_failed_is_not_begun_until_they_are_close
         collectives.all_reduce(following, 1.0).wait()
         assert following.tolist() == [2.0] * 4
         collectives.close()
+
+    run_ranks(2, run)
+
+
+# --- what a device's backend needs, on the host ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_complex_numbers_go_as_pairs_of_real_ones(size: int) -> None:
+    """No backend of a device has them all. The bits are those of the rings, which add complex numbers as such."""
+
+    def run(rank: int, group: ProcessGroup, kind: type[Collectives]) -> list[Tensor]:
+        collectives = kind(group)
+        mine = torch.complex(values(rank, 8 * size), values(rank + 10, 8 * size))
+        own = slice(rank * 8, (rank + 1) * 8)
+        results = [mine.clone(), mine.clone(), mine.clone(), torch.zeros_like(mine), mine.clone()]
+        sums = torch.ones(8, dtype=mine.dtype)
+        results[3][own] = mine[own]
+        for handle in (
+            collectives.all_reduce(results[0], 0.5),
+            collectives.reduce_scatter(results[1], 0.5),
+            collectives.reduce_scatter(results[2], 0.5, scale_sum=True),
+            collectives.all_gather(results[3]),
+            collectives.broadcast(results[4]),
+            collectives.reduce_scatter_into(sums, mine.clone(), 0.5),
+        ):
+            handle.wait()
+        collectives.close()
+        return [results[0], results[1][own], results[2][own], *results[3:], sums]
+
+    for of_backend, of_rings in zip(
+        run_ranks(size, lambda rank, group: run(rank, group, BackendCollectives)),
+        run_ranks(size, lambda rank, group: run(rank, group, GlooCollectives)),
+        strict=True,
+    ):
+        assert all(map(torch.equal, of_backend, of_rings))
+
+
+def test_a_scale_of_one_is_no_pass_over_memory() -> None:
+    """``full_grad`` sums so, and whoever averages elsewhere."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives, rings = BackendCollectives(group), GlooRings(group, {}, LentTensors())
+        for scale_sum in (False, True):
+            with Operations() as operations:
+                collectives.all_reduce(torch.ones(4), 1.0, scale_sum=scale_sum).wait()
+                collectives.reduce_scatter(torch.ones(4), 1.0, scale_sum=scale_sum).wait()
+                rings.reduce_scatter(scattered := torch.full((4,), 1.0 + rank), 1.0, scale_sum=scale_sum)
+            assert torch.equal(scattered[2 * rank : 2 * rank + 2], torch.full((2,), 3.0))
+            assert not [name for name in operations.counts if "mul" in name], operations.counts
+
+    run_ranks(2, run)
+
+
+def test_a_broadcast_of_many_tensors_is_no_more_operations_than_one_of_two() -> None:
+    """A module has hundreds of small buffers, and before each forward they are broadcast."""
+
+    def run(rank: int, group: ProcessGroup) -> list[int]:
+        collectives, counts = BackendCollectives(group), []
+        for number in (2, 50):
+            tensors = [torch.full((3, i), float(rank + i)) for i in range(1, number + 1)]
+            with Operations() as operations:
+                collectives.broadcast_all(tensors)
+            assert all(torch.equal(tensor, torch.full_like(tensor, i)) for i, tensor in enumerate(tensors, 1))
+            counts.append(operations.total)
+        return counts
+
+    for few, many in run_ranks(2, run):
+        assert many == few
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast"])
+def test_a_backend_that_refuses_to_start_raises_what_one_that_fails_later_does(what: str) -> None:
+    """NCCL connects at the first collective, and tells of an aborted communicator when it is asked for the next."""
+
+    class Refuses:
+        def __getattr__(self, name: str) -> object:
+            def refuse(*_: object) -> None:
+                raise dist.DistBackendError("communicator was aborted")
+
+            return refuse
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = BackendCollectives(group)
+        collectives.group = Refuses()  # type: ignore[assignment]
+        scale = [0.5] if what in ("all_reduce", "reduce_scatter") else []
+        with pytest.raises(CollectiveError, match=r"rank \d of 2: .*look at the first error.*communicator was aborted"):
+            getattr(collectives, what)(torch.ones(4), *scale)
+        assert collectives.num_started == 0
 
     run_ranks(2, run)

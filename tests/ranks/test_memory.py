@@ -82,7 +82,7 @@ def test_tensors_held_equal_the_formula_to_the_byte(
     numel = sum(param.numel() for param in wide(dtype).parameters())
     shares = size // instances if sharded else 1
     of_params, of_grads, of_state = {torch.float32: (4, 4, 8), torch.bfloat16: (2, 4, 12)}[dtype]
-    padding = 4 * (math.lcm(size, 128) + 6 * 64)  # at most, in elements: 4 buckets, 5 parameters
+    padding = 4 * (math.lcm(128, 64 * size) + 6 * 64)  # at most, in elements: 4 buckets, 5 parameters
     grads_shares = shares if way.get("grad_buffer") == "pooled" else 1
     for params, grads, _ in per_rank:
         assert of_params * numel <= params <= of_params * (numel + padding)

@@ -42,7 +42,7 @@ MAY_IMPORT = {
 # Core from below: lower may not import higher. Within a rank of this list files do not import each other.
 RANKS = [
     {"checkpoint", "rebucketing", "trials"},  # folders that say what they are for, and no more
-    {"trials.step_arguments", "errors"},
+    {"trials.step_arguments", "errors", "devices"},
     {
         "backward",
         "config",

@@ -95,6 +95,39 @@ def test_buckets_go_in_reverse_order_of_registration(layout: BufferLayout) -> No
     assert complete_at == sorted(complete_at, reverse=True)
 
 
+@given(
+    st.integers(1, 1024),
+    st.lists(st.integers(1, 300_000), min_size=1, max_size=6),
+    st.sampled_from([None, 1, 40_000]),
+    st.sampled_from(["contiguous", "pooled"]),
+    st.data(),
+)
+@settings(deadline=None, max_examples=300)
+def test_every_shard_and_every_piece_starts_on_128_bytes(
+    dp_size: int, numels: list[int], bucket_size: int | None, grad_buffer: str, data: st.DataObject
+) -> None:
+    """In 16 bits, for every number of ranks and of instances, and at the price of at most 64 elements a shard."""
+    instances = data.draw(st.sampled_from([n for n in range(1, dp_size + 1) if dp_size % n == 0]))
+    config = DistributedDataParallelConfig(
+        bucket_size=bucket_size,
+        num_distributed_optimizer_instances=instances,
+        grad_buffer="contiguous" if instances == dp_size else grad_buffer,
+    )
+    layout = build_layout([spec(f"p{i}", numel) for i, numel in enumerate(numels)], config, dp_size)
+    for bucket in layout.buckets:
+        filled = max(layout.slots[index].end for index in bucket.params)
+        assert bucket.end - filled < math.lcm(128, 64 * dp_size)
+        for rank in {0, 1, layout.num_shards // 2, layout.num_shards - 1}:
+            start, end = layout.shard_range(bucket, rank % layout.num_shards)
+            assert start * 2 % 128 == end * 2 % 128 == 0
+            pieces = layout.pieces(bucket)
+            assert [first for first, _ in pieces] == [0, *(last for _, last in pieces[:-1])]
+            assert pieces[-1][1] == end - start
+            assert all((start + first) * 2 % 128 == 0 for first, _ in pieces)
+            if layout.piece_numel is not None:
+                assert all((last - first) * layout.num_shards <= layout.piece_numel for first, last in pieces)
+
+
 def test_a_bucket_is_closed_by_the_parameter_that_reaches_its_size() -> None:
     specs = [spec("a", 100), spec("b", 100), spec("c", 100), spec("d", 1)]
     layout = build_layout(specs, DistributedDataParallelConfig(bucket_size=150), 2)

@@ -14,8 +14,8 @@ from megastrategy.core.layout import ParamSpec, build_layout
 @pytest.mark.parametrize(("size", "instances"), [(4, 1), (4, 2), (6, 2), (6, 3), (4, 4)])
 def test_a_step_sends_eight_bytes_times_d_minus_one_over_d_in_fp32(size: int, instances: int) -> None:
     config = DistributedDataParallelConfig(num_distributed_optimizer_instances=instances)
-    layout = build_layout([ParamSpec("a", (1152,), (1,), torch.float32, torch.float32)], config, size)
+    layout = build_layout([ParamSpec("a", (1536,), (1,), torch.float32, torch.float32)], config, size)
     reduced, gathered = (_sent_bytes(layout, kind, 0) for kind in (EventKind.REDUCE_START, EventKind.GATHER_START))
     shards = size // instances
-    assert gathered == 4 * 1152 * (shards - 1) // shards, "inside an instance"
-    assert reduced + gathered == 8 * 1152 * (size - 1) // size
+    assert gathered == 4 * 1536 * (shards - 1) // shards, "inside an instance"
+    assert reduced + gathered == 8 * 1536 * (size - 1) // size

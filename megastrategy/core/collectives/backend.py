@@ -16,35 +16,44 @@ from .tensor_parts import add_parts_
 class BackendCollectives(Collectives):
     """The backend's own collectives (NCCL and others), asynchronous on its own streams."""
 
-    def _begun(self, what: str, work: Any, then: Callable[[], object] | None = None) -> Handle:
+    def _start(self, what: str, launch: Callable[[], Any], then: Callable[[], object] | None = None) -> Handle:
+        # NCCL connects, and meets what others left of a communicator, when it is asked to start.
+        with self.named_failures(what):
+            work = launch()
         self._count(what)
         return WorkHandle(what, work, self, then)
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        options = dist.AllreduceOptions()
+        tensor, options = as_real(tensor), dist.AllreduceOptions()
         options.reduceOp, then = self._reduction(tensor, tensor, scale, scale_sum)
-        return self._begun("all-reduce", self.group.allreduce([tensor], options), then)
+        return self._start("all-reduce", lambda: self.group.allreduce([tensor], options), then)
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return self._begun("all-reduce", self.group.allreduce([tensor], max_options()))
+        return self._start("all-reduce", lambda: self.group.allreduce([tensor], max_options()))
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        tensor, options = as_real(tensor), dist.ReduceScatterOptions()
         own = tensor.chunk(self.size)[self.rank]
-        options = dist.ReduceScatterOptions()
         options.reduceOp, then = self._reduction(tensor, own, scale, scale_sum)
-        return self._begun("reduce-scatter", self.group._reduce_scatter_base(own, tensor, options), then)
+        return self._start("reduce-scatter", lambda: self.group._reduce_scatter_base(own, tensor, options), then)
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         # An exchange and not a reduction: a backend sums in the dtype that it sends, and in an order of its own.
+        sums, tensor = as_real(sums), as_real(tensor)
         received = torch.empty_like(tensor)
-        work = self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
         parts = received.chunk(self.size)
-        return self._begun("reduce-scatter", work, lambda: add_parts_(sums, parts, scale, scale_sum))
+        return self._start(
+            "reduce-scatter",
+            lambda: self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions()),
+            lambda: add_parts_(sums, parts, scale, scale_sum),
+        )
 
     def _reduction(
         self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
     ) -> tuple[dist.ReduceOp, Callable[[], object] | None]:
         """The operation for the backend, and what is left to be done when it has ended."""
+        if scale == 1.0:  # else a pass over the tensor that changes no bit
+            return dist.ReduceOp(dist.ReduceOp.SUM), None
         # Before it is sent, as torch DDP does, so the bits are its; and a sum of 16-bit gradients overflows later.
         if not scale_sum:
             tensor.mul_(scale)
@@ -56,11 +65,19 @@ class BackendCollectives(Collectives):
         return dist.ReduceOp(dist.ReduceOp.SUM), lambda: result.mul_(scale)
 
     def all_gather(self, tensor: Tensor) -> Handle:
+        tensor = as_real(tensor)
         own = tensor.chunk(self.size)[self.rank]
-        return self._begun("all-gather", self.group._allgather_base(tensor, own))
+        return self._start("all-gather", lambda: self.group._allgather_base(tensor, own))
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return self._begun("broadcast", self.group.broadcast([tensor], dist.BroadcastOptions()))
+        tensor = as_real(tensor)
+        return self._start("broadcast", lambda: self.group.broadcast([tensor], dist.BroadcastOptions()))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The same memory as real numbers, two for a complex one. NCCL has no complex numbers, and torch hides that for
+    some of its collectives only; sums, real factors and copies mean the same for both."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 class WorkHandle(Handle):

@@ -41,10 +41,11 @@ class GlooCollectives(Collectives):
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run() -> None:
-            if not scale_sum:
+            # A factor of one would be a pass over the tensor that changes no bit.
+            if not scale_sum and scale != 1.0:
                 tensor.mul_(scale)
             self.group.allreduce([self._lend(tensor)]).wait()
-            if scale_sum:
+            if scale_sum and scale != 1.0:
                 tensor.mul_(scale)
 
         return self._start("all-reduce", run)

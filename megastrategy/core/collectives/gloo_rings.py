@@ -50,7 +50,7 @@ class GlooRings:
         ``scale`` times the sum); the rest is undefined."""
 
         def scaled(part: Tensor) -> Tensor:
-            return part if scale_sum else part.mul_(scale)
+            return part if scale_sum or scale == 1.0 else part.mul_(scale)
 
         parts = [_segments(part) for part in tensor.chunk(self._size)]
         for step in range(1, self._size):
@@ -61,7 +61,7 @@ class GlooRings:
             for number, came in enumerate(self._exchange(_REDUCE, outgoing, received)):
                 scaled(target[number]).add_(came)
         # One rank never entered the loop, in which a part is scaled when it is first sent.
-        if scale_sum or self._size == 1:
+        if (scale_sum or self._size == 1) and scale != 1.0:
             for segment in parts[self._rank]:
                 segment.mul_(scale)
 

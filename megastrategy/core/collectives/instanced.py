@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .backend import BackendCollectives, WorkHandle
+from .backend import BackendCollectives, WorkHandle, as_real
 from .gloo import GlooCollectives
 from .gloo_rings import GlooRings
 from .host_staged import HostStagedCollectives
@@ -140,7 +140,7 @@ class InstanceCollectives(Collectives):
             own = tensor.chunk(self.size)[self.rank]
             self._scatter_inside(tensor, None if scale_sum else scale)
             self._sum_across(own)
-            if scale_sum:
+            if scale_sum and scale != 1.0:
                 # After both sums: one rounding, as a single reduction over all ranks would have had.
                 own.mul_(scale)
 
@@ -151,7 +151,7 @@ class InstanceCollectives(Collectives):
             total = torch.zeros_like(sums)  # sums has what earlier reductions gave, on all owners alike
             add_parts_(total, self._exchange_inside(tensor), 1.0 if scale_sum else scale, scale_sum)
             self._sum_across(total)
-            sums.add_(total.mul_(scale) if scale_sum else total)
+            sums.add_(total.mul_(scale) if scale_sum and scale != 1.0 else total)
 
         return self._in_order("reduce-scatter", tensor.device, run)
 
@@ -235,7 +235,8 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         # The gradients were written on the caller's stream; without this the first hop would read them half written.
         self._stream.wait_stream(streams.current_stream(device))
         with streams.stream(self._stream), torch.no_grad():
-            run()
+            with self.named_failures(what):
+                run()
             # An event and not the work's own wait: it covers what was queued after the collective too, the scaling and
             # the sums.
             event = streams.Event()
@@ -243,7 +244,8 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         return WorkHandle(what, event, self.every)
 
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
-        if scale is not None:
+        tensor = as_real(tensor)
+        if scale is not None and scale != 1.0:
             tensor.mul_(scale)
         own = tensor.chunk(self.size)[self.rank]
         # wait() blocks this stream, not the host: the second hop is queued behind it.
@@ -251,7 +253,7 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
 
     def _exchange_inside(self, tensor: Tensor) -> Sequence[Tensor]:
         received = torch.empty_like(tensor)
-        self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions()).wait()
+        self.group.alltoall_base(as_real(received), as_real(tensor), [], [], dist.AllToAllOptions()).wait()
         return received.chunk(self.size)
 
 

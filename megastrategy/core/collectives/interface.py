@@ -197,10 +197,12 @@ class Collectives(ABC):
             # A copy, whatever strides the tensors have: a broadcast for each would cost a round trip for each.
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
             self.broadcast(flat).wait()
-            start = 0
-            for tensor in chunk:
-                tensor.detach().copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-                start += tensor.numel()
+            received = flat.split([tensor.numel() for tensor in chunk])
+            # One call: a kernel for each of hundreds of small buffers would take longer than sending them.
+            torch._foreach_copy_(
+                [tensor.detach() for tensor in chunk],
+                [part.view(tensor.shape) for part, tensor in zip(received, chunk, strict=True)],
+            )
 
     def all_gather_bytes(self, data: bytes, device: torch.device) -> list[bytes]:
         """Every rank's ``data``, by rank; lengths may differ."""

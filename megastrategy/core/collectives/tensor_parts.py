@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .. import devices
+
 _PIECE_NUMEL = 2**16  # 256 kB in fp32: a piece of sums, total and addend stay in a core's second-level cache
 
 
 def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
-    """Adds ``scale`` times the sum of ``parts`` (1-D, as long as ``sums``) to ``sums``, in its dtype: first part first,
-    and the total to what was there. In pieces that stay in the cache."""
+    """Adds ``scale`` times the sum of ``parts`` (1-D, as long as ``sums``; the caller gives them up) to ``sums``, in
+    its dtype: first part first, and the total to what was there. The same bits on every kind of device."""
+    if devices.is_on_host(sums.device):
+        _add_in_pieces_(sums, parts, scale, scale_sum)
+    else:
+        _add_in_whole_(sums, parts, scale, scale_sum)
+
+
+def _add_in_pieces_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
+    """In pieces that stay in the cache."""
     for start in range(0, sums.numel(), _PIECE_NUMEL):
         piece = slice(start, start + _PIECE_NUMEL)
         # Summed apart, then added: the sum over ranks has the same bits whatever earlier backwards left in sums.
         total = torch.zeros_like(sums[piece])
         for part in parts:
             # Widened before it is scaled: a product in 16 bits would lose what the fp32 sum is for. Where dtypes agree
-            # this scales the part itself, which the caller has given up.
+            # this scales the part itself.
             addend = part[piece].to(sums.dtype)
-            total.add_(addend if scale_sum else addend.mul_(scale))
-        sums[piece].add_(total.mul_(scale) if scale_sum else total)
+            total.add_(addend if scale_sum or scale == 1.0 else addend.mul_(scale))
+        sums[piece].add_(total.mul_(scale) if scale_sum and scale != 1.0 else total)
+
+
+def _add_in_whole_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
+    """In as few operations as give the bits of the pieces: one a part, and three more."""
+    total = torch.zeros_like(sums)
+    if scale_sum or scale == 1.0:
+        for part in parts:  # an addition widens its addend as it goes
+            total.add_(part)
+        sums.add_(total.mul_(scale) if scale != 1.0 else total)
+        return
+    if parts[0].dtype == sums.dtype:
+        torch._foreach_mul_(list(parts), scale)
+        for part in parts:
+            total.add_(part)
+    elif math.frexp(scale)[0] == 0.5:
+        # A power of two times 16 bits is exact in fp32, so it does not matter that a multiply-add rounds only once.
+        for part in parts:
+            total.add_(part, alpha=scale)
+    else:
+        # A tensor of one element and not a number: the product then has the wider dtype, and is rounded before it is
+        # added.
+        factor = torch.full((1,), scale, dtype=sums.dtype, device=sums.device)
+        for part in parts:
+            total.add_(part * factor)
+    sums.add_(total)
 
 
 def chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:

@@ -1,0 +1,17 @@
+"""Tells apart the devices on which the same arithmetic is arranged differently.
+
+[Note: work on the host and on an accelerator]
+On the host an operation costs its elements: what fits into a core's cache is done in one go, and a read of a number is
+free. On an accelerator an operation costs a launch, whatever its size, and a read makes the host wait for all that is
+queued. So one arrangement is right for each, with the same bits. Whoever has two asks here, and nowhere else: tests run
+the accelerator's on the host by answering for it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Whether the processor itself computes there; see [Note: work on the host and on an accelerator]."""
+    return device.type == "cpu"

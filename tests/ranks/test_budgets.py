@@ -1,0 +1,144 @@
+"""What a steady step costs an accelerator, counted on the host: kernels, and reads that the host waits for.
+
+Times need a device; counts do not. A kernel budget has one term a parameter and one a bucket, and none an element.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.collectives import BackendCollectives
+from tests.support.budgets import HostReads, Operations, work_as_on_an_accelerator
+from tests.support.ranks import run_ranks
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "gathers in the next forward": {"overlap_param_gather": "forward"},
+    "all-reduce": {"use_distributed_optimizer": False},
+    "pooled": {"grad_buffer": "pooled"},
+    "fp32 sums": {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True},
+    "checked": {"check_for_nan_in_grad": True},
+}
+OF_THE_EXCHANGE = "megastrategy.core.agreement.over_ranks: "
+"""What ranks agree on at the end of a synchronised backward is read where it was exchanged."""
+LAYERS = 6
+
+
+def model_of(hidden: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(hidden, hidden) for _ in range(LAYERS)]
+    return nn.Sequential(*layers).to(torch.bfloat16)
+
+
+def step(model: DistributedDataParallel, optimizer: DistributedOptimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def steady(group: ProcessGroup, hidden: int, options: dict[str, Any]) -> tuple[Any, Any, torch.Tensor]:
+    """A model after its second step, of a bucket for each layer whatever its width; nothing is on its way."""
+    numel = hidden * hidden + hidden
+    config = DistributedDataParallelConfig(bucket_size=numel, **options)
+    # The backend's own collectives: what an accelerator has, and on this very thread.
+    model = DistributedDataParallel(model_of(hidden), config, collectives=BackendCollectives(group))
+    inner = torch.optim.AdamW(model.parameters(), foreach=True)
+    optimizer = DistributedOptimizer(inner, model)
+    x = torch.ones(2, hidden, dtype=torch.bfloat16)
+    for _ in range(2):
+        step(model, optimizer, x)
+    model.finish_param_gather()
+    assert len(model.layout.buckets) == LAYERS
+    return model, optimizer, x
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_kernels_grow_with_parameters_and_buckets_and_not_with_elements(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over 64k elements a bucket in the wider model, which the host would add in pieces."""
+    work_as_on_an_accelerator(monkeypatch)
+
+    def run(rank: int, group: ProcessGroup) -> list[collections.Counter[str]]:
+        counts = []
+        for hidden in (128, 640):  # both fill their buckets, so neither has a gap to be zeroed
+            model, optimizer, x = steady(group, hidden, MODES[mode])
+            with Operations() as operations:
+                step(model, optimizer, x)
+                model.finish_param_gather()
+            counts.append(operations.counts)
+            model.close()
+        return counts
+
+    for narrow, wide in run_ranks(2, run):
+        assert wide == narrow, wide - narrow
+        num_params = 2 * LAYERS
+        # Of these AdamW with foreach has 12 a bucket, and forward and backward 5 a parameter.
+        assert sum(wide.values()) <= 40 + 10 * num_params + 12 * LAYERS, wide
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_steady_step_reads_the_exchange_and_nothing_else(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with the check for NaN one number of the device, when backward has ended."""
+    work_as_on_an_accelerator(monkeypatch)
+
+    def run(rank: int, group: ProcessGroup) -> collections.Counter[str]:
+        model, optimizer, x = steady(group, 64, MODES[mode])
+        with HostReads() as reads:
+            step(model, optimizer, x)
+            model.finish_param_gather()
+        model.close()
+        return reads.counts
+
+    for counts in run_ranks(2, run):
+        of_exchange = {name: count for name, count in counts.items() if name.startswith(OF_THE_EXCHANGE)}
+        # Its numbers go to the group and come back: once each, and neither where the host sends its own memory.
+        assert max(of_exchange.values(), default=0) <= 1
+        others = {name: count for name, count in counts.items() if name not in of_exchange}
+        assert others == ({"megastrategy.core.nonfinite.found: tolist": 1} if mode == "checked" else {})
+
+
+@pytest.mark.parametrize("promise", [{"static_graph": True}, {"find_unused_parameters": False}], ids=str)
+def test_nothing_is_read_where_ranks_have_nothing_to_agree_on(
+    promise: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work_as_on_an_accelerator(monkeypatch)
+
+    def run(rank: int, group: ProcessGroup) -> collections.Counter[str]:
+        model, optimizer, x = steady(group, 64, promise)
+        with HostReads() as reads:
+            step(model, optimizer, x)
+        model.close()
+        return reads.counts
+
+    assert run_ranks(2, run) == [collections.Counter()] * 2
+
+
+def test_the_count_of_reads_sees_hooks_and_what_comes_at_the_end_of_backward() -> None:
+    """Or a budget of none would hold for whatever is read there."""
+    seen = []
+
+    def read(what: str) -> None:
+        frame_of_core = eval("lambda tensor: tensor.item()", {"__name__": "megastrategy.core.made_up"})
+        seen.append(what)
+        frame_of_core(torch.ones(1))
+
+    def hook(param: torch.Tensor) -> None:
+        read("in a hook")
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: read("at the end"))
+
+    param = nn.Parameter(torch.ones(3))
+    param.register_post_accumulate_grad_hook(hook)
+    with HostReads() as reads:
+        (param * 2).sum().backward()
+        torch.ones(1).item()  # of a test, and not of core
+    assert seen == ["in a hook", "at the end"]
+    assert reads.total == 2
