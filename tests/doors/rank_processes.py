@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..support.chosen_collectives import choose_as_parent
 from ..support.patience import HANG_S
 
 SIZE = 2
@@ -128,6 +129,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
         NODE_RANK="0",
         **{NUM_RANKS: str(size)},
     )
+    choose_as_parent()
     while True:
         try:
             job, arguments, options, timeout_s = pickle.loads(connection.recv_bytes())

@@ -1,0 +1,133 @@
+"""Puts other collectives under whatever asks for some: pytest's options ``--collectives`` and ``--backend``.
+
+Everything that wraps a model asks ``make_collectives`` and, for an optimizer in several instances,
+``make_instance_collectives``. While a choice is made, both give what was chosen, in this process and, by way of the
+environment, in the processes of ranks that are started for the doors' tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, cast, get_args
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megastrategy.core import collectives as package
+from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, LoneCollectives, instanced
+
+from .lazy_collectives import Delivery, LazyCollectives
+
+VARIABLE = "TESTED_COLLECTIVES"
+"""In the environment of a rank process: what was chosen."""
+
+DELIVERIES = [f"lazy-{delivery}" for delivery in get_args(Delivery)]
+BACKENDS = ["rings", "process-group"]
+
+make_collectives = package.make_collectives
+make_instance_collectives = instanced.make_instance_collectives
+destroy_instances = instanced.destroy_instances
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Says what collectives are made.
+
+    Attributes:
+        delivery: when lazy ones write their results; None for none around the real ones.
+        backend: "process-group" for the backend's own collectives, as NCCL's are used, where those of gloo are rings.
+    """
+
+    delivery: Delivery | None = None
+    backend: str = "rings"
+
+    @classmethod
+    def of(cls, collectives: str | None, backend: str | None) -> Choice:
+        """The choice of two options, of which either may not be given."""
+        delivery = cast(Delivery, collectives.removeprefix("lazy-")) if collectives else None
+        return cls(delivery, backend or "rings")
+
+    def around(self, collectives: Collectives) -> Collectives:
+        """Collectives that were made by hand become what was chosen, but for their backend."""
+        if self.delivery is None or isinstance(collectives, (LoneCollectives, LazyCollectives)):
+            return collectives
+        return LazyCollectives(collectives, self.delivery)
+
+    def make(self, group: ProcessGroup, device: torch.device) -> Collectives:
+        """In place of ``make_collectives``."""
+        made = make_collectives(group, device)
+        if isinstance(made, GlooCollectives) and self.kind is not GlooCollectives:
+            made = self.kind(group, made.roll_call)
+        return self.around(made)
+
+    @property
+    def kind(self) -> type[GlooCollectives] | type[BackendCollectives]:
+        """What sends over gloo."""
+        return BackendCollectives if self.backend == "process-group" else GlooCollectives
+
+
+chosen = Choice()
+
+
+def chosen_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
+    """What is asked for collectives while a choice can be made."""
+    return chosen.make(group, device)
+
+
+def chosen_instance_collectives(every: Collectives, instance: ProcessGroup, across: ProcessGroup) -> Collectives:
+    """What is asked for those of an instance."""
+    if not isinstance(every, LazyCollectives):
+        return make_instance_collectives(every, instance, across)
+    return every.add_instance(instance.size(), make_instance_collectives(every.real, instance, across))
+
+
+def destroy_chosen_instances(every: Collectives) -> None:
+    """What is asked to end them."""
+    destroy_instances(every.real if isinstance(every, LazyCollectives) else every)
+    every.instances.clear()
+
+
+def choose(choice: Choice) -> None:
+    """From now on, until another choice."""
+    global chosen
+    chosen = choice
+    os.environ[VARIABLE] = f"{choice.delivery or ''}/{choice.backend}"
+    for original, other in (
+        (make_collectives, chosen_collectives),
+        (make_instance_collectives, chosen_instance_collectives),
+        (destroy_instances, destroy_chosen_instances),
+    ):
+        _replace(original, other)
+
+
+def choose_as_parent() -> None:
+    """In a rank process, what its parent has chosen."""
+    delivery, _, backend = os.environ.get(VARIABLE, "/rings").partition("/")
+    choice = Choice(cast("Delivery | None", delivery or None), backend)
+    if choice != Choice():
+        choose(choice)
+
+
+@contextlib.contextmanager
+def nothing_chosen() -> Iterator[None]:
+    """In it the engine gets the real ones, for what is a test of those."""
+    global chosen
+    before, chosen = chosen, Choice()
+    try:
+        yield
+    finally:
+        chosen = before
+
+
+def _replace(original: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Wherever a module has the function by name, since modules import names."""
+    functools.update_wrapper(other, original)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("megastrategy", "tests") and module is not sys.modules[__name__]:
+            for key in [key for key, value in vars(module).items() if value is original]:
+                setattr(module, key, other)
