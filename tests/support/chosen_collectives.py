@@ -93,35 +93,39 @@ def destroy_chosen_instances(every: Collectives) -> None:
 
 
 def choose(choice: Choice) -> None:
-    """From now on, until another choice."""
+    """From now on, here and in the processes of ranks that are started from here."""
     global chosen
     chosen = choice
     os.environ[VARIABLE] = f"{choice.delivery or ''}/{choice.backend}"
+    _take_over()
+
+
+def choose_as_parent() -> None:
+    """In a rank process, what its parent has chosen."""
+    if VARIABLE in os.environ:
+        delivery, _, backend = os.environ[VARIABLE].partition("/")
+        choose(Choice(cast("Delivery | None", delivery or None), backend))
+
+
+@contextlib.contextmanager
+def choosing(choice: Choice) -> Iterator[None]:
+    """In it, in this process, something else is chosen: ``Choice()`` for the real ones."""
+    global chosen
+    before, chosen = chosen, choice
+    _take_over()
+    try:
+        yield
+    finally:
+        chosen = before
+
+
+def _take_over() -> None:
     for original, other in (
         (make_collectives, chosen_collectives),
         (make_instance_collectives, chosen_instance_collectives),
         (destroy_instances, destroy_chosen_instances),
     ):
         _replace(original, other)
-
-
-def choose_as_parent() -> None:
-    """In a rank process, what its parent has chosen."""
-    delivery, _, backend = os.environ.get(VARIABLE, "/rings").partition("/")
-    choice = Choice(cast("Delivery | None", delivery or None), backend)
-    if choice != Choice():
-        choose(choice)
-
-
-@contextlib.contextmanager
-def nothing_chosen() -> Iterator[None]:
-    """In it the engine gets the real ones, for what is a test of those."""
-    global chosen
-    before, chosen = chosen, Choice()
-    try:
-        yield
-    finally:
-        chosen = before
 
 
 def _replace(original: Callable[..., Any], other: Callable[..., Any]) -> None:

@@ -25,7 +25,6 @@ import os
 import random
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -60,28 +59,36 @@ def violated(text: str) -> ContractError:
     return ContractError(text)
 
 
-in_flight: list[Flight] = []
-"""On all ranks that are threads of this process."""
+flights: list[Flight] = []
+"""What is in flight, on all ranks that are threads of this process."""
 
 
-class Memory:
-    """Elements of a 1-D contiguous tensor, without keeping it alive."""
+class Span:
+    """The addresses of a tensor's elements, without keeping it alive."""
 
     def __init__(self, tensor: Tensor) -> None:
-        assert tensor.dim() == 1, "collectives take 1-D tensors"
-        assert tensor.is_contiguous(), "collectives take contiguous tensors"
         self._storage = StorageWeakRef(tensor.untyped_storage())
-        self._dtype, self._offset, self._numel = tensor.dtype, tensor.storage_offset(), tensor.numel()
         self.start: int = tensor.data_ptr()
-        self.end = self.start + tensor.nbytes
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.end = self.start + (last + 1) * tensor.itemsize if tensor.numel() > 0 else self.start
 
     @property
     def is_freed(self) -> bool:
         return bool(self._storage.expired())
 
-    def overlaps(self, start: int, end: int) -> bool:
-        """Whether it has any of these addresses. Storages do not tell: one may be a slice of another."""
-        return self.start < end and start < self.end
+    def overlaps(self, other: Span) -> bool:
+        """Whether both have an address. Storages do not tell: one may be a slice of another."""
+        return self.start < other.end and other.start < self.end
+
+
+class Memory(Span):
+    """The elements of a 1-D contiguous tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.dim() == 1, "collectives take 1-D tensors"
+        assert tensor.is_contiguous(), "collectives take contiguous tensors"
+        super().__init__(tensor)
+        self._dtype, self._offset, self._numel = tensor.dtype, tensor.storage_offset(), tensor.numel()
 
     def tensor(self) -> Tensor:
         """The elements. Writing there counts as no version: no backend's does."""
@@ -127,25 +134,34 @@ class Flight:
         self._is_delivered = self.is_done = False
         self._failure: Exception | None = None
         self._lock = threading.RLock()  # any thread may be the first that waits
-        for memory in undefined:
-            memory.poison()
-        self._left = [(memory, memory.bits().clone()) for memory in (*undefined, *read)]
+        self._left: list[tuple[Memory, Tensor]] = []  # what has to be there until something is delivered
 
     def __str__(self) -> str:
         return f"{self._name} (launched at {self.place})"
 
+    def accesses(self) -> Iterator[tuple[Memory, bool]]:
+        """The memory that it has in flight, and whether it may write there."""
+        yield from ((memory, True) for memory in self.undefined)
+        yield from ((memory, False) for memory in self.read)
+
     def touches(self, other: Flight) -> bool:
         """Whether one of them may write what the other reads or writes."""
         return any(
-            mine.overlaps(theirs.start, theirs.end)
-            for here, there in ((self, other), (other, self))
-            for mine in here.undefined
-            for theirs in (*there.undefined, *there.read)
+            mine.overlaps(theirs)
+            for mine, writes_mine in self.accesses()
+            for theirs, writes_theirs in other.accesses()
+            if writes_mine or writes_theirs
         )
 
     @property
     def is_freed(self) -> bool:
-        return any(memory.is_freed for memory, _ in self._left)
+        return any(memory.is_freed for memory, _ in self.accesses())
+
+    def begin(self) -> None:
+        """What it may write is undefined from now on."""
+        for memory in self.undefined:
+            memory.poison()
+        self._left = [(memory, memory.bits().clone()) for memory, _ in self.accesses()]
 
     def deliver(self) -> None:
         """Writes the results though nobody may have waited. An error is kept for whoever does."""
@@ -196,11 +212,16 @@ class _Airspace:
 
     def add(self, flight: Flight) -> None:
         with self._lock:
+            # Whoever let go of a handle has not waited: what it is of stays in flight as long as there is memory.
+            for other in [other for other in self._flights if other.is_freed]:
+                self._flights.remove(other)
+                flights.remove(other)
             for other in self._flights:
-                if not other.is_freed and flight.touches(other):
+                if flight.touches(other):
                     raise violated(f"{flight} has memory that is in flight in {other}")
+            flight.begin()
             self._flights.append(flight)
-        in_flight.append(flight)
+        flights.append(flight)
         if self._delivery == "at-launch":
             flight.deliver()
 
@@ -208,7 +229,14 @@ class _Airspace:
         with self._lock:
             if flight in self._flights:
                 self._flights.remove(flight)
-                in_flight.remove(flight)
+                flights.remove(flight)
+
+    def clear(self) -> None:
+        """Nobody will wait any more: what is in flight is given up."""
+        with self._lock:
+            for flight in self._flights:
+                flights.remove(flight)
+            self._flights = []
 
     def pass_time(self) -> None:
         """Something happens on this rank, and a result may come meanwhile."""
@@ -222,8 +250,6 @@ class _Airspace:
 class _LazyHandle(Handle):
     def __init__(self, flight: Flight, airspace: _Airspace, kept: Tensor | None) -> None:
         self._flight, self._airspace, self._kept = flight, airspace, kept
-        # Dropped after an error elsewhere, say: its memory may have another use by now.
-        weakref.finalize(self, airspace.remove, flight)
 
     def wait(self) -> None:
         with own_work():
@@ -232,6 +258,8 @@ class _LazyHandle(Handle):
                 self._flight.finish()
             finally:
                 self._airspace.remove(self._flight)
+            if _state.observer is not None:
+                _state.observer.waited_for(self._flight)
             self.ran_ns = self._flight.handle.ran_ns
 
 
@@ -315,6 +343,8 @@ class LazyCollectives(Collectives):
     ) -> Handle:
         self.airspace.pass_time()
         flight = Flight(name, handle, results, undefined, read)
+        if _state.observer is not None:
+            _state.observer.launched(flight)
         self.airspace.add(flight)
         return _LazyHandle(flight, self.airspace, kept)
 
@@ -342,6 +372,7 @@ class LazyCollectives(Collectives):
         self.real.probe(rank)
 
     def close(self) -> None:
+        self.airspace.clear()
         self.real.close()
 
     def _finish_started(self) -> None:
@@ -354,13 +385,38 @@ class LazyCollectives(Collectives):
         return handle
 
 
-_state = threading.local()
+class Observer:
+    """Is told of this thread's collectives."""
+
+    def launched(self, flight: Flight) -> None:
+        """A collective begins."""
+
+    def waited_for(self, flight: Flight) -> None:
+        """Its result may be used by what follows on the stream of whoever waited."""
+
+
+class _State(threading.local):
+    is_own_work = False
+    observer: Observer | None = None
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """In it, the observer is told."""
+    before, _state.observer = _state.observer, observer
+    try:
+        yield
+    finally:
+        _state.observer = before
 
 
 @contextlib.contextmanager
 def own_work() -> Iterator[None]:
     """In it the double works, and not the engine."""
-    before, _state.is_own_work = is_own_work(), True
+    before, _state.is_own_work = _state.is_own_work, True
     try:
         yield
     finally:
@@ -369,7 +425,7 @@ def own_work() -> Iterator[None]:
 
 def is_own_work() -> bool:
     """Whether the double works."""
-    return getattr(_state, "is_own_work", False)
+    return _state.is_own_work
 
 
 def place_of_caller() -> str:
@@ -383,3 +439,4 @@ def place_of_caller() -> str:
 
 
 _OWN_FILES = {__file__, doubles.__file__, interface.__file__, contextlib.__file__}
+_OWN_FILES.add(os.path.join(os.path.dirname(__file__), "in_flight.py"))
