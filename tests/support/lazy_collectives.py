@@ -276,8 +276,9 @@ class LazyCollectives(Collectives):
     def __init__(
         self, real: Collectives, delivery: Delivery = "at-wait", seed: int = 0, airspace: _Airspace | None = None
     ) -> None:
+        self.real = real
         super().__init__(real.group, real.roll_call)
-        self.real, self.progress = real, real.progress
+        self.progress = real.progress
         self.airspace = airspace or _Airspace(delivery, f"{seed} {real.rank}")
         for size, instance in real.instances.items():
             self.add_instance(size, instance)
@@ -357,6 +358,14 @@ class LazyCollectives(Collectives):
     @watchdog.setter
     def watchdog(self, watchdog: Any) -> None:
         self.real.watchdog = watchdog
+
+    @property
+    def roll_call(self) -> Any:
+        return self.real.roll_call
+
+    @roll_call.setter
+    def roll_call(self, roll_call: Any) -> None:
+        self.real.roll_call = roll_call
 
     @property
     def is_rank_zero(self) -> bool:

@@ -126,13 +126,17 @@ class BucketSizeTuner:
         collectives, buffer = self._collectives, layout.buffers[0]
         mean = 1.0 / collectives.size
 
+        # Kept until the next one: a collective writes there when this has returned, and its handle need not keep it.
+        sums: list[Tensor] = []
+
         def reduce_scatter(tensor: Tensor) -> Handle:
             # Timed is the collective that will be used: an exchange and a sum in fp32 is not gloo's or NCCL's
             # reduce-scatter.
             if not buffer.sums_apart:
                 return shard_collectives.reduce_scatter(tensor, mean)
-            sums = torch.zeros(tensor.numel() // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
-            return shard_collectives.reduce_scatter_into(sums, tensor, mean)
+            numel = tensor.numel() // layout.num_shards
+            sums[:] = [torch.zeros(numel, dtype=buffer.sum_dtype, device=self._device)]
+            return shard_collectives.reduce_scatter_into(sums[0], tensor, mean)
 
         def measure(start: Callable[[Tensor], Handle], dtype: torch.dtype) -> Link:
             return measure_link(start, collectives, dtype, self._device)
