@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
@@ -419,3 +421,35 @@ def test_weights_that_only_the_first_readers_stream_waited_for_are_seen() -> Non
         assert "is not ordered behind all-gather" in text
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_parameters_arrive_on_the_stream_of_the_loop_whoever_reads_them_first(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """A reader on another stream, an average of the weights say, waits for both."""
+    streams_of: dict[str, Streams] = {}
+    monkeypatch.setattr(
+        torch.cpu, "current_stream", lambda device=None: streams_of[threading.current_thread().name].current_stream
+    )
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        streams = streams_of[threading.current_thread().name] = Streams()
+        config = DistributedDataParallelConfig(bucket_size=200, overlap_param_gather="forward")
+        with InFlightGuard(streams):
+            training = start_ours(Run(), rank, group, config)
+            training.step(0)
+            params = list(training.module.parameters())
+            assert any(type(param) is not Parameter for param in params), "on their way"
+            if not is_first:
+                training.module(*training.run.arguments(rank, 1, 0))
+            with streams.on("average"):
+                streams.wait_for(MAIN)
+                total = sum(param.detach().double().sum() for param in params)
+                assert isinstance(total, Tensor)
+                assert total.isfinite()
+            training.module(*training.run.arguments(rank, 1, 0))
+        training.finish()
+
+    with choosing(Choice("at-wait")):
+        run_ranks(2, run)

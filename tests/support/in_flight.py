@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,24 @@ from torch.utils._pytree import tree_leaves
 from .lazy_collectives import Flight, Observer, Span, flights, is_own_work, observed_by, place_of_caller, violated
 
 MAIN = "main"
+
+
+class PaperStream(torch.cpu.Stream):
+    """One of :class:`Streams`, to be passed off as ``torch.cpu.current_stream()``."""
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        super().__init__()
+        self._streams, self.name = streams, name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PaperStream) and (self._streams, self.name) == (other._streams, other.name)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def wait_stream(self, stream: Any) -> None:
+        with self._streams.on(self.name):
+            self._streams.wait_for(stream.name)
 
 
 class Streams:
@@ -47,6 +66,11 @@ class Streams:
         """Orders the present stream behind all that is queued on another by now, as ``wait_stream`` does."""
         self._known[self.current] |= self._known[name]
         self._known[self.current][name] = self._now[name]
+
+    @property
+    def current_stream(self) -> PaperStream:
+        """The present one, as torch would give it out."""
+        return PaperStream(self, self.current)
 
     def count(self) -> int:
         """Something is queued on the present stream. Returns its number there."""
