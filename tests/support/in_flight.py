@@ -134,7 +134,7 @@ class InFlightGuard(TorchDispatchMode, Observer):
 
     def _check(self, span: Span, writes: bool, what: str) -> None:
         self.num_checked += 1
-        for flight in list(flights):
+        for flight in flights():
             for memory in (*flight.undefined, *flight.read) if writes else flight.undefined:
                 if not memory.is_freed and memory.overlaps(span):
                     raise violated(f"{what} at {place_of_caller()} touches memory in flight, of {flight}")

@@ -25,16 +25,16 @@ import os
 import random
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megastrategy.core.collectives import Collectives, Handle, interface
-from megastrategy.core.collectives.backend import WorkHandle
-from megastrategy.core.collectives.instanced import _Ended
 
 from . import doubles
 
@@ -59,8 +59,14 @@ def violated(text: str) -> ContractError:
     return ContractError(text)
 
 
-flights: list[Flight] = []
-"""What is in flight, on all ranks that are threads of this process."""
+_flights: list[weakref.ref[Flight]] = []
+_flights_lock = threading.Lock()
+
+
+def flights() -> list[Flight]:
+    """What is in flight on all ranks that are threads of this process. Their collectives keep it, and nothing here: a
+    rank that ends in an error has to let go of its group."""
+    return [flight for known in list(_flights) if (flight := known()) is not None and not flight.is_done]
 
 
 class Span:
@@ -213,15 +219,14 @@ class _Airspace:
     def add(self, flight: Flight) -> None:
         with self._lock:
             # Whoever let go of a handle has not waited: what it is of stays in flight as long as there is memory.
-            for other in [other for other in self._flights if other.is_freed]:
-                self._flights.remove(other)
-                flights.remove(other)
+            self._flights = [other for other in self._flights if not other.is_freed]
             for other in self._flights:
                 if flight.touches(other):
                     raise violated(f"{flight} has memory that is in flight in {other}")
             flight.begin()
             self._flights.append(flight)
-        flights.append(flight)
+        with _flights_lock:
+            _flights[:] = [*(known for known in _flights if known() is not None), weakref.ref(flight)]
         if self._delivery == "at-launch":
             flight.deliver()
 
@@ -229,13 +234,10 @@ class _Airspace:
         with self._lock:
             if flight in self._flights:
                 self._flights.remove(flight)
-                flights.remove(flight)
 
     def clear(self) -> None:
         """Nobody will wait any more: what is in flight is given up."""
         with self._lock:
-            for flight in self._flights:
-                flights.remove(flight)
             self._flights = []
 
     def pass_time(self) -> None:
@@ -389,9 +391,7 @@ class LazyCollectives(Collectives):
 
     def _start(self, what: str, run: Callable[[], object]) -> Handle:
         """For doubles around this one that put something into the real one's thread, or in its place."""
-        start = getattr(self.real, "_start", None)
-        handle: Handle = WorkHandle(what, _Ended.of(run), self) if start is None else start(what, run)
-        return handle
+        return doubles.start_between(self.real, what, run)
 
 
 class Observer:
@@ -427,7 +427,10 @@ def own_work() -> Iterator[None]:
     """In it the double works, and not the engine."""
     before, _state.is_own_work = _state.is_own_work, True
     try:
-        yield
+        # No guard's mode either: a process group that goes through Python on the way to its backend, in several threads
+        # at a time, has ended the interpreter (a segmentation fault in torch 2.13).
+        with contextlib.nullcontext() if _state.observer is None else _disable_current_modes():
+            yield
     finally:
         _state.is_own_work = before
 
