@@ -30,10 +30,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--backend", choices=chosen_collectives.BACKENDS, help="how gloo sends: process-group is how NCCL is used"
     )
+    parser.addoption(
+        "--in-flight-guard",
+        action="store_true",
+        help="with lazy collectives, raise where a rank that is a thread touches what is in flight",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    choice = chosen_collectives.Choice.of(config.getoption("collectives"), config.getoption("backend"))
+    choice = chosen_collectives.Choice.of(config)
     if choice != chosen_collectives.Choice():
         chosen_collectives.choose(choice)
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from ..support.chosen_collectives import choose_as_parent
+from ..support import chosen_collectives
+from ..support.lazy_collectives import violations
 from ..support.patience import HANG_S
 
 SIZE = 2
@@ -91,7 +92,9 @@ class Ranks:
         port = free_port()
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._size, port, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._size, port, theirs, chosen_collectives.chosen), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -120,7 +123,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, size: int, port: int, connection: Connection, choice: chosen_collectives.Choice) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -129,7 +132,8 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
         NODE_RANK="0",
         **{NUM_RANKS: str(size)},
     )
-    choose_as_parent()
+    if choice != chosen_collectives.Choice():
+        chosen_collectives.choose(choice)
     while True:
         try:
             job, arguments, options, timeout_s = pickle.loads(connection.recv_bytes())
@@ -139,6 +143,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
         faulthandler.dump_traceback_later(timeout_s - 1.0, file=2)  # type: ignore[arg-type]
         try:
             outcome = job(*arguments, **options)
+            assert not violations, "raised, and caught on its way"
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
             seconds = time.monotonic() - start
             outcome = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), seconds)

@@ -1,8 +1,9 @@
-"""Puts other collectives under whatever asks for some: pytest's options ``--collectives`` and ``--backend``.
+"""Puts other collectives under whatever asks for some: pytest's options ``--collectives``, ``--backend`` and
+``--in-flight-guard``.
 
 Everything that wraps a model asks ``make_collectives`` and, for an optimizer in several instances,
-``make_instance_collectives``. While a choice is made, both give what was chosen, in this process and, by way of the
-environment, in the processes of ranks that are started for the doors' tests.
+``make_instance_collectives``. While a choice is made, both give what was chosen, in this process and in the processes
+of ranks that are started for the doors' tests.
 """
 
 from __future__ import annotations
@@ -10,21 +11,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast, get_args
 
+import pytest
 import torch
 from torch.distributed import ProcessGroup
 
 from megastrategy.core import collectives as package
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, LoneCollectives, instanced
 
+from .in_flight import InFlightGuard
 from .lazy_collectives import Delivery, LazyCollectives
-
-VARIABLE = "TESTED_COLLECTIVES"
-"""In the environment of a rank process: what was chosen."""
 
 DELIVERIES = [f"lazy-{delivery}" for delivery in get_args(Delivery)]
 BACKENDS = ["rings", "process-group"]
@@ -41,16 +40,23 @@ class Choice:
     Attributes:
         delivery: when lazy ones write their results; None for none around the real ones.
         backend: "process-group" for the backend's own collectives, as NCCL's are used, where those of gloo are rings.
+        is_guarded: every rank that is a thread is under a guard, for what it touches in flight.
     """
 
     delivery: Delivery | None = None
     backend: str = "rings"
+    is_guarded: bool = False
 
     @classmethod
-    def of(cls, collectives: str | None, backend: str | None) -> Choice:
-        """The choice of two options, of which either may not be given."""
+    def of(cls, config: pytest.Config) -> Choice:
+        """The choice of pytest's options, of which any may not be given."""
+        collectives, backend = config.getoption("collectives"), config.getoption("backend")
         delivery = cast(Delivery, collectives.removeprefix("lazy-")) if collectives else None
-        return cls(delivery, backend or "rings")
+        return cls(delivery, backend or "rings", config.getoption("in_flight_guard"))
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """What a rank runs in."""
+        return InFlightGuard() if self.is_guarded else contextlib.nullcontext()
 
     def around(self, collectives: Collectives) -> Collectives:
         """Collectives that were made by hand become what was chosen, but for their backend."""
@@ -96,20 +102,12 @@ def choose(choice: Choice) -> None:
     """From now on, here and in the processes of ranks that are started from here."""
     global chosen
     chosen = choice
-    os.environ[VARIABLE] = f"{choice.delivery or ''}/{choice.backend}"
     _take_over()
-
-
-def choose_as_parent() -> None:
-    """In a rank process, what its parent has chosen."""
-    if VARIABLE in os.environ:
-        delivery, _, backend = os.environ[VARIABLE].partition("/")
-        choose(Choice(cast("Delivery | None", delivery or None), backend))
 
 
 @contextlib.contextmanager
 def choosing(choice: Choice) -> Iterator[None]:
-    """In it, in this process, something else is chosen: ``Choice()`` for the real ones."""
+    """In it something else is chosen: ``Choice()`` for the real ones."""
     global chosen
     before, chosen = chosen, choice
     _take_over()

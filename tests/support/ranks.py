@@ -99,7 +99,8 @@ def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
         group: ProcessGroup | None = None
         try:
             group = gloo_group(store, rank, size, timeout_s)
-            outcomes[rank] = run(rank, group)
+            with chosen_collectives.chosen.guard():
+                outcomes[rank] = run(rank, group)
             _retired.append((group, *_parts.pop(group, [])))
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
             error.add_note("".join(traceback.format_exception(error)))
