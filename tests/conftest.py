@@ -6,6 +6,7 @@ Processes of ranks are forks of one server a worker, which imports the framework
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 from collections.abc import Iterator
 
@@ -49,6 +50,9 @@ def contract_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if request.node.get_closest_marker("real_collectives") is not None:
             stack.enter_context(chosen_collectives.choosing(chosen_collectives.Choice()))
+        elif request.node.get_closest_marker("unguarded") is not None:
+            unguarded = dataclasses.replace(chosen_collectives.chosen, is_guarded=False)
+            stack.enter_context(chosen_collectives.choosing(unguarded))
         violations.clear()
         yield
     assert not violations

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
@@ -229,7 +230,9 @@ def train(
         return training.finish()
 
     with choosing(choice):
-        return run_ranks(size, on_rank)
+        outcomes = run_ranks(size, on_rank)
+    assert not is_in_torch_dispatch_mode(), "or nothing is compiled in this process any more"
+    return outcomes
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from .lazy_collectives import Flight, Observer, Span, flights, is_own_work, observed_by, place_of_caller, violated
@@ -116,12 +116,14 @@ class InFlightGuard(TorchDispatchMode, Observer):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> InFlightGuard:
+        # Not by the base class, which also sets flags of the process: where threads enter and leave in turns these stay
+        # set, and torch.compile compiles nothing any more.
         self._stack.enter_context(observed_by(self))
-        super().__enter__()
+        _push_mode(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        _pop_mode()
         self._stack.close()
 
     def __torch_dispatch__(

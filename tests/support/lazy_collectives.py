@@ -66,7 +66,7 @@ _flights_lock = threading.Lock()
 def flights() -> list[Flight]:
     """What is in flight on all ranks that are threads of this process. Their collectives keep it, and nothing here: a
     rank that ends in an error has to let go of its group."""
-    return [flight for known in list(_flights) if (flight := known()) is not None and not flight.is_done]
+    return [flight for known in list(_flights) if (flight := known()) is not None and flight.is_guarded]
 
 
 class Span:
@@ -137,7 +137,7 @@ class Flight:
         self.place, self._name, self.handle = place_of_caller(), name, handle
         self.undefined, self.read = undefined, read
         self._results = results
-        self._is_delivered = self.is_done = False
+        self._is_delivered = self.is_done = self.is_given_up = False
         self._failure: Exception | None = None
         self._lock = threading.RLock()  # any thread may be the first that waits
         self._left: list[tuple[Memory, Tensor]] = []  # what has to be there until something is delivered
@@ -162,6 +162,11 @@ class Flight:
     @property
     def is_freed(self) -> bool:
         return any(memory.is_freed for memory, _ in self.accesses())
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether its memory may not be touched."""
+        return not (self.is_done or self.is_given_up)
 
     def begin(self) -> None:
         """What it may write is undefined from now on."""
@@ -236,8 +241,10 @@ class _Airspace:
                 self._flights.remove(flight)
 
     def clear(self) -> None:
-        """Nobody will wait any more: what is in flight is given up."""
+        """What is in flight is given up: nobody will wait any more, or one before it has failed, and it with that."""
         with self._lock:
+            for flight in self._flights:
+                flight.is_given_up = True
             self._flights = []
 
     def pass_time(self) -> None:
@@ -258,6 +265,10 @@ class _LazyHandle(Handle):
             self._airspace.pass_time()
             try:
                 self._flight.finish()
+            except Exception as error:
+                if not isinstance(error, ContractError):
+                    self._airspace.clear()
+                raise
             finally:
                 self._airspace.remove(self._flight)
             if _state.observer is not None:
