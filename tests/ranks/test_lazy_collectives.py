@@ -210,6 +210,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "flattened": {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
     "pooled": {"grad_buffer": "pooled"},
     "gather in forward": {"overlap_param_gather": "forward"},
+    "pooled, measured": {"grad_buffer": "pooled", "bucket_size": "auto"},
     "fp32 sums": {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False},
 }
 
@@ -218,7 +219,7 @@ def train(
     choice: Choice, run: Run, options: dict[str, Any], size: int = 2, *, is_guarded: bool = True
 ) -> list[Outcome]:
     """The outcomes by rank."""
-    config = DistributedDataParallelConfig(bucket_size=200, **options)
+    config = DistributedDataParallelConfig(**{"bucket_size": 200, **options})
 
     def on_rank(rank: int, group: ProcessGroup) -> Outcome:
         training = start_ours(run, rank, group, config)
@@ -240,7 +241,9 @@ def train(
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_training_equals_ddp_to_the_bit(delivery: Delivery, backend: str, name: str) -> None:
     """In any mode; and no operator of the engine's, of autograd's or of the optimizer's touches what is in flight."""
-    run = Run(steps=6, accumulate=1 if name == "pooled" else 2)  # which adds up means, and not their addends
+    run = Run(
+        steps=6, accumulate=1 if "grad_buffer" in CONFIGS[name] else 2
+    )  # which adds up means, and not their addends
     assert_same_bits(train(Choice(delivery, backend), run, CONFIGS[name]), train_with_ddp(run, 2))
 
 
