@@ -241,9 +241,8 @@ def train(
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_training_equals_ddp_to_the_bit(delivery: Delivery, backend: str, name: str) -> None:
     """In any mode; and no operator of the engine's, of autograd's or of the optimizer's touches what is in flight."""
-    run = Run(
-        steps=6, accumulate=1 if "grad_buffer" in CONFIGS[name] else 2
-    )  # which adds up means, and not their addends
+    # Pooled gradients add up means over ranks, and DDP's mean is of what was added up.
+    run = Run(steps=6, accumulate=1 if "grad_buffer" in CONFIGS[name] else 2)
     assert_same_bits(train(Choice(delivery, backend), run, CONFIGS[name]), train_with_ddp(run, 2))
 
 
