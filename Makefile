@@ -12,7 +12,7 @@ WORKERS ?= 2
 PYTEST += --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-full check docs test test-rest test-long fuzz lint fast clean
+.PHONY: help setup demo bench bench-full check docs test test-rest test-lazy test-long fuzz lint fast clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -62,6 +62,12 @@ fuzz: $(STAMP)  ## random programs against torch DDP and plain torch, a minute (
 
 test-rest: $(STAMP)  ## what `make test` leaves out, or a part of it (ARGS="--part 2/7"; ARGS go to pytest)
 	$(PYTEST) -m long $(ARGS)
+
+DOORS_PARITY := tests/doors/test_lightning_parity.py tests/doors/test_fabric.py tests/doors/test_accelerate.py
+test-lazy: $(STAMP)  ## the engine and the doors' parity with results that come late, early or at random (ARGS go to pytest)
+	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
+	  $(PYTEST) tests/ranks $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
+	done; done
 
 test-long: lint  ## everything, scripts in interpreters of their own (ARGS go to pytest)
 	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)

@@ -5,12 +5,16 @@ Processes of ranks are forks of one server a worker, which imports the framework
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import multiprocessing
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from .support import chosen_collectives
+from .support.lazy_collectives import violations
 from .support.tiers import mark_long, part
 
 torch.set_num_threads(1)
@@ -19,6 +23,39 @@ multiprocessing.set_forkserver_preload(["tests.doors.fits", "tests.support.prelo
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="of the files with tests to run, each N-th from the K-th on")
+    parser.addoption(
+        "--collectives",
+        choices=chosen_collectives.DELIVERIES,
+        help="put these around whatever collectives the engine uses, see tests/support/lazy_collectives.py",
+    )
+    parser.addoption(
+        "--backend", choices=chosen_collectives.BACKENDS, help="how gloo sends: process-group is how NCCL is used"
+    )
+    parser.addoption(
+        "--in-flight-guard",
+        action="store_true",
+        help="with lazy collectives, raise where a rank that is a thread touches what is in flight",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    choice = chosen_collectives.Choice.of(config)
+    if choice != chosen_collectives.Choice():
+        chosen_collectives.choose(choice)
+
+
+@pytest.fixture(autouse=True)
+def contract_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nobody breaks the contract of collectives unseen, by an exception that is caught on its way."""
+    with contextlib.ExitStack() as stack:
+        if request.node.get_closest_marker("real_collectives") is not None:
+            stack.enter_context(chosen_collectives.choosing(chosen_collectives.Choice()))
+        elif request.node.get_closest_marker("unguarded") is not None:
+            unguarded = dataclasses.replace(chosen_collectives.chosen, is_guarded=False)
+            stack.enter_context(chosen_collectives.choosing(unguarded))
+        violations.clear()
+        yield
+    assert not violations
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

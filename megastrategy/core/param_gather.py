@@ -50,6 +50,7 @@ class ParamGather:
         self._module = module
         self._listener = listener
         self._handles: dict[int, Handle] = {}  # by bucket, in the order of their start
+        self._loops_stream: Any = None  # on which the gathers were started
         self.missing: set[int] = set()
         self._bucket_of: dict[int, int] = {}  # by id, the bucket of each parameter that is still to come
         self._classes: dict[type[Parameter], type[Parameter]] = {}
@@ -66,7 +67,9 @@ class ParamGather:
         """
         self._emit(EventKind.GATHER_START, bucket)
         with profiler_range("gather", bucket):
-            self._handles[bucket] = self._collectives.all_gather(self._buffers.bucket(bucket))
+            flat = self._buffers.bucket(bucket)
+            self._loops_stream = _current_stream(flat)
+            self._handles[bucket] = self._collectives.all_gather(flat)
         self.missing.discard(bucket)
 
     def follow(self, buffers: ParamBuffers) -> None:
@@ -120,11 +123,17 @@ class ParamGather:
             self._wait_alone([bucket for bucket in buckets if bucket in self._handles])
 
     def _wait_alone(self, buckets: Sequence[int]) -> None:
+        """Waits on the stream of whoever reads first, and on the loop's: after this, nobody else will wait."""
         self._emit(EventKind.WAIT_START, 1)
         try:
             with profiler_range("wait for weights"):
                 for bucket in buckets:
                     self._handles[bucket].wait()
+                    # A reader on another stream (an average of the weights, a checkpoint's copy) would else leave the
+                    # loop to read, in its next forward, weights that its own stream has not waited for.
+                    reader = _current_stream(self._buffers.bucket(bucket))
+                    if reader != self._loops_stream:
+                        self._loops_stream.wait_stream(reader)
                     # Only now taken out: a wait that fails leaves it among the missing, and a save asks for those.
                     self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
                     self._make_plain(bucket)
@@ -221,6 +230,12 @@ _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _READS_NO_ELEMENT = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__))
 """Questions that loops ask of every parameter between steps."""
+
+
+def _current_stream(tensor: Tensor) -> Any:
+    """The stream that work on the tensor's device is queued on; None where a device has none."""
+    streams: Any = torch.get_device_module(tensor.device)
+    return streams.current_stream(tensor.device) if hasattr(streams, "current_stream") else None
 
 
 def _uses_dynamo() -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..support import chosen_collectives
+from ..support.lazy_collectives import violations
 from ..support.patience import HANG_S
 from ..support.ports import free_port
 
@@ -89,7 +91,9 @@ class Ranks:
         port = free_port()
         for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._size, port, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self._size, port, theirs, chosen_collectives.chosen), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -111,7 +115,7 @@ def number_of_ranks() -> int:
     return int(os.environ.get(NUM_RANKS, SIZE))
 
 
-def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, size: int, port: int, connection: Connection, choice: chosen_collectives.Choice) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -120,6 +124,8 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
         NODE_RANK="0",
         **{NUM_RANKS: str(size)},
     )
+    if choice != chosen_collectives.Choice():
+        chosen_collectives.choose(choice)
     while True:
         try:
             job, arguments, options, timeout_s = pickle.loads(connection.recv_bytes())
@@ -129,6 +135,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
         faulthandler.dump_traceback_later(timeout_s - 1.0, file=2)  # type: ignore[arg-type]
         try:
             outcome = job(*arguments, **options)
+            assert not violations, "raised, and caught on its way"
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
             seconds = time.monotonic() - start
             outcome = Failure(rank, type(error).__name__, str(error), traceback.format_exc(), seconds)

@@ -446,6 +446,7 @@ def test_two_optimizers_over_one_parameter_step_with_the_same_gradient(mode: str
 # --- what a listener can measure -------------------------------------------------------------------------------------
 
 
+@pytest.mark.real_collectives("times a delay in gloo's thread")
 def test_waiting_lies_between_its_events() -> None:
     """Exposed communication is what lies between WAIT_START and WAIT_END: at least the delay, for either kind."""
 

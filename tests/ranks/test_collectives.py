@@ -68,7 +68,8 @@ def test_large_tensors_go_in_segments(size: int) -> None:
         scattered, summed = values(rank, size * numel), values(rank, size * numel)
         handles = [collectives.reduce_scatter(scattered, 0.5), collectives.reduce_scatter(summed, 0.5, scale_sum=True)]
         sums = torch.ones(numel)
-        handles.append(collectives.reduce_scatter_into(sums, values(rank, size * numel), 0.5))
+        sent = values(rank, size * numel)  # kept until it has been waited for, as everything that is sent
+        handles.append(collectives.reduce_scatter_into(sums, sent, 0.5))
         gathered = torch.zeros(size * numel)
         gathered[own] = total[own]
         handles.append(collectives.all_gather(gathered))
@@ -179,6 +180,7 @@ def test_broadcast_of_many_tensors_and_gather_of_bytes(size: int) -> None:
     run_ranks(size, run)
 
 
+@pytest.mark.real_collectives("is about gloo's thread")
 def test_close_ends_the_thread_and_may_be_repeated() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = make_collectives(group, CPU)
@@ -199,14 +201,16 @@ def test_a_rank_that_ends_ends_the_others_with_a_reason(name: str) -> None:
 
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = make_collectives(group, CPU)
-        collectives.all_reduce(torch.ones(4), 1.0).wait()
+        tensor = torch.ones(4)
+        collectives.all_reduce(tensor, 1.0).wait()
         if rank == 1:
             collectives.close()
             raise ZeroDivisionError("this rank ends")
         scale = (1.0,) if name in ("reduce_scatter", "all_reduce") else ()
         try:
             for _ in range(100):  # a broadcast's sender may be ahead of the receiver by what the socket holds
-                getattr(collectives, name)(torch.ones(2**20), *scale).wait()
+                tensor = torch.ones(2**20)
+                getattr(collectives, name)(tensor, *scale).wait()
         finally:
             collectives.close()
 
@@ -224,12 +228,13 @@ def test_a_rank_that_hangs_ends_the_others_at_the_timeout_of_the_group() -> None
 
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = make_collectives(group, CPU)
-        collectives.all_reduce(torch.ones(4), 1.0).wait()
+        tensor = torch.ones(4)
+        collectives.all_reduce(tensor, 1.0).wait()
         if rank == 1:
             release.wait(30)
             return
         try:
-            collectives.reduce_scatter(torch.ones(4), 1.0).wait()
+            collectives.reduce_scatter(tensor, 1.0).wait()
         finally:
             release.set()
             collectives.close()
@@ -240,14 +245,16 @@ def test_a_rank_that_hangs_ends_the_others_at_the_timeout_of_the_group() -> None
     assert isinstance(survivor, CollectiveError)
 
 
+@pytest.mark.real_collectives("the memory of one that was not begun is undefined, but on the host")
 def test_what_follows_a_collective_that_failed_is_not_begun_until_they_are_closed() -> None:
     """Or this rank waits in it for others, who wait for it in the one that failed."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         collectives = FailingCollectives(group)
-        collectives.all_reduce(torch.ones(4), 1.0).wait()
+        tensor = torch.ones(4)
+        collectives.all_reduce(tensor, 1.0).wait()
         collectives.fail_at(1, on_the_wire=True)
-        failing = collectives.all_reduce(torch.ones(4), 1.0)
+        failing = collectives.all_reduce(tensor, 1.0)
         collectives.fail_at(0)
         following = torch.ones(4)
         handle = collectives.all_reduce(following, 1.0)

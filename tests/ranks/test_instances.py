@@ -90,7 +90,8 @@ def test_shards_are_sums_over_all_ranks_and_gathers_are_of_an_instance(
             handle.wait()  # which does nothing more
             assert torch.equal(scattered[own], total[own] * scale)
             sums = torch.full((12,), 100.0)
-            collectives.reduce_scatter_into(sums, whole(rank, numel, torch.bfloat16), scale, scale_sum=scale_sum).wait()
+            sent = whole(rank, numel, torch.bfloat16)
+            collectives.reduce_scatter_into(sums, sent, scale, scale_sum=scale_sum).wait()
             assert torch.equal(sums, 100.0 + total[own] * scale), "what was there counts once"
             gathered = torch.full((numel,), -1.0)
             gathered[own] = float(rank)
@@ -122,7 +123,8 @@ def test_scaling_the_sum_rounds_once() -> None:
         every.instances[2].reduce_scatter(scattered, scale, scale_sum=True).wait()
         assert torch.equal(scattered.chunk(2)[rank % 2], total * scale)
         sums = torch.zeros(300)
-        every.instances[2].reduce_scatter_into(sums, whole(rank, 600), scale, scale_sum=True).wait()
+        sent = whole(rank, 600)
+        every.instances[2].reduce_scatter_into(sums, sent, scale, scale_sum=True).wait()
         assert torch.equal(sums, total * scale)
         every.close()
 

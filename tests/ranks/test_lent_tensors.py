@@ -43,6 +43,7 @@ class HeldTensors(LentTensors):
         return self.held[-1]
 
 
+@pytest.mark.real_collectives("tells of what gloo's threads have")
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_close_returns_when_gloo_has_let_go(operation: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:

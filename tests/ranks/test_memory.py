@@ -163,6 +163,7 @@ def bytes_received() -> dict[int, int]:
     ],
     ids=str,
 )
+@pytest.mark.real_collectives("counts what the rings send")
 def test_bytes_on_the_wire_are_at_the_floor(
     size: int, way: dict[str, Any], dtype: torch.dtype, bytes_a_param: int
 ) -> None:
@@ -173,6 +174,7 @@ def test_bytes_on_the_wire_are_at_the_floor(
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
 @pytest.mark.parametrize(("size", "instances"), [(4, 2), (6, 2), (6, 3)])
 @pytest.mark.parametrize("kind", ["fp32", "bf16 weights", "bf16 on the wire"])
+@pytest.mark.real_collectives("counts what the rings send")
 def test_bytes_on_the_wire_are_at_the_floor_with_instances(size: int, instances: int, kind: str) -> None:
     """A reduce-scatter and a gather over the s ranks of an instance, and an all-reduce of a shard over n instances."""
     grad_bytes, param_bytes = {"fp32": (4, 4), "bf16 weights": (4, 2), "bf16 on the wire": (2, 2)}[kind]

@@ -366,6 +366,7 @@ def test_an_unused_parameter_is_there_before_it_is_stepped_again() -> None:
         assert all(map(torch.equal, weights, expected))
 
 
+@pytest.mark.unguarded("nothing is compiled while a mode looks at operators")
 def test_compiled_code_is_not_compiled_again_for_parameters_on_their_way() -> None:
     def run(rank: int, group: ProcessGroup) -> list[int]:
         module = net()

@@ -247,6 +247,7 @@ def test_gradients_that_arrive_in_other_orders_on_other_ranks(delay_s: float) ->
     assert_equal(run_ranks(2, run), run_ranks(2, reference))
 
 
+@pytest.mark.real_collectives("times a delay in gloo's thread")
 def test_waiting_for_a_staging_buffer_is_exposed_communication() -> None:
     """As long as two pieces are on their way the third waits, between events of its own, in backward and after it."""
 

@@ -341,7 +341,8 @@ def untouched(model: DistributedDataParallel, optimizer: DistributedOptimizer) -
     return [
         layout,
         [t.data_ptr() for t in (*flats, *mains, *model.engine.params)],
-        [t.tolist() for t in (*flats, *mains)],
+        # As bits: what is undefined after a reduction may be NaN.
+        [t.view(torch.uint8).tolist() for t in (*flats, *mains)],
     ]
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import Collectives, Handle, make_collectives
+from megastrategy.core.collectives.backend import WorkHandle
+from megastrategy.core.collectives.instanced import _Ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +107,7 @@ class RecordingCollectives(_Double):
 
     def _do_before(self, what: str, run: Callable[[], object]) -> Handle:
         """Runs in the thread of the real collectives, between what was started before and what is started after."""
-        start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
-        handle: Handle = start(what, run)
-        return handle
+        return start_between(self._real, what, run)
 
     def close(self) -> None:
         self._real.close()
@@ -115,6 +115,13 @@ class RecordingCollectives(_Double):
     def named(self, *names: str) -> list[Call]:
         """The calls of these names, in order."""
         return [call for call in self.calls if call.name in names]
+
+
+def start_between(real: Collectives, what: str, run: Callable[[], object]) -> Handle:
+    """Runs it in the thread of ``real``, or at once where there is none; an error is raised where it is waited for."""
+    start = getattr(real, "_start", None)  # the worker of the real one, on purpose
+    handle: Handle = WorkHandle(what, _Ended.of(run), real) if start is None else start(what, run)
+    return handle
 
 
 REDUCTIONS = ("reduce_scatter", "reduce_scatter_into", "all_reduce")

@@ -19,6 +19,8 @@ from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroup
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
 from megastrategy.core.collectives.instanced import make_instance_collectives
 
+from . import chosen_collectives
+
 T = TypeVar("T")
 
 
@@ -36,7 +38,7 @@ def gloo_group(store: Store, rank: int, size: int, timeout_s: float = 30.0) -> P
 
 
 def with_instances(
-    group: ProcessGroup, num_instances: int, kind: type[GlooCollectives] | type[BackendCollectives] = GlooCollectives
+    group: ProcessGroup, num_instances: int, kind: type[GlooCollectives] | type[BackendCollectives] | None = None
 ) -> Collectives:
     """Collectives over a group that no registry knows, divided into instances of consecutive ranks: its parts have to
     be made by hand as well."""
@@ -46,9 +48,10 @@ def with_instances(
     instance = gloo_group(PrefixStore(f"instance {number}", store), place, size, timeout.total_seconds())
     across = gloo_group(PrefixStore(f"place {place}", store), number, num_instances, timeout.total_seconds())
     _parts.setdefault(group, []).extend((instance, across))
-    every = kind(group)
+    choice = chosen_collectives.chosen
+    every = (kind or choice.kind)(group)
     every.instances[size] = make_instance_collectives(every, instance, across)
-    return every
+    return choice.around(every)
 
 
 _parts: weakref.WeakKeyDictionary[ProcessGroup, list[ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -96,7 +99,8 @@ def try_ranks(size: int, run: Callable[[int, ProcessGroup], T], *, timeout_s: fl
         group: ProcessGroup | None = None
         try:
             group = gloo_group(store, rank, size, timeout_s)
-            outcomes[rank] = run(rank, group)
+            with chosen_collectives.chosen.guard():
+                outcomes[rank] = run(rank, group)
             _retired.append((group, *_parts.pop(group, [])))
         except BaseException as error:  # noqa: BLE001 - handed to the test, whatever it is
             error.add_note("".join(traceback.format_exception(error)))

@@ -1,0 +1,461 @@
+"""The lazy collectives and the guard: what they see, and the engine under both."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
+from megastrategy.core.errors import CollectiveError
+from megastrategy.core.param_gather import ParamGather
+from megastrategy.core.reducer import Reducer
+from tests.support.chosen_collectives import Choice, choosing
+from tests.support.doubles import FailingCollectives, OutOfLuckError
+from tests.support.in_flight import MAIN, InFlightGuard, Streams
+from tests.support.lazy_collectives import POISON_BYTE, ContractError, Delivery, LazyCollectives, violations
+from tests.support.ranks import run_ranks, with_instances
+from tests.support.training import Outcome, Run, assert_same_bits, start_ours, train_with_ddp
+
+DELIVERIES: tuple[Delivery, ...] = get_args(Delivery)
+KINDS = (GlooCollectives, BackendCollectives)
+
+
+def lazy(group: ProcessGroup, delivery: Delivery = "at-wait", kind: Any = GlooCollectives) -> LazyCollectives:
+    return LazyCollectives(kind(group), delivery)
+
+
+def numbers(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.arange(1, 9).to(dtype) * (rank + 1)
+
+
+def is_poison(tensor: Tensor) -> bool:
+    return bool(tensor.isnan().all() if tensor.is_floating_point() else (tensor.view(torch.uint8) == POISON_BYTE).all())
+
+
+def refused(run: Callable[[], Any]) -> str:
+    """What is raised; the fixture that looks for what was caught need not know of it."""
+    with pytest.raises(ContractError) as caught:
+        run()
+    violations.remove(str(caught.value))
+    return str(caught.value)
+
+
+# --- the double ------------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, tuple[Callable[[Collectives, Tensor], Handle], Callable[[int], slice]]] = {
+    # what is started, and of which elements the result is defined on a rank
+    "all_reduce": (lambda c, t: c.all_reduce(t, 0.5), lambda rank: slice(0, 8)),
+    "all_reduce_max": (lambda c, t: c.all_reduce_max(t), lambda rank: slice(0, 8)),
+    "reduce_scatter": (lambda c, t: c.reduce_scatter(t, 0.5), lambda rank: slice(4 * rank, 4 * rank + 4)),
+    "all_gather": (lambda c, t: c.all_gather(t), lambda rank: slice(0, 8)),
+    "broadcast": (lambda c, t: c.broadcast(t), lambda rank: slice(0, 8)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.real_collectives("has doubles of its own")
+def test_results_are_the_real_ones_and_all_else_is_poison(
+    delivery: Delivery, kind: Any, name: str, dtype: torch.dtype
+) -> None:
+    start, defined = CALLS[name]
+    if not dtype.is_floating_point and name in ("all_reduce", "reduce_scatter"):
+        start = {
+            "all_reduce": lambda c, t: c.all_reduce(t, 1),
+            "reduce_scatter": lambda c, t: c.reduce_scatter(t, 1),
+        }[name]
+    if dtype is torch.bool and name != "broadcast":
+        pytest.skip("the engine broadcasts them, and reduces none")
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        expected = numbers(rank, dtype)
+        start(kind(group), expected).wait()
+        tensor = numbers(rank, dtype)
+        before = tensor.clone()
+        handle = start(lazy(group, delivery, kind), tensor)
+        if delivery == "at-wait":
+            if name == "all_gather":
+                own, other = (slice(4 * place, 4 * place + 4) for place in (rank, 1 - rank))
+                assert torch.equal(tensor[own], before[own])
+                assert is_poison(tensor[other])
+            elif name == "broadcast" and rank == 0:
+                assert torch.equal(tensor, before)
+            else:
+                assert is_poison(tensor)
+        for _ in range(2):  # the second wait changes nothing
+            handle.wait()
+            assert torch.equal(tensor[defined(rank)], expected[defined(rank)])
+        if name == "reduce_scatter":
+            assert is_poison(tensor[defined(1 - rank)])
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.real_collectives("has doubles of its own")
+def test_sums_elsewhere_are_poison_too(delivery: Delivery, kind: Any) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        sums, tensor = torch.ones(4), numbers(rank)
+        handle = lazy(group, delivery, kind).reduce_scatter_into(sums, tensor, 0.5)
+        if delivery == "at-wait":
+            assert is_poison(sums)
+            assert is_poison(tensor)
+        handle.wait()
+        assert sums.tolist() == [1 + 1.5 * number for number in numbers(0).tolist()[4 * rank : 4 * rank + 4]]
+        assert is_poison(tensor)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_gather"])
+@pytest.mark.real_collectives("has doubles of its own")
+def test_a_write_in_flight_is_seen(name: str, delivery: Delivery) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        tensor = numbers(rank)
+        handle = CALLS[name][0](lazy(group, delivery), tensor)
+        tensor[4 * rank] = 5.5  # of a gather the own part, which is still being read
+        assert "somebody wrote in flight" in refused(handle.wait)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.real_collectives("has doubles of its own")
+def test_memory_that_is_freed_or_sent_again_in_flight_is_seen() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = lazy(group)
+        handle = collectives.reduce_scatter(numbers(rank), 1.0)
+        assert "was freed in flight" in refused(handle.wait)
+        tensor = numbers(rank)
+        first = collectives.all_gather(tensor[:4])
+        second = collectives.all_gather(tensor[4:])  # beside it
+        assert "test_lazy_collectives.py:" in refused(lambda: collectives.all_reduce(tensor, 1.0))
+        first.wait()
+        second.wait()
+        collectives.all_reduce(tensor, 1.0).wait()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.real_collectives("has doubles of its own")
+def test_at_random_ranks_differ_in_when_and_not_in_what() -> None:
+    def run(rank: int, group: ProcessGroup) -> tuple[list[bool], list[float]]:
+        collectives, early, result = lazy(group, "at-random"), [], []
+        for _ in range(20):
+            tensors = [numbers(rank) for _ in range(3)]
+            handles = [collectives.all_reduce(tensor, 1.0) for tensor in tensors]
+            early += [not is_poison(tensor) for tensor in tensors]
+            for tensor, handle in zip(tensors, handles, strict=True):
+                handle.wait()
+                result += tensor.tolist()
+        return early, result
+
+    (early, result), (other_early, other_result) = run_ranks(2, run)
+    assert result == other_result
+    assert early != other_early
+    assert 0 < sum(early) < 40, "the last of three can have come at its own launch alone, which is no later event"
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.real_collectives("has doubles of its own")
+def test_a_failure_is_raised_where_it_is_waited_for(delivery: Delivery) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        failing = FailingCollectives(group, GlooCollectives(group))
+        failing.fail_at(1, on_the_wire=True)
+        tensor = numbers(rank)
+        handle = LazyCollectives(failing, delivery).all_reduce(tensor, 1.0)
+        for _ in range(2):
+            with pytest.raises((CollectiveError, OutOfLuckError), match="out of luck"):
+                handle.wait()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_instances_are_lazy_too(kind: Any) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        with_real = with_instances(group, 2, kind)
+        whole = with_real if isinstance(with_real, LazyCollectives) else LazyCollectives(with_real)
+        instance, tensor = whole.instances[2], numbers(rank)
+        assert isinstance(instance, LazyCollectives)
+        assert instance.airspace is whole.airspace
+        instance.reduce_scatter(tensor, 1.0).wait()
+        own = slice(4 * (rank % 2), 4 * (rank % 2) + 4)
+        assert torch.equal(tensor[own], 10 * numbers(0)[own])
+        instance.all_gather(tensor).wait()
+        assert torch.equal(tensor, 10 * numbers(0))
+
+    with choosing(Choice("at-wait")):
+        run_ranks(4, run)
+
+
+# --- the engine under it ---------------------------------------------------------------------------------------------
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+    "all-reduce": {"use_distributed_optimizer": False},
+    "flattened": {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
+    "pooled": {"grad_buffer": "pooled"},
+    "gather in forward": {"overlap_param_gather": "forward"},
+    "pooled, measured": {"grad_buffer": "pooled", "bucket_size": "auto"},
+    "fp32 sums": {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False},
+}
+
+
+def train(
+    choice: Choice, run: Run, options: dict[str, Any], size: int = 2, *, is_guarded: bool = True
+) -> list[Outcome]:
+    """The outcomes by rank."""
+    config = DistributedDataParallelConfig(**{"bucket_size": 200, **options})
+
+    def on_rank(rank: int, group: ProcessGroup) -> Outcome:
+        training = start_ours(run, rank, group, config)
+        guard = InFlightGuard()
+        with guard if is_guarded else contextlib.nullcontext():
+            for step in range(run.steps):
+                training.step(step)
+        assert (guard.num_checked > 100 * run.steps) == is_guarded
+        return training.finish()
+
+    with choosing(choice):
+        outcomes = run_ranks(size, on_rank)
+    assert not is_in_torch_dispatch_mode(), "or nothing is compiled in this process any more"
+    return outcomes
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("backend", ["rings", "process-group"])
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_training_equals_ddp_to_the_bit(delivery: Delivery, backend: str, name: str) -> None:
+    """In any mode; and no operator of the engine's, of autograd's or of the optimizer's touches what is in flight."""
+    # Pooled gradients add up means over ranks, and DDP's mean is of what was added up.
+    run = Run(steps=6, accumulate=1 if "grad_buffer" in CONFIGS[name] else 2)
+    assert_same_bits(train(Choice(delivery, backend), run, CONFIGS[name]), train_with_ddp(run, 2))
+
+
+@pytest.mark.parametrize("backend", ["rings", "process-group"])
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_training_in_instances_is_the_same_whenever_results_come(delivery: Delivery, backend: str) -> None:
+    options = {"num_distributed_optimizer_instances": 2, "overlap_param_gather": "forward"}
+    run = Run(steps=4)
+    real = train(Choice(None, backend), run, options, 4, is_guarded=False)
+    assert_same_bits(train(Choice(delivery, backend), run, options, 4), real)
+
+
+class Forgotten(Handle):
+    """Nobody waits for what it stands for."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+def forget_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the first bucket is missing."""
+    start = Reducer._start_reduction
+
+    def start_and_forget(self: Reducer, bucket: int) -> Handle:
+        return Forgotten(start(self, bucket)) if bucket == 0 else start(self, bucket)
+
+    monkeypatch.setattr(Reducer, "_start_reduction", start_and_forget)
+
+
+def forget_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the first bucket's parameters is missing."""
+    start = ParamGather.start
+
+    def start_and_forget(self: ParamGather, bucket: int) -> None:
+        start(self, bucket)
+        if bucket == 0:
+            self._handles[bucket] = Forgotten(self._handles[bucket])
+
+    monkeypatch.setattr(ParamGather, "start", start_and_forget)
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+@pytest.mark.parametrize("forget", [forget_reductions, forget_gathers])
+@pytest.mark.parametrize("overlap", ["step", "forward"])
+def test_a_missing_wait_is_seen(
+    monkeypatch: pytest.MonkeyPatch, overlap: str, forget: Callable[[pytest.MonkeyPatch], None], is_guarded: bool
+) -> None:
+    """By the poison in the weights, and by the guard at the line."""
+    run, choice, options = Run(steps=1), Choice("at-wait"), {"overlap_param_gather": overlap}
+    assert_same_bits(train(choice, run, options), train_with_ddp(run, 2))
+    forget(monkeypatch)
+    with pytest.raises(AssertionError) as caught:
+        assert_same_bits(train(choice, run, options, is_guarded=is_guarded), train_with_ddp(run, 2))
+    if is_guarded:
+        assert "touches memory in flight" in str(caught.value)
+        assert f"{'reduce-scatter' if forget is forget_reductions else 'all-gather'} (launched at " in str(caught.value)
+        assert "/megastrategy/core/" in str(caught.value)
+    else:
+        assert "differs by nan" in str(caught.value)
+    violations.clear()
+
+
+# --- the guard -------------------------------------------------------------------------------------------------------
+
+
+def touch(kind: str, tensor: Tensor) -> None:
+    """One line, whose number is looked for."""
+    if kind == "read":
+        tensor.sum()
+    elif kind == "write":
+        tensor.add_(1.0)
+    elif kind == "foreach":
+        torch._foreach_mul_([torch.ones(2), tensor], 2.0)
+    elif kind == "out":
+        torch.add(torch.ones(2), 1.0, out=tensor)
+    elif kind == "backward":
+        (weight := torch.ones(2, requires_grad=True)).grad = tensor
+        weight.sum().backward()
+    else:
+        tensor.view(1, 2).detach().new_zeros(2).add_(torch.empty_like(tensor))
+
+
+TOUCHES = ("read", "write", "foreach", "out", "backward", "shape alone")
+
+
+@pytest.mark.parametrize("kind", TOUCHES)
+@pytest.mark.real_collectives("has doubles of its own")
+def test_the_guard_names_the_line(kind: str) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives, tensor, outside = lazy(group), torch.zeros(8), torch.zeros(2)
+        own, other = tensor[4 * rank :][:2], tensor[4 - 4 * rank :][:2]
+        with InFlightGuard():
+            for other_place in (own, other, outside):
+                touch(kind, other_place)
+            handle = collectives.all_gather(tensor)
+            touch(kind, outside)
+            if kind in ("read", "shape alone"):
+                touch(kind, own)  # which is sent
+            else:
+                assert "test_lazy_collectives.py" in refused(lambda: touch(kind, own))
+            if kind == "shape alone":
+                touch(kind, other)
+            else:
+                text = refused(lambda: touch(kind, other))
+                lines = (touch.__code__.co_firstlineno, touch.__code__.co_firstlineno + 14)
+                at, launched = (int(part.split(":")[1].split()[0].rstrip(")")) for part in text.split(".py")[1:])
+                assert lines[0] < at < lines[1] < launched
+            handle.wait()
+            for other_place in (own, other, outside):
+                touch(kind, other_place)
+        touch(kind, other)
+
+    run_ranks(2, run)
+
+
+def bucket_of_two_streams(group: ProcessGroup, *, is_ordered: bool) -> None:
+    """As findings have it: two parameters of a bucket get their gradients on two streams. The launch is ordered behind
+    the stream of the last hook alone, unless that stream has waited for the other."""
+    collectives, streams, bucket = lazy(group), Streams(), torch.zeros(8)
+    with InFlightGuard(streams):
+        bucket.zero_()
+        with streams.on("branch"):
+            streams.wait_for(MAIN)
+            bucket[:4].add_(1.0)
+        bucket[4:].add_(1.0)
+        if is_ordered:
+            streams.wait_for("branch")
+        collectives.reduce_scatter(bucket, 1.0).wait()
+        bucket.zero_()
+
+
+@pytest.mark.real_collectives("has doubles of its own")
+def test_a_bucket_that_is_launched_behind_one_of_its_two_streams_is_seen() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        bucket_of_two_streams(group, is_ordered=True)
+        text = refused(lambda: bucket_of_two_streams(group, is_ordered=False))
+        assert "reduce-scatter" in text
+        assert "is not ordered behind aten.add_.Tensor on stream 'branch'" in text
+
+    run_ranks(2, run)
+
+
+@pytest.mark.real_collectives("has doubles of its own")
+def test_buffers_that_are_zeroed_on_another_stream_are_seen() -> None:
+    """By the first hook, say, while another stream adds a gradient already."""
+    streams, bucket = Streams(), torch.zeros(8)
+    with InFlightGuard(streams):
+        bucket.zero_()
+        with streams.on("branch"):
+            assert "is not ordered behind aten.zero_.default on stream 'main'" in refused(lambda: bucket[:4].add_(1.0))
+
+
+def first_reader_waits(group: ProcessGroup, *, for_both: bool) -> None:
+    """As findings have it: whoever reads a parameter first waits for its bucket, on the stream that it reads on."""
+    collectives, streams, params = lazy(group), Streams(), torch.ones(8)
+    with InFlightGuard(streams):
+        handles = [collectives.all_gather(params)]
+
+        def read() -> None:
+            if handles:
+                handles.pop().wait()
+                if for_both:
+                    reader = streams.current
+                    with streams.on(MAIN):
+                        streams.wait_for(reader)
+            params.sum()
+
+        with streams.on("average"):
+            read()
+        read()
+
+
+@pytest.mark.real_collectives("has doubles of its own")
+def test_weights_that_only_the_first_readers_stream_waited_for_are_seen() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        first_reader_waits(group, for_both=True)
+        text = refused(lambda: first_reader_waits(group, for_both=False))
+        assert "aten.sum.default on stream 'main'" in text
+        assert "is not ordered behind all-gather" in text
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_parameters_arrive_on_the_stream_of_the_loop_whoever_reads_them_first(
+    monkeypatch: pytest.MonkeyPatch, is_first: bool
+) -> None:
+    """A reader on another stream, an average of the weights say, waits for both."""
+    streams_of: dict[str, Streams] = {}
+    monkeypatch.setattr(
+        torch.cpu, "current_stream", lambda device=None: streams_of[threading.current_thread().name].current_stream
+    )
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        streams = streams_of[threading.current_thread().name] = Streams()
+        config = DistributedDataParallelConfig(bucket_size=200, overlap_param_gather="forward")
+        with InFlightGuard(streams):
+            training = start_ours(Run(), rank, group, config)
+            training.step(0)
+            params = list(training.module.parameters())
+            assert any(type(param) is not Parameter for param in params), "on their way"
+            if not is_first:
+                training.module(*training.run.arguments(rank, 1, 0))
+            with streams.on("average"):
+                streams.wait_for(MAIN)
+                total = sum(param.detach().double().sum() for param in params)
+                assert isinstance(total, Tensor)
+                assert total.isfinite()
+            training.module(*training.run.arguments(rank, 1, 0))
+        training.finish()
+
+    with choosing(Choice("at-wait")):
+        run_ranks(2, run)
