@@ -208,7 +208,7 @@ class Engine:
             check_module(self.module, type(self._wrapper))
             common_device(self.module)
             check_memory_is_own(self.module, joining, self.all_reduce_option, sharded=layout.num_shards > 1)
-            check_ranks_agree(layout, self.config, self.collectives, self.device)
+            check_ranks_agree(layout, self.config, self.collectives)
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
         self.watch.look(self.params)
@@ -222,7 +222,7 @@ class Engine:
             tuner = BucketSizeTuner(
                 self.layout, self.config, self.collectives, self.shard_collectives, self.device, self._tell
             )
-        return BucketPlanner(self.config, self.collectives, self.device, functools.partial(move, self), tuner)
+        return BucketPlanner(self.config, self.collectives, functools.partial(move, self), tuner)
 
     def announce(self, tell: Callable[[str], None], num_state_tensors: int | None) -> None:
         """Tells the user what was set up, and from now on of what is decided in training.
@@ -357,6 +357,7 @@ class Engine:
             self.collectives.close()
             if self._own_group is not None:
                 destroy_instances(self.collectives)
+                destroy_group(self.collectives.host.group)
                 destroy_group(self._own_group)
                 self._own_group = None
 

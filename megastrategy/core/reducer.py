@@ -112,7 +112,6 @@ class Reducer:
         first = len(self._params)
         self.layout = layout
         self._params += params[first:]
-        self._device = params[0].device if params else torch.device("cpu")
         self._seen += [0] * (len(params) - first)
         self._kept += [False] * (len(params) - first)
         self.num_reductions += [0] * (len(params) - first)
@@ -398,7 +397,7 @@ class Reducer:
             microbatch=self.microbatch,
             has_nonfinite=bool(self._nonfinite),
             wants_other_order=wants,
-        ).over_ranks(self._collectives, self._device)
+        ).over_ranks(self._collectives)
         if agreement.microbatch is None:
             self._raise_microbatch_mismatch()
         if agreement.has_nonfinite:
@@ -461,12 +460,12 @@ class Reducer:
     def _raise_nonfinite(self) -> None:
         found = list(self._nonfinite)
         self._drop_unfinished()  # shards that sums are added to would keep what is not finite
-        by_rank = self._collectives.all_gather_objects(found, self._device)
+        by_rank = self._collectives.all_gather_objects(found)
         raise NonFiniteGradError(describe_nonfinite([item for items in by_rank for item in items]))
 
     def _raise_microbatch_mismatch(self) -> None:
         self._drop_unfinished()
-        microbatches = self._collectives.all_gather_objects(self.microbatch, self._device)
+        microbatches = self._collectives.all_gather_objects(self.microbatch)
         raise MicrobatchMismatchError(
             "the ranks reduce the gradients of different microbatches: "
             + ", ".join(f"rank {rank} is at number {number}" for rank, number in enumerate(microbatches))

@@ -72,7 +72,7 @@ RANKS = [
     },
     {"collectives.interface", "buffers", "trials.known_findings"},
     {"collectives.backend", "collectives.single_rank"},
-    {"collectives.gloo"},
+    {"collectives.gloo", "collectives.store"},
     {"collectives", "collectives.instanced"},
     {"agreement", "rebucketing.tuning", "flattened_buffers", "pooled_buffers", "param_buffers"},
     {"rebucketing.planner"},

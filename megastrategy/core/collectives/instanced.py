@@ -231,6 +231,23 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
             event.record(self._stream)
         return WorkHandle(what, event, self.every)
 
+    def abort(self) -> None:
+        for group in (self.group, self.across):
+            self._abort_group(group)
+
+    def wait_for_device(self, device: torch.device, what: str) -> None:
+        # Whoever watches the ranks watches all of them, and what was started is counted there.
+        self.every.wait_for_device(device, what)
+
+    def max_of_bytes(self, numbers: Sequence[int]) -> list[int]:
+        return self.every.max_of_bytes(numbers)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        # The hosts have one group, of all ranks: another for each instance would cost its connections, for a few bytes
+        # at a checkpoint, which all instances take part in.
+        first = self.every.rank - self.rank
+        return self.every.all_gather_bytes(data)[first : first + self.size]
+
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
         if scale is not None:
             tensor.mul_(scale)

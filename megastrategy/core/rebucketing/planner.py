@@ -26,7 +26,6 @@ class BucketPlanner:
     Args:
         config: the options.
         collectives: the data-parallel ranks.
-        device: the model's.
         move: changes over to another layout; whether that was possible. Collective.
         tuner: chooses the size of buckets, if that is to be measured.
     """
@@ -35,11 +34,10 @@ class BucketPlanner:
         self,
         config: DistributedDataParallelConfig,
         collectives: Collectives,
-        device: torch.device,
         move: Callable[[BufferLayout], bool],
         tuner: BucketSizeTuner | None = None,
     ) -> None:
-        self._config, self._collectives, self._device, self._move = config, collectives, device, move
+        self._config, self._collectives, self._move = config, collectives, move
         self._tuner = tuner
         self.judges_order = config.overlap_grad_reduce
         """Whether the first synchronised backward has not ended yet."""
@@ -95,8 +93,8 @@ class BucketPlanner:
         wanted, self._wanted_order, self.judges_order = self._wanted_order, None, False
         if moves:
             # -1 for nothing wanted: the other ranks are in this broadcast already, so rank 0 has to say something.
-            order = torch.tensor(wanted or [-1] * len(layout.params), dtype=torch.int64, device=self._device)
-            self._collectives.broadcast(order).wait()
+            order = torch.tensor(wanted or [-1] * len(layout.params), dtype=torch.int64)
+            self._collectives.host.broadcast(order).wait()
             if order[0] >= 0:
                 other = build_layout(layout.params, self._config, layout.dp_size, order.tolist())
                 layout = other if self._move(other) else layout

@@ -82,7 +82,7 @@ class BucketSizeTuner:
         if self._num_reductions < _NUM_SKIPPED + _NUM_MEASURED:
             return False
         # Rank 0's for all: each rank measured its own, and must come to the same layout.
-        times = self._collectives.all_gather_objects(self._median(), self._device)[0]
+        times = self._collectives.all_gather_objects(self._median())[0]
         if times is None:
             if self._collectives.rank == 0:
                 self._tell("bucket_size='auto': the default is kept, since no synchronised backward could be watched")
@@ -211,7 +211,7 @@ def measure_link(
         numel *= collectives.size
         tensor = torch.zeros(numel, dtype=dtype, device=device)
         start(tensor).wait()  # the first makes connections and memory
-        taken = torch.zeros(_NUM_SAMPLES + 1, dtype=torch.float64, device=device)
+        taken = torch.zeros(_NUM_SAMPLES + 1, dtype=torch.float64)
         begun_cpu = time.process_time()
         for number in range(_NUM_SAMPLES):
             _synchronize(device)
@@ -221,7 +221,7 @@ def measure_link(
             taken[number] = time.perf_counter() - begun
         taken[-1] = (time.process_time() - begun_cpu) / _NUM_SAMPLES
         # Before the fit, so that every rank fits the same samples and comes to the same link.
-        collectives.all_reduce_max(taken).wait()
+        collectives.host.all_reduce_max(taken).wait()
         # Of the smallest: what a collective costs before it sends anything, which is paid once a bucket.
         cpu_s = cpu_s or float(taken[-1])
         # The fit divides by it; a clock may not have moved in so short a time.
