@@ -277,6 +277,7 @@ class Engine:
 
         Reducer and gather keep theirs: nothing is trained any more.
         """
+        self.reducer.abort_unfinished()
         self.collectives = collectives
 
     # --- gradients ---------------------------------------------------------------------------------------------------

@@ -74,11 +74,8 @@ class Reducer:
     ) -> None:
         self.buffers = buffers
         self._params: list[Parameter] = []
-        self._collectives = collectives
-        self._shard_collectives = shard_collectives
-        self._config = config
-        self._should_sync = should_sync
-        self._listener = listener
+        self._collectives, self._shard_collectives = collectives, shard_collectives
+        self._config, self._should_sync, self._listener = config, should_sync, listener
 
         self._phase = BackwardPhase.IDLE
         self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
@@ -128,12 +125,18 @@ class Reducer:
         self._bucket_of = [slot.bucket for slot in layout.slots]
 
     def close(self) -> None:
-        """Removes the hooks. Reductions in flight are left alone: after an error elsewhere they might never end."""
+        """Removes the hooks. Reductions in flight are not waited for: after an error elsewhere they might never end."""
+        self.abort_unfinished()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        self._handles = []
+        self._hooks, self._handles = [], []
         self._in_flight.clear()
+
+    def abort_unfinished(self) -> None:
+        """Ends on the device what a backward that failed had launched there: it may wait for a rank that is gone."""
+        # NCCL's watchdog would else end this process when another rank gives up, and aborts.
+        if self._handles or self._in_flight:
+            self._collectives.abort()
 
     # --- forward -----------------------------------------------------------------------------------------------------
 

@@ -180,6 +180,34 @@ def scaled_step(optimizer: DistributedOptimizer) -> None:
     scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("how", ["close", "save over others"])
+def test_what_a_failed_backward_left_on_the_device_is_aborted(how: str) -> None:
+    """And nothing is, where the last backward has ended."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        device = DeviceCollectives(group)
+        model, _ = wrap(group, device)
+        backward(model, rank, 0)
+        model.engine.reducer.abort_unfinished()
+        assert device.num_aborts == 0
+
+        def fail(_: Tensor) -> None:
+            raise ValueError("bad")
+
+        hook = model.module[0].weight.register_hook(fail)  # the last gradient: buckets before it are on the wire
+        with pytest.raises(ValueError, match="bad"):
+            backward(model, rank, 1)
+        hook.remove()
+        assert device.num_aborts == 0
+        if how == "close":
+            model.close()
+        else:
+            model.engine.save_over(device)
+        assert device.num_aborts == 1
+
+    run_ranks(2, run)
+
+
 READS: dict[str, Callable[[DistributedOptimizer], object]] = {
     "a checkpoint": lambda optimizer: optimizer.state_dict(),
     "error_if_nonfinite": lambda optimizer: optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True),

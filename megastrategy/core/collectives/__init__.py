@@ -68,8 +68,11 @@ def _over_store(group: ProcessGroup, roll_call: RollCall | None) -> StoreCollect
             "every machine",
             stacklevel=3,
         )
-    name = new_name(group, some_device(group))
-    return StoreCollectives(group, PrefixStore(name, store_of_group(group)), roll_call)
+    device = some_device(group)
+    store = PrefixStore(new_name(group, device), store_of_group(group))
+    if roll_call is None:
+        roll_call = RollCall(store, group.rank(), group.size(), group._get_backend(device).options._timeout)
+    return StoreCollectives(group, store, roll_call)
 
 
 def host_collectives() -> Collectives:

@@ -7,6 +7,12 @@ connects, and the caller looks every second whether all processes are there stil
 made from. The thread is left behind where one is not: nothing ends it before the timeout. The group has a connection of
 its own to the store, since a client that waits keeps every other request of its process waiting.
 
+[Note: members alone]
+Where ``init_process_group`` was given a ``device_id`` (Lightning gives it), torch splits the communicator of a new NCCL
+group from the default group's, and a split is collective over all ranks of that: a part whose members alone make it
+would wait for the others for ever. torch splits if the default group has the device bound. So it has not while a part
+is made, and the part's communicator is connected by its members, as eagerly.
+
 [Note: hosts that cannot connect]
 Ranks whose group is a device's (NCCL) agree over a gloo group of their hosts. Gloo listens on what the machine's own
 name resolves to. On many images that is a loopback address, where no other node can come; so this group then listens
@@ -162,21 +168,29 @@ def part_of_group(
         address = address_to_listen_at(PrefixStore(f"{name}, addresses", store), ranks.index(own), len(ranks))
 
     def connect() -> ProcessGroup:
-        made: ProcessGroup
         if address:
             return _gloo_at(address, store.clone(), name, ranks, ranks.index(own), timeout)  # type: ignore[attr-defined]
-        # torch's own helper, private: new_group() goes through it too, but that one all ranks of the world must call
-        made, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(own),
-            ranks,
-            dist.Backend(backend),
-            store.clone(),  # type: ignore[attr-defined] # missing in torch's stubs
-            name,  # type: ignore[arg-type] # a str to Python; torch's own type for it is recent
-            timeout=timeout,
-            device_id=world.bound_device_id,
-        )
-        return made
+        # See [Note: members alone].
+        bound = world.bound_device_id
+        if len(ranks) < world.size():
+            world.bound_device_id = None
+        try:
+            # torch's own helper, private: new_group() goes through it too, but that one all ranks of the world must
+            # call
+            made, _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(own),
+                ranks,
+                dist.Backend(backend),
+                store.clone(),  # type: ignore[attr-defined] # missing in torch's stubs
+                name,  # type: ignore[arg-type] # a str to Python; torch's own type for it is recent
+                timeout=timeout,
+                device_id=bound,
+            )
+        finally:
+            world.bound_device_id = bound
+        group_made: ProcessGroup = made
+        return group_made
 
     peers = [dist.get_group_rank(group, rank) for rank in ranks if rank != own]
     made = _while_all_live(connect, group, peers, bounded=hosts_only)
@@ -197,10 +211,10 @@ def address_to_listen_at(store: Store, rank: int, size: int) -> str:
 
     See [Note: hosts that cannot connect].
     """
-    below = store
+    below: Any = store
     while isinstance(below, PrefixStore):
         below = below.underlying_store
-    if not isinstance(below, dist.TCPStore):
+    if type(below).__name__ != "TCPStore":
         return ""  # in a file, or of one process: nothing says which way the others are
     towards = _address_towards(below.host, below.port)
     store.set(f"{rank}", towards)
@@ -234,13 +248,15 @@ def _is_loopback(address: str) -> bool:
 
 def _gloo_at(address: str, store: Store, name: str, ranks: list[int], place: int, timeout: timedelta) -> ProcessGroup:
     """Makes a gloo group that listens at ``address``, as torch's own helper would make it, which takes no address."""
-    c10d, prefix = dist.distributed_c10d, PrefixStore(f"{name}/", store)
-    options = dist.ProcessGroupGloo._Options()
+    c10d: Any = dist.distributed_c10d  # whose private names torch's stubs lack
+    gloo: Any = dist.ProcessGroupGloo
+    prefix = PrefixStore(f"{name}/", store)
+    options = gloo._Options()
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    backend = dist.ProcessGroupGloo(PrefixStore("cpu/", prefix), place, len(ranks), options)
+    options._devices = [gloo.create_device(hostname=address)]
+    backend = gloo(PrefixStore("cpu/", prefix), place, len(ranks), options)
     backend._set_sequence_number_for_group()
-    made = ProcessGroup(prefix, place, len(ranks))
+    made: Any = ProcessGroup(prefix, place, len(ranks))
     made._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     made._set_default_backend(ProcessGroup.BackendType.GLOO)
     made._set_group_name(name)
@@ -252,7 +268,8 @@ def _gloo_at(address: str, store: Store, name: str, ranks: list[int], place: int
     c10d._world.pg_to_tag[made] = tag = f"ptd:{name}"
     c10d._world.tags_to_pg.setdefault(tag, []).append(made)
     c10d._register_process_group(name, made)
-    return made
+    group: ProcessGroup = made
+    return group
 
 
 def _while_all_live(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,8 @@ class StoreCollectives(Collectives):
         number, store = self._num_rounds, self._store
         with self.named_failures(what):
             # Bytes, of whatever dtype: numpy knows no bfloat16.
-            store.set(f"{number}/{self.rank}", tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            own: Any = tensor.contiguous().view(torch.uint8).numpy().tobytes()  # which a store takes
+            store.set(f"{number}/{self.rank}", own)
             keys = [f"{number}/{rank}" for rank in range(self.size)]
             self._wait_for(keys, what)
             found = [bytearray(store.get(key)) for key in keys]
