@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
 from megastrategy.core.collectives import Collectives, GlooCollectives, host_collectives, process_groups
+from megastrategy.core.collectives.gloo import HostCollectives
+from megastrategy.core.collectives.gloo_rings import GlooRings
 from megastrategy.core.collectives.store import StoreCollectives
 from megastrategy.core.errors import CollectiveError
 
@@ -70,6 +72,39 @@ def test_the_store_carries_what_gloo_does(size: int, call: str, dtype: torch.dty
 
     results: dict[int, list[Tensor]] = {}
     run_ranks(size, run)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8])
+def test_hosts_find_a_maximum_in_as_many_exchanges_as_the_size_has_bits(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And take nobody's data of another collective that runs between."""
+    distances: list[int] = []
+    exchange = GlooRings._exchange
+
+    def counted(self: GlooRings, kind: int, sent: Any, received: Any, distance: int = 1) -> Any:
+        if len(received) == 1 and received[0].dtype == torch.uint8:
+            distances.append(distance)
+        return exchange(self, kind, sent, received, distance)
+
+    monkeypatch.setattr(GlooRings, "_exchange", counted)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        hosts = HostCollectives(group)
+        for round_ in range(3):
+            of_ranks = [numbers(10 * round_ + r, 50, torch.uint8) for r in range(size)]
+            own = of_ranks[rank].clone()
+            hosts.all_reduce_max(own).wait()
+            assert torch.equal(own, torch.stack(of_ranks).amax(0))
+            whole = torch.zeros(size, dtype=torch.int64)
+            whole[rank] = rank
+            hosts.all_gather(whole).wait()
+            assert whole.tolist() == list(range(size))
+        hosts.close()
+
+    run_ranks(size, run)
+    num_exchanges = (size - 1).bit_length()
+    assert sorted(distances) == [2**k for k in range(num_exchanges) for _ in range(3 * size)]
 
 
 def test_the_store_keeps_two_rounds_at_most() -> None:
@@ -134,7 +169,7 @@ def test_hosts_listen_where_the_others_come_if_their_name_is_a_loopback_address(
     own_name: str | None, is_at_master: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Debian's images have it. The interfaces of the machines are given: there is one machine here."""
-    store = dist.TCPStore("localhost", 0, 2, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     other = "10.0.0.7" if is_at_master else "127.0.0.1"
     shared = dist.PrefixStore("addresses", store)
     shared.set("1", other)
@@ -146,7 +181,7 @@ def test_hosts_listen_where_the_others_come_if_their_name_is_a_loopback_address(
 
     def towards(host: str, port: int) -> str:
         assert port == store.port
-        if host == "localhost":
+        if host == "127.0.0.1":
             return "127.0.0.1" if is_at_master else "10.0.0.7"
         return {"10.0.0.7": "10.0.0.4"}[host]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
 
-from megastrategy.core.collectives import GlooCollectives, Handle
+from megastrategy.core.collectives import Handle
+from megastrategy.core.collectives.gloo import HostCollectives
 
 from .doubles import RecordingCollectives
 from .ranks import gloo_group, retire_with
@@ -32,7 +33,7 @@ class DeviceCollectives(RecordingCollectives):
         super().__init__(group)
         hosts = gloo_group(PrefixStore("hosts", group.get_group_store()), group.rank(), group.size(), timeout_s)
         retire_with(group, hosts)
-        self.hosts = GlooCollectives(hosts)
+        self.hosts = HostCollectives(hosts)
         self._host = self.hosts
         self.num_waits = self.num_aborts = 0
         self.is_stalled = False

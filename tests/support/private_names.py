@@ -44,7 +44,8 @@ LIVES_IN = {
         "_register_backend _set_default_backend _set_group_desc _set_group_name"
     ),
     "torch.distributed.ProcessGroupGloo": "_Options _set_sequence_number_for_group",
-    "torch.distributed.ProcessGroupGloo.Options": "_devices _timeout",
+    "torch.distributed.ProcessGroupGloo.Options": "_timeout",
+    "torch.distributed.ProcessGroupGloo._Options": "_devices",
     "torch.distributed.distributed_c10d": (
         "_get_default_group _get_default_store _new_process_group_helper _register_process_group _world"
     ),

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .backend import BackendCollectives
-from .gloo import GlooCollectives
+from .gloo import GlooCollectives, HostCollectives
 from .interface import Collectives, Handle, Handles
 from .process_groups import has_gloo, host_group, new_name, some_device, store_of_group, world_group
 from .roll_call import RollCall
@@ -51,10 +51,10 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     # A group may have gloo beside the device's backend, which is as good as another group. And one that was made by
     # hand has no name in torch's tables that another could be made from.
     if has_gloo(group):
-        return BackendCollectives(group, roll_call, GlooCollectives(group, roll_call))
+        return BackendCollectives(group, roll_call, HostCollectives(group, roll_call))
     hosts = host_group(group) if known is not None else None
     return BackendCollectives(
-        group, roll_call, _over_store(group, roll_call) if hosts is None else GlooCollectives(hosts, roll_call)
+        group, roll_call, _over_store(group, roll_call) if hosts is None else HostCollectives(hosts, roll_call)
     )
 
 

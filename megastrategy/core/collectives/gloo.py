@@ -105,6 +105,13 @@ class GlooCollectives(Collectives):
         return self._lent.lend(tensor)
 
 
+class HostCollectives(GlooCollectives):
+    """Gloo for the hosts of a device's ranks, which exchange few bytes, and wait for each other in each step."""
+
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self._start("all-reduce", lambda: self._rings.all_reduce_max(tensor))
+
+
 class _FutureHandle(Handle):
     def __init__(self, what: str, future: Future[tuple[int, int]], collectives: GlooCollectives, number: int) -> None:
         self._what, self._future, self._collectives, self._number = what, future, collectives, number
