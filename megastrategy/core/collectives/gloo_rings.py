@@ -25,7 +25,7 @@ added when the last one has come is too."""
 # Parts of tags: ranks that are in different collectives do not take each other's data, since gloo ends a process at a
 # wrong size.
 _GATHER, _REDUCE, _READY, _ALL_TO_ALL, _MAX = range(5)
-_NUM_KINDS = 8  # the tags of one exchange; a power of two, for no other reason than room
+_NUM_KINDS = 8  # tags of one exchange: more than there are kinds
 
 
 class GlooRings:
