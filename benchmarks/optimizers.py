@@ -251,7 +251,7 @@ def _under_ours(make: Make) -> list[Outcome]:
             return model, DistributedOptimizer(make(list(module.parameters())), model)
 
         def share(state: Any) -> Any:
-            return collectives[0].all_gather_objects(state, torch.device("cpu"))[0]
+            return collectives[0].all_gather_objects(state)[0]
 
         return _train(make, wrap, rank, share)
 

@@ -89,7 +89,8 @@ class WaitsInVain:
         """Asks :meth:`_ask` from now on while a rank waits in ``collectives``; ``purpose`` is what for, in messages."""
         name = collectives.group.group_name
         self._groups[name] = collectives
-        collectives.watchdog = functools.partial(self._ask, name, purpose)
+        # On an accelerator ranks wait on their hosts, in a group that counts with the device's.
+        collectives.watchdog = collectives.host.watchdog = functools.partial(self._ask, name, purpose)
         return collectives
 
     def forget(self) -> None:

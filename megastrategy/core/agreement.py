@@ -1,11 +1,9 @@
-"""The ranks exchange a few facts at the end of a synchronised backward: a byte for each, in one reduction."""
+"""The ranks exchange a few facts at the end of a synchronised backward: a byte each, in one reduction of the hosts."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-
-import torch
 
 from .collectives import Collectives
 
@@ -50,10 +48,11 @@ class Agreement:
             wants_other_order=bool(wants_other_order),
         )
 
-    def over_ranks(self, collectives: Collectives, device: torch.device) -> Agreement:
-        """Returns the facts of all ranks together. Collective: one reduction on ``device``, of a byte a parameter."""
-        tensor = torch.tensor(self.encode(), dtype=torch.uint8, device=device)
-        collectives.all_reduce_max(tensor).wait()
-        # The host decides by it what becomes of .grad, so on CUDA this waits for the device, once a synchronised
-        # backward.
-        return Agreement.decode(tensor.tolist(), len(self.used))
+    def over_ranks(self, collectives: Collectives) -> Agreement:
+        """Returns the facts of all ranks together. Collective: one reduction of a byte a parameter, between hosts.
+
+        On one rank these are all the facts, and nothing is sent. See [Note: what the host waits for].
+        """
+        if collectives.size == 1:
+            return self
+        return Agreement.decode(collectives.max_of_bytes(self.encode()), len(self.used))

@@ -234,6 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         grads = impl.owned_grads()
         norm = impl.norm(grads, norm_type)
         if error_if_nonfinite:
+            impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
             check_finite(norm, norm_type)
         with torch.no_grad():
             scale_to_norm_(grads + impl.strangers.grads(), norm, max_norm)
@@ -266,6 +267,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # a stranger's gradient is not reduced, and may be infinite on one rank alone
         agreeing = impl.engine.collectives if impl.strangers.params else impl.owner_collectives
         return unscale_grads_(impl.owned_grads() + impl.strangers.grads(), inv_scale, agreeing, impl.engine.device)
+
+    def wait_for_found_inf(self) -> None:
+        """For gradient scalers: comes before they read on the host what :meth:`unscale_grads_` has found."""
+        engine = self._impl.engine
+        engine.collectives.wait_for_device(engine.device, "all-reduce")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Collective if any parameter of the wrapped model was not trained before.

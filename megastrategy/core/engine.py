@@ -203,7 +203,7 @@ class Engine:
             check_module(self.module, type(self._wrapper))
             common_device(self.module)
             check_memory_is_own(self.module, joining, self.all_reduce_option, sharded=layout.num_shards > 1)
-            check_ranks_agree(layout, self.config, self.collectives, self.device)
+            check_ranks_agree(layout, self.config, self.collectives)
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
         self.watch.look(self.params)
@@ -215,7 +215,7 @@ class Engine:
         # Where nothing is sent before the end of backward, buckets in another order are sent no earlier.
         if self.collectives.size == 1 or not self.params or not self.config.overlap_grad_reduce:
             return None
-        return BucketPlanner(self.config, self.collectives, self.device, functools.partial(move, self))
+        return BucketPlanner(self.config, self.collectives, functools.partial(move, self))
 
     def announce(self, tell: Callable[[str], None], num_state_tensors: int | None) -> None:
         """Tells the user what was set up.
@@ -262,6 +262,7 @@ class Engine:
 
         Reducer and gather keep theirs: nothing is trained any more.
         """
+        self.reducer.abort_unfinished()
         self.collectives = collectives
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -342,6 +343,7 @@ class Engine:
             self.collectives.close()
             if self._own_group is not None:
                 destroy_instances(self.collectives)
+                destroy_group(self.collectives.host.group)
                 destroy_group(self._own_group)
                 self._own_group = None
 

@@ -32,6 +32,13 @@ class GradScaler(torch.amp.GradScaler):
         # torch adds these up over devices, and skips if the sum is not zero. Ours is agreed on already.
         return {found.device: found}
 
+    def _maybe_opt_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch reads what was found, which nothing can interrupt. If a peer is gone it is noticed here instead.
+        wait: Any = getattr(optimizer, "wait_for_found_inf", None)
+        if wait is not None:
+            wait()
+        return super()._maybe_opt_step(optimizer, *args, **kwargs)
+
 
 def adapt_scaler(
     scaler: Any, config: DistributedDataParallelConfig, whose: str, way_out: str

@@ -131,17 +131,15 @@ def common_device(module: nn.Module) -> torch.device:
     return device or torch.device("cpu")
 
 
-def check_ranks_agree(
-    layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives, device: torch.device
-) -> None:
+def check_ranks_agree(layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives) -> None:
     """Raises LayoutMismatchError, on all ranks, if their layouts or options differ. Collective."""
     options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
     description = {**layout.describe(), "option (name, value)": options}
     # 32 bytes first: the whole description of a large model is megabytes, and almost always the same.
-    digests = collectives.all_gather_bytes(digest(description), device)
+    digests = collectives.all_gather_bytes(digest(description))
     if len(set(digests)) == 1:
         return
-    descriptions = collectives.all_gather_objects(description, device)
+    descriptions = collectives.all_gather_objects(description)
     # Parameters come first in it, so the first difference is the cause and not one of its consequences.
     for what in descriptions[0]:
         for rank, theirs in enumerate(descriptions):

@@ -74,11 +74,8 @@ class Reducer:
     ) -> None:
         self.buffers = buffers
         self._params: list[Parameter] = []
-        self._collectives = collectives
-        self._shard_collectives = shard_collectives
-        self._config = config
-        self._should_sync = should_sync
-        self._listener = listener
+        self._collectives, self._shard_collectives = collectives, shard_collectives
+        self._config, self._should_sync, self._listener = config, should_sync, listener
 
         self._phase = BackwardPhase.IDLE
         self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
@@ -112,7 +109,6 @@ class Reducer:
         first = len(self._params)
         self.layout = layout
         self._params += params[first:]
-        self._device = params[0].device if params else torch.device("cpu")
         self._seen += [0] * (len(params) - first)
         self._kept += [False] * (len(params) - first)
         self.num_reductions += [0] * (len(params) - first)
@@ -129,12 +125,18 @@ class Reducer:
         self._bucket_of = [slot.bucket for slot in layout.slots]
 
     def close(self) -> None:
-        """Removes the hooks. Reductions in flight are left alone: after an error elsewhere they might never end."""
+        """Removes the hooks. Reductions in flight are not waited for: after an error elsewhere they might never end."""
+        self.abort_unfinished()
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        self._handles = []
+        self._hooks, self._handles = [], []
         self._in_flight.clear()
+
+    def abort_unfinished(self) -> None:
+        """Ends on the device what a backward that failed had launched there: it may wait for a rank that is gone."""
+        # NCCL's watchdog would else end this process when another rank gives up, and aborts.
+        if self._handles or self._in_flight:
+            self._collectives.abort()
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
@@ -394,7 +396,7 @@ class Reducer:
             microbatch=self.microbatch,
             has_nonfinite=bool(self._nonfinite.found()),
             wants_other_order=wants,
-        ).over_ranks(self._collectives, self._device)
+        ).over_ranks(self._collectives)
         if agreement.microbatch is None:
             self._raise_microbatch_mismatch()
         if agreement.has_nonfinite:
@@ -457,12 +459,12 @@ class Reducer:
     def _raise_nonfinite(self) -> None:
         found = self._nonfinite.found()
         self._drop_unfinished()  # shards that sums are added to would keep what is not finite
-        by_rank = self._collectives.all_gather_objects(found, self._device)
+        by_rank = self._collectives.all_gather_objects(found)
         raise NonFiniteGradError(describe_nonfinite([item for items in by_rank for item in items]))
 
     def _raise_microbatch_mismatch(self) -> None:
         self._drop_unfinished()
-        microbatches = self._collectives.all_gather_objects(self.microbatch, self._device)
+        microbatches = self._collectives.all_gather_objects(self.microbatch)
         raise MicrobatchMismatchError(
             "the ranks reduce the gradients of different microbatches: "
             + ", ".join(f"rank {rank} is at number {number}" for rank, number in enumerate(microbatches))

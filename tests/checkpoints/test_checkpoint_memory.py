@@ -195,7 +195,7 @@ def test_loading_costs_the_shard_and_nothing_else(size: int, dtype: torch.dtype)
     def run(rank: int, group: ProcessGroup) -> None:
         me = Rank(group, dtype, sharded=True)
         saved = {"state": me.optimizer.state_dict(), "main": me.optimizer.main_params()}
-        [saved, *_] = me.collectives.all_gather_objects(saved, me.model.device)
+        [saved, *_] = me.collectives.all_gather_objects(saved)
         expected = 4 * 3 * me.shard_numel + 4 * sum(len(values) > 0 for values in me.optimizer.state.values())
         for _ in range(2):  # the second time there is a loaded state to let go
             _, watch = me.watched(lambda: me.optimizer.load_state_dict(saved["state"]))
@@ -220,7 +220,7 @@ def test_nothing_that_was_loaded_from_is_held(size: int) -> None:
         config = DistributedDataParallelConfig(**CONFIG)
         model = DistributedDataParallel(module, config, group)
         optimizer = DistributedOptimizer(torch.optim.Adagrad(module.parameters(), lr=0.1), model)
-        [saved, *_] = model.engine.collectives.all_gather_objects(optimizer.state_dict(), model.device)
+        [saved, *_] = model.engine.collectives.all_gather_objects(optimizer.state_dict())
         assert len(saved["state"]) == len(list(module.parameters())), "frozen or not"
         optimizer.load_state_dict(saved)
         given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(saved["state"])}

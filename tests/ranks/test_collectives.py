@@ -173,8 +173,8 @@ def test_broadcast_of_many_tensors_and_gather_of_bytes(size: int) -> None:
         collectives.broadcast_all(tensors)
         assert not any(tensor.any() for i, tensor in enumerate(tensors) if i != 4)
         assert tensors[4].tolist() == [True, False]
-        assert collectives.all_gather_bytes(b"x" * rank, CPU) == [b"x" * r for r in range(size)]
-        assert collectives.all_gather_objects({"rank": rank}, CPU) == [{"rank": r} for r in range(size)]
+        assert collectives.all_gather_bytes(b"x" * rank) == [b"x" * r for r in range(size)]
+        assert collectives.all_gather_objects({"rank": rank}) == [{"rank": r} for r in range(size)]
         collectives.close()
 
     run_ranks(size, run)

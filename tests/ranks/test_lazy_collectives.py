@@ -210,7 +210,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "flattened": {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
     "pooled": {"grad_buffer": "pooled"},
     "gather in forward": {"overlap_param_gather": "forward"},
-    "pooled, measured": {"grad_buffer": "pooled", "bucket_size": "auto"},
     "fp32 sums": {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False},
 }
 

@@ -239,7 +239,7 @@ def test_counters_of_one_element_come_back() -> None:
         for _ in range(2):
             model(torch.ones(2, 10)).sum().backward()
             optimizer.step()
-        (state,) = model.engine.collectives.all_gather_objects(optimizer.state_dict(), model.device)[:1]
+        (state,) = model.engine.collectives.all_gather_objects(optimizer.state_dict())[:1]
         optimizer.load_state_dict(state)
         again = optimizer.state_dict()
         if rank == 0:

@@ -171,7 +171,7 @@ def test_what_is_resumed_goes_on_as_what_went_on(saved_at: int, size: int, shard
         ours = Ours(make, dtype, sharded, collectives=collectives)
         ours.train(range(saved_at))
         saved = ours.module.state_dict(), ours.optimizer.state_dict(), ours.optimizer.main_params()
-        weights, state, mains = collectives.all_gather_objects(saved, torch.device("cpu"))[0]
+        weights, state, mains = collectives.all_gather_objects(saved)[0]
         resumed = Ours(make, dtype, sharded, first=saved_at - 1, collectives=collectives)
         resumed.module.load_state_dict(weights)
         resumed.optimizer.load_state_dict(state)

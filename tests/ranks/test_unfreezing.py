@@ -251,9 +251,7 @@ def test_state_that_was_loaded_for_a_frozen_parameter_is_used_when_it_joins() ->
         module = four_layers()
         whole = Ours(module, adam(module.parameters()), group, SMALL_BUCKETS)
         steps(whole, 0, 3)
-        [state] = whole.model.engine.collectives.all_gather_objects(whole.optimizer.state_dict(), torch.device("cpu"))[
-            :1
-        ]
+        [state] = whole.model.engine.collectives.all_gather_objects(whole.optimizer.state_dict())[:1]
         again = four_layers()
         again.load_state_dict(module.state_dict())
         steps(whole, 3, 3)
@@ -294,16 +292,12 @@ def test_state_of_a_frozen_bf16_parameter_is_loaded_as_it_was_saved() -> None:
         before = Ours(module, adam(module.parameters()), group, SMALL_BUCKETS)
         before.model(batch(rank, 0).bfloat16()).float().square().mean().backward()
         before.optimizer.step()
-        [state, *_] = before.model.engine.collectives.all_gather_objects(
-            before.optimizer.state_dict(), torch.device("cpu")
-        )
+        [state, *_] = before.model.engine.collectives.all_gather_objects(before.optimizer.state_dict())
         frozen = four_layers(torch.bfloat16)
         frozen[0].requires_grad_(False)
         after = Ours(frozen, adam(frozen.parameters()), group, SMALL_BUCKETS)
         after.optimizer.load_state_dict(state)
-        [again, *_] = after.model.engine.collectives.all_gather_objects(
-            after.optimizer.state_dict(), torch.device("cpu")
-        )
+        [again, *_] = after.model.engine.collectives.all_gather_objects(after.optimizer.state_dict())
         assert_same_state(again, state)
         frozen[0].requires_grad_(True)
         after.model(batch(rank, 1).bfloat16()).float().square().mean().backward()

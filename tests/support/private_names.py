@@ -41,10 +41,15 @@ LIVES_IN = {
     ),
     "torch.distributed.algorithms.join": "_JoinConfig",
     "torch.distributed.ProcessGroup": (
-        "_allgather_base _device_types _get_backend _get_sequence_number_for_group _reduce_scatter_base"
+        "_allgather_base _device_types _get_backend _get_sequence_number_for_group _reduce_scatter_base "
+        "_register_backend _set_default_backend _set_group_desc _set_group_name"
     ),
+    "torch.distributed.ProcessGroupGloo": "_Options _set_sequence_number_for_group",
     "torch.distributed.ProcessGroupGloo.Options": "_timeout",
-    "torch.distributed.distributed_c10d": ("_get_default_group _get_default_store _new_process_group_helper _world"),
+    "torch.distributed.ProcessGroupGloo._Options": "_devices",
+    "torch.distributed.distributed_c10d": (
+        "_get_default_group _get_default_store _new_process_group_helper _register_process_group _world"
+    ),
     "torch.nn.modules.module": (
         "_load_from_state_dict _load_state_dict_post_hooks _load_state_dict_pre_hooks _modules "
         "_non_persistent_buffers_set _parameters"

@@ -47,11 +47,16 @@ def with_instances(
     number, place = divmod(rank, size)
     instance = gloo_group(PrefixStore(f"instance {number}", store), place, size, timeout.total_seconds())
     across = gloo_group(PrefixStore(f"place {place}", store), number, num_instances, timeout.total_seconds())
-    _parts.setdefault(group, []).extend((instance, across))
+    retire_with(group, instance, across)
     choice = chosen_collectives.chosen
     every = (kind or choice.kind)(group)
     every.instances[size] = make_instance_collectives(every, instance, across)
     return choice.around(every)
+
+
+def retire_with(group: ProcessGroup, *others: ProcessGroup) -> None:
+    """Ends groups that were made by hand beside ``group`` when that ends."""
+    _parts.setdefault(group, []).extend(others)
 
 
 _parts: weakref.WeakKeyDictionary[ProcessGroup, list[ProcessGroup]] = weakref.WeakKeyDictionary()

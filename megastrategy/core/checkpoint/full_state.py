@@ -35,8 +35,7 @@ class Gather(Protocol):
         """Every rank's picklable ``own``; on other ranks than the root it may be a part of them."""
 
     def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
-        """``flat``, in which this rank's part of a bucket stands, becomes whole on the root. ``name``: whose elements
-        they are."""
+        """``flat``, with this rank's part of a bucket in it, becomes whole on the root. ``name``: whose elements."""
 
 
 class CollectiveGather:
@@ -47,10 +46,12 @@ class CollectiveGather:
         self.is_root = collectives.is_rank_zero
 
     def everybody(self, own: Any) -> list[Any]:
-        return self._collectives.all_gather_objects(own, self._device)
+        return self._collectives.all_gather_objects(own)
 
     def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
         self._collectives.all_gather(flat).wait()
+        if self.is_root:  # which copies what has come to the host next
+            self._collectives.wait_for_device(self._device, "all-gather")
 
 
 MAIN_PARAM = "(main param)"

@@ -254,7 +254,7 @@ def _on_rank_zero(path: Path, collectives: Collectives) -> Iterator[bool]:
     except Exception as error:  # noqa: BLE001 - of the system, or of a user's value that cannot be pickled
         failure, cause = f"{type(error).__name__}: {error}", error
     # After an error of the system too, so that ranks on which nothing went wrong learn of rank 0's.
-    failure = collectives.all_gather_objects(failure, torch.device("cpu"))[0]
+    failure = collectives.all_gather_objects(failure)[0]
     if failure:
         raise CheckpointError(f"the checkpoint {path} was not written: rank 0: {failure}") from cause
 

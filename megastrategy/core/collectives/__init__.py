@@ -1,23 +1,27 @@
 """Every byte that leaves a rank goes through here: the only folder that calls torch.distributed.
 
 ``interface`` is what the engine sees; ``backend`` (NCCL and others), ``gloo`` (by way of ``gloo_rings``, in a
-``worker``), ``host_staged`` (gloo for tensors on an accelerator), ``single_rank`` and ``instanced`` (an optimizer in
-several instances) are what stands behind it.
+``worker``), ``host_staged`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (an optimizer in
+several instances) and ``store`` (for hosts that cannot connect) are what stands behind it.
 """
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore
 
 from .backend import BackendCollectives
-from .gloo import GlooCollectives
+from .gloo import GlooCollectives, HostCollectives
 from .host_staged import HostStagedCollectives
 from .interface import Collectives, Handle, Handles
-from .process_groups import host_group
+from .process_groups import has_gloo, host_group, new_name, some_device, store_of_group, world_group
 from .roll_call import RollCall
 from .single_rank import LoneCollectives
+from .store import StoreCollectives
 
 __all__ = [
     "BackendCollectives",
@@ -42,10 +46,36 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     known = dist.distributed_c10d._world.pg_map.get(group)
     roll_call = RollCall(known[1], group.rank(), group.size(), backend.options._timeout) if known is not None else None
     # Asked of the backend for this device: a group may have gloo for the host and NCCL for the GPU.
-    if backend.name() != "gloo":
+    if backend.name() == "gloo":
+        hosts_own = GlooCollectives(group, roll_call)
+        return hosts_own if device.type == "cpu" else HostStagedCollectives(hosts_own, device)
+    if device.type == "cpu":
         return BackendCollectives(group, roll_call)
-    host = GlooCollectives(group, roll_call)
-    return host if device.type == "cpu" else HostStagedCollectives(host, device)
+    # A group may have gloo beside the device's backend, which is as good as another group. And one that was made by
+    # hand has no name in torch's tables that another could be made from.
+    if has_gloo(group):
+        return BackendCollectives(group, roll_call, HostCollectives(group, roll_call))
+    hosts = host_group(group) if known is not None else None
+    return BackendCollectives(
+        group, roll_call, _over_store(group, roll_call) if hosts is None else HostCollectives(hosts, roll_call)
+    )
+
+
+def _over_store(group: ProcessGroup, roll_call: RollCall | None) -> StoreCollectives:
+    """Collectives of hosts that have no group; says on rank 0 why, and what to do."""
+    if group.rank() == 0:
+        warnings.warn(
+            f"the hosts of {group.size()} ranks could not connect over gloo, so what the ranks agree on goes through "
+            "the key-value store, which is slower: a millisecond or more in each step. Most often gloo listens on an "
+            "interface that the other machines do not reach: set GLOO_SOCKET_IFNAME to one that they do (eth0, say) on "
+            "every machine",
+            stacklevel=3,
+        )
+    device = some_device(group)
+    store = PrefixStore(new_name(group, device), store_of_group(group))
+    if roll_call is None:
+        roll_call = RollCall(store, group.rank(), group.size(), group._get_backend(device).options._timeout)
+    return StoreCollectives(group, store, roll_call)
 
 
 def host_collectives() -> Collectives:
@@ -54,4 +84,6 @@ def host_collectives() -> Collectives:
     Raises:
         ValueError: if torch.distributed is not initialised.
     """
-    return make_collectives(host_group(), torch.device("cpu"))
+    world = world_group()
+    hosts = host_group(world)
+    return _over_store(world, None) if hosts is None else make_collectives(hosts, torch.device("cpu"))

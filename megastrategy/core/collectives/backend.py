@@ -8,13 +8,45 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from .interface import Collectives, Handle, did_not_complete
 from .tensor_parts import add_parts_
 
 
 class BackendCollectives(Collectives):
-    """The backend's own collectives (NCCL and others), asynchronous on its own streams."""
+    """The backend's own collectives (NCCL and others), asynchronous on its own streams.
+
+    See [Note: what the host waits for].
+    """
+
+    def abort(self) -> None:
+        # Instances have groups of their own; a kernel that spins in one keeps the device as well.
+        for instance in self.instances.values():
+            instance.abort()
+        self._abort_group(self.group)
+
+    @staticmethod
+    def _abort_group(group: ProcessGroup) -> None:
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            # Gloo has nothing on a device, and a group may have it for the host beside the device's.
+            if backend.name() != "gloo":
+                backend.abort()
+
+    def close(self) -> None:
+        super().close()
+        if self.host is not self:
+            self.host.close()
+
+    def _end_of_queue(self, device: torch.device) -> Callable[[], bool] | None:
+        if device.type == "cpu":
+            return None
+        streams = torch.get_device_module(device)
+        event = streams.Event()
+        event.record(streams.current_stream(device))
+        ended: Callable[[], bool] = event.query
+        return ended
 
     def _start(self, what: str, launch: Callable[[], Any], then: Callable[[], object] | None = None) -> Handle:
         # NCCL connects, and meets what others left of a communicator, when it is asked to start.

@@ -6,7 +6,7 @@ import concurrent.futures
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from ..errors import CollectiveError
 from .backend import max_options
 from .gloo_rings import GlooRings
-from .interface import Collectives, Handle, did_not_complete
+from .interface import GLANCE_S, Collectives, Handle, did_not_complete
 from .lent_tensors import LentTensors
 from .process_groups import PROBE_TAG
 from .roll_call import RollCall
@@ -93,21 +93,11 @@ class GlooCollectives(Collectives):
             last, future = self.last_started[-1], self._worker.submit(lambda: None)
             _FutureHandle(last, future, self, self.num_started).wait_for_end()
 
-    def glance(self, what: str, number: int) -> None:
-        """Called while the ``number``-th collective that was started takes long.
-
-        Raises:
-            CollectiveError: if it will not complete.
-        """
-        # Rank 0 waits here, so whoever calls a meeting without having come this far would wait for it in vain.
-        if self.roll_call is not None:
-            self.roll_call.say_where(f"waiting in {what}", number)
-        # Gloo cannot see that a peer raised and went elsewhere while its process lives; whoever watches the ranks can.
-        if self.watchdog is not None and (reason := self.watchdog(what, number)):
-            if self._worker is not None:
-                self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
-                self._worker = None
-            raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
+    def _give_up(self, what: str, reason: str) -> NoReturn:
+        if self._worker is not None:
+            self._worker.stop()  # what it is in ends with a peer's process; close() shall not wait for that
+            self._worker = None
+        super()._give_up(what, reason)
 
     def _broadcast(self, tensor: Tensor) -> None:
         self.group.broadcast([self._lend(tensor)], dist.BroadcastOptions()).wait()
@@ -117,16 +107,21 @@ class GlooCollectives(Collectives):
         return self._lent.lend(tensor)
 
 
-class _FutureHandle(Handle):
-    _GLANCE_S = 1.0
+class HostCollectives(GlooCollectives):
+    """Gloo for the hosts of a device's ranks, which exchange few bytes, and wait for each other in each step."""
 
+    def all_reduce_max(self, tensor: Tensor) -> Handle:
+        return self._start("all-reduce", lambda: self._rings.all_reduce_max(tensor))
+
+
+class _FutureHandle(Handle):
     def __init__(self, what: str, future: Future[tuple[int, int]], collectives: GlooCollectives, number: int) -> None:
         self._what, self._future, self._collectives, self._number = what, future, collectives, number
 
     def wait_for_end(self) -> None:
         """Returns when it has ended or failed. Raises CollectiveError if it will do neither."""
         # Never without a glance: a peer that raised and lives would keep this rank until the group's timeout.
-        while not (self._future.done() or concurrent.futures.wait([self._future], self._GLANCE_S).done):
+        while not (self._future.done() or concurrent.futures.wait([self._future], GLANCE_S).done):
             self._collectives.glance(self._what, self._number)
 
     def wait(self) -> None:

@@ -37,7 +37,7 @@ class HostStagedCollectives(Collectives):
     """See [Note: staging].
 
     Args:
-        host: the collectives of host memory; closed with these.
+        real: the collectives of host memory; closed with these.
         device: of all tensors.
         streams: ``Stream``, ``Event``, ``stream`` and ``current_stream`` of the device.
         staging: whose thread, stream and memory to share; instances of the optimizer take those of all ranks, so that
@@ -46,13 +46,13 @@ class HostStagedCollectives(Collectives):
 
     def __init__(
         self,
-        host: Collectives,
+        real: Collectives,
         device: torch.device,
         streams: Any = None,
         staging: HostStagedCollectives | None = None,
     ) -> None:
-        super().__init__(host.group, host.roll_call)
-        self.host, self.progress = host, host.progress
+        super().__init__(real.group, real.roll_call)
+        self.real, self.progress = real, real.progress
         self.device, self.streams = device, streams or torch.get_device_module(device)
         self._staging = staging
         self._worker: Worker | None = None
@@ -62,67 +62,60 @@ class HostStagedCollectives(Collectives):
     @property
     def watchdog(self) -> Watchdog | None:
         """The host's: a rank that waits for others waits there."""
-        return self.host.watchdog
+        return self.real.watchdog
 
     @watchdog.setter
     def watchdog(self, watchdog: Watchdog | None) -> None:
-        self.host.watchdog = watchdog
+        self.real.watchdog = watchdog
 
     @property
     def is_rank_zero(self) -> bool:
-        return self.host.is_rank_zero
+        return self.real.is_rank_zero
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
-        return self._start(lambda copy: self.host.all_reduce(copy, scale, scale_sum=scale_sum), (tensor, _ALL, _ALL))
+        return self._start(lambda copy: self.real.all_reduce(copy, scale, scale_sum=scale_sum), (tensor, _ALL, _ALL))
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return self._start(self.host.all_reduce_max, (tensor, _ALL, _ALL))
+        return self._start(self.real.all_reduce_max, (tensor, _ALL, _ALL))
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run(copy: Tensor) -> Handle:
-            return self.host.reduce_scatter(copy, scale, scale_sum=scale_sum)
+            return self.real.reduce_scatter(copy, scale, scale_sum=scale_sum)
 
         return self._start(run, (tensor, _ALL, self._own(tensor)))
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         def run(sums_copy: Tensor, copy: Tensor) -> Handle:
-            return self.host.reduce_scatter_into(sums_copy, copy, scale, scale_sum=scale_sum)
+            return self.real.reduce_scatter_into(sums_copy, copy, scale, scale_sum=scale_sum)
 
         # The sums take the way as well: added on the device, they would be other bits than the host's own are.
         return self._start(run, (sums, _ALL, _ALL), (tensor, _ALL, slice(0)))
 
     def all_gather(self, tensor: Tensor) -> Handle:
-        return self._start(self.host.all_gather, (tensor, self._own(tensor), _ALL))
+        return self._start(self.real.all_gather, (tensor, self._own(tensor), _ALL))
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return self._start(self.host.broadcast, (tensor, _ALL if self.rank == 0 else slice(0), _ALL))
-
-    def all_gather_bytes(self, data: bytes, device: torch.device) -> list[bytes]:
-        gathered: list[bytes] = []
-        cpu = torch.device("cpu")
-        # In the thread too: a collective of the host must not overtake those that were started before.
-        self._owner._submit(lambda: gathered.extend(self.host.all_gather_bytes(data, cpu))).result()
-        return gathered
+        return self._start(self.real.broadcast, (tensor, _ALL if self.rank == 0 else slice(0), _ALL))
 
     def require_all_ranks(self, what: str) -> None:
         self._finish_started()
-        self.host.require_all_ranks(what)
+        self.real.require_all_ranks(what)
 
     @contextlib.contextmanager
     def meeting(self, what: str, **options: Any) -> Iterator[Meeting]:
         self._finish_started()
-        with self.host.meeting(what, **options) as meeting:
+        with self.real.meeting(what, **options) as meeting:
             yield meeting
 
     def probe(self, rank: int) -> None:
-        self.host.probe(rank)
+        self.real.probe(rank)
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
         self._memory.clear()
-        self.host.close()
+        self.real.close()
 
     @property
     def _owner(self) -> HostStagedCollectives:
@@ -150,12 +143,16 @@ class HostStagedCollectives(Collectives):
         Args:
             staged: by tensor, which elements ``run`` is given, and which it gives.
         """
+        owner = self._owner
+        tensors = [tensor for tensor, _, _ in staged]
+        # What ranks agree on is on the host already. In the thread too: it must not overtake what was started before.
+        if all(tensor.device.type == "cpu" != self.device.type for tensor in tensors):
+            return _StagedHandle(owner._submit(lambda: run(*tensors).wait()))
         ready, done = self.streams.Event(), self.streams.Event()
         # In the caller's thread, whose stream has just written what is sent.
         ready.record(self.streams.current_stream(self.device))
-        owner = self._owner
         future = owner._submit(lambda: owner._carry_out(run, staged, ready, done))
-        return _StagedHandle(future, done, self.streams, self.device)
+        return _StagedHandle(future, lambda: done.wait(self.streams.current_stream(self.device)))
 
     def _carry_out(
         self, run: Callable[..., Handle], staged: Sequence[tuple[Tensor, slice, slice]], ready: Any, done: Any
@@ -190,11 +187,11 @@ class HostStagedCollectives(Collectives):
 
 
 class _StagedHandle(Handle):
-    def __init__(self, future: Future[tuple[int, int]], done: Any, streams: Any, device: torch.device) -> None:
-        self._future, self._done, self._streams, self._device = future, done, streams, device
+    def __init__(self, future: Future[tuple[int, int]], then: Callable[[], object] = lambda: None) -> None:
+        self._future, self._then = future, then
 
     def wait(self) -> None:
         # No glance at other ranks here: the host's collective takes them in the thread, and what it raises comes out.
         self.ran_ns = self._future.result()
-        # Of every stream that waits: a reader on another one must not see what has not arrived.
-        self._done.wait(self._streams.current_stream(self._device))
+        # By every stream that waits: a reader on another one must not see what has not arrived.
+        self._then()

@@ -58,7 +58,7 @@ def make_instance_collectives(every: Collectives, instance: ProcessGroup, across
         across: the ranks at this rank's place in all instances, in order.
     """
     if isinstance(every, HostStagedCollectives):
-        host = make_instance_collectives(every.host, instance, across)
+        host = make_instance_collectives(every.real, instance, across)
         return HostStagedCollectives(host, every.device, every.streams, staging=every)
     if isinstance(every, GlooCollectives):
         return GlooInstanceCollectives(every, instance, across)
@@ -70,7 +70,7 @@ def destroy_instances(every: Collectives) -> None:
     # The groups end with the model that they were made for; a group that is left open keeps its sockets until the
     # process ends.
     for made in every.instances.values():
-        made = made.host if isinstance(made, HostStagedCollectives) else made
+        made = made.real if isinstance(made, HostStagedCollectives) else made
         if isinstance(made, InstanceCollectives):
             destroy_group(made.group)
             destroy_group(made.across)
@@ -242,6 +242,23 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
             event = streams.Event()
             event.record(self._stream)
         return WorkHandle(what, event, self.every)
+
+    def abort(self) -> None:
+        for group in (self.group, self.across):
+            self._abort_group(group)
+
+    def wait_for_device(self, device: torch.device, what: str) -> None:
+        # Whoever watches the ranks watches all of them, and what was started is counted there.
+        self.every.wait_for_device(device, what)
+
+    def max_of_bytes(self, numbers: Sequence[int]) -> list[int]:
+        return self.every.max_of_bytes(numbers)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        # The hosts have one group, of all ranks: another for each instance would cost its connections, for a few bytes
+        # at a checkpoint, which all instances take part in.
+        first = self.every.rank - self.rank
+        return self.every.all_gather_bytes(data)[first : first + self.size]
 
     def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
         tensor = as_real(tensor)

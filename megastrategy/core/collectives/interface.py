@@ -4,15 +4,24 @@ Methods of the process group itself are called, never the functions of ``torch.d
 default group; so ranks may be processes or threads. All operations are in place on 1-D contiguous tensors and return
 at once with a :class:`Handle`; they run in the order in which they were started, which must be the same on every
 rank.
+
+[Note: what the host waits for]
+On an accelerator ``Handle.wait`` orders the stream and returns: the host runs ahead, and a rank whose peer is gone
+would learn of it nowhere but in a read of the device, inside C++, where it can be neither watched nor interrupted. So
+ranks agree on their hosts (:attr:`Collectives.host`, gloo), where waits are watched and end in bounded time; nothing of
+the device is read for it, and its queue stays full. The exchange at the end of a backward comes before anything of that
+backward is waited for: there a hung peer is noticed. Where the host has to read a result of the device all the same,
+:meth:`Collectives.wait_for_device` comes first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +30,10 @@ from torch.distributed import ProcessGroup
 from ..errors import CollectiveError, MegastrategyError
 from .roll_call import Meeting, Progress, RollCall
 from .tensor_parts import chunks_by_dtype
+
+GLANCE_S = 1.0  # between two looks at the others while this rank waits
+_POLL_S = 50e-6  # between two looks at the device: short beside a step, and long enough to leave the core to others
+_PROBE_S = 5.0  # a probe of every rank is a message that nobody receives, and gloo keeps each
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20  # the copy that is sent takes as much memory again
 
@@ -72,6 +85,7 @@ class Collectives(ABC):
         group: its ranks, and how they send.
         roll_call: finds out before a collective that users call whether all ranks do; None where there is no store to
             meet in, as for a group that torch.distributed does not know.
+        host: see the property; None for these collectives themselves.
 
     Attributes:
         roll_call: as passed.
@@ -81,14 +95,19 @@ class Collectives(ABC):
     """
 
     watchdog: Watchdog | None = None
+    _host: Collectives | None = None
 
-    def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None) -> None:
+    def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None, host: Collectives | None = None) -> None:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.roll_call = roll_call
+        self._host = host
         # One count for both: the attendant's thread tells rank 0 how far this rank is by what is counted here.
         self.progress = roll_call.progress if roll_call is not None else Progress()
+        if host is not None:
+            # One count for the device and the host, too: a program starts both in one order, the same on all ranks.
+            self.progress = host.progress
         self.instances: dict[int, Collectives] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,6 +119,14 @@ class Collectives(ABC):
     def is_rank_zero(self) -> bool:
         """Whether this rank is the one that gets what is gathered for one."""
         return self.rank == 0
+
+    @property
+    def host(self) -> Collectives:
+        """The collectives of the same ranks for tensors in host memory: these themselves where they send from there.
+
+        See [Note: what the host waits for].
+        """
+        return self if self._host is None else self._host
 
     @property
     def num_started(self) -> int:
@@ -152,8 +179,28 @@ class Collectives(ABC):
             # After close() the attendant is gone; a rank that is used again must be able to answer rank 0 again.
             self.roll_call.resume()
 
-    def probe(self, rank: int) -> None:  # noqa: B027 - a backend that cannot tell leaves it to the patience
+    def glance(self, what: str, number: int) -> None:
+        """Called while the ``number``-th collective that was started takes long.
+
+        Raises:
+            CollectiveError: if it will not complete.
+        """
+        # Rank 0 waits here, so whoever calls a meeting without having come this far would wait for it in vain.
+        if self.roll_call is not None:
+            self.roll_call.say_where(f"waiting in {what}", number)
+        # A backend cannot see that a peer raised and went elsewhere while its process lives; whoever watches can.
+        if self.watchdog is not None and (reason := self.watchdog(what, number)):
+            self._give_up(what, reason)
+
+    def _give_up(self, what: str, reason: str) -> NoReturn:
+        self.abort()
+        raise CollectiveError(f"rank {self.rank} of {self.size}: {what} was given up: {reason}")
+
+    def probe(self, rank: int) -> None:
         """Raises a RuntimeError if the rank's process has ended."""
+        # A device's backend cannot tell. One that has no host group either leaves it to the patience.
+        if self.host is not self:
+            self.host.probe(rank)
 
     def _finish_started(self) -> None:  # noqa: B027 - nothing is counted where waiting does not keep the host
         """Waits for what this rank has started."""
@@ -204,28 +251,103 @@ class Collectives(ABC):
                 [part.view(tensor.shape) for part, tensor in zip(received, chunk, strict=True)],
             )
 
-    def all_gather_bytes(self, data: bytes, device: torch.device) -> list[bytes]:
-        """Every rank's ``data``, by rank; lengths may differ."""
+    def max_of_bytes(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the maximum over ranks of ``numbers`` (0 to 255), element by element. Collective, between hosts.
+
+        On one rank nothing is sent.
+
+        Raises:
+            CollectiveError: if the others do not come. What is on the device is aborted then: it waits for them too.
+        """
+        if self.size == 1:
+            return list(numbers)
+        tensor = torch.tensor(numbers, dtype=torch.uint8)
+        with self._aborting():
+            self.host.all_reduce_max(tensor).wait()
+        agreed: list[int] = tensor.tolist()
+        return agreed
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's ``data``, by rank; lengths may differ. Collective, between hosts."""
         # Two rounds, since ranks must agree on a size before: gloo ends the process where sizes differ.
-        lengths = torch.zeros(self.size, dtype=torch.int64, device=device)
+        lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(data)
-        self.all_gather(lengths).wait()
+        with self._aborting():
+            self.host.all_gather(lengths).wait()
         sizes = [int(size) for size in lengths.tolist()]
         # At least one byte: a gather of no elements is nothing that backends promise.
         width = max(1, max(sizes))
-        table = torch.zeros(self.size, width, dtype=torch.uint8, device=device)
-        # frombuffer wants memory that is writable and not empty: hence the bytearray, and the one for no bytes.
-        table[self.rank, : len(data)] = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[
-            : len(data)
-        ].to(device)
-        self.all_gather(table.view(-1)).wait()
         received = bytearray(width * self.size)
-        torch.frombuffer(received, dtype=torch.uint8).copy_(table.view(-1))
+        received[width * self.rank : width * self.rank + len(data)] = data
+        # The tensor looks into the bytearray, so what comes is not copied.
+        with self._aborting():
+            self.host.all_gather(torch.frombuffer(received, dtype=torch.uint8)).wait()
         return [bytes(received[width * rank : width * rank + size]) for rank, size in enumerate(sizes)]
 
-    def all_gather_objects(self, value: Any, device: torch.device) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's picklable ``value``, by rank. The bytes come from the group's own ranks and are trusted."""
-        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(value), device)]
+        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(value))]
+
+    # --- the device --------------------------------------------------------------------------------------------------
+
+    def wait_for_device(self, device: torch.device, what: str) -> None:
+        """Returns when the device has done what is queued on its current stream, since the host is about to read it.
+
+        Returns at once where the host does not run ahead of the device. See [Note: what the host waits for].
+
+        Args:
+            what: the last of these collectives that is queued there, for the message.
+
+        Raises:
+            CollectiveError: if it will not end: another rank failed or ended, or the group's timeout has passed. What
+                is on the device is aborted.
+        """
+        has_ended = self._end_of_queue(device)
+        if has_ended is None:
+            return
+        timeout_s = self.group._get_backend(device).options._timeout.total_seconds()
+        began = time.monotonic()
+        next_glance, next_probe = began + GLANCE_S, began + _PROBE_S
+        # Polled, not synchronised: a synchronisation returns from C++ only when the device is done, which may be never.
+        while not has_ended():
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+            if now > next_glance:
+                next_glance = now + GLANCE_S
+                self.glance(what, self.num_started)
+            if now > next_probe:
+                next_probe = now + _PROBE_S
+                self._probe_others(what)
+            if now > began + timeout_s:
+                self._give_up(what, f"the device has not done it within {timeout_s:g} s, the group's timeout")
+
+    def _probe_others(self, what: str) -> None:
+        for other in range(self.size):
+            try:
+                if other != self.rank:
+                    self.probe(other)
+            except RuntimeError as error:
+                self.abort()
+                raise did_not_complete(what, self, error) from error
+
+    def _end_of_queue(self, device: torch.device) -> Callable[[], bool] | None:
+        """Tells whether the device has done what is queued now; None where the host does not run ahead of it."""
+        return None
+
+    def abort(self) -> None:  # noqa: B027 - where the host itself sends, nothing runs behind its back
+        """Ends what is on the device and will not complete. These collectives cannot be used afterwards."""
+
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """Aborts what is on the device if the ranks do not meet on the host."""
+        try:
+            yield
+        except CollectiveError:
+            # Its kernels wait for the rank that did not come here either, and would keep the device for ever. Not where
+            # the host is the device: gloo ends by itself, and its worker knows what failed.
+            if self.host is not self:
+                self.abort()
+            raise
 
 
 def did_not_complete(what: str, collectives: Collectives, error: RuntimeError) -> CollectiveError:

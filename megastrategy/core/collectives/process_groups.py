@@ -6,13 +6,30 @@ timeout: half an hour, for a rank that was killed after all had agreed to make t
 connects, and the caller looks every second whether all processes are there still, over the group that the new one is
 made from. The thread is left behind where one is not: nothing ends it before the timeout. The group has a connection of
 its own to the store, since a client that waits keeps every other request of its process waiting.
+
+[Note: members alone]
+Where ``init_process_group`` was given a ``device_id`` (Lightning gives it), torch splits the communicator of a new NCCL
+group from the default group's, and a split is collective over all ranks of that: a part whose members alone make it
+would wait for the others for ever. torch splits if the default group has the device bound. So it has not while a part
+is made, and the part's communicator is connected by its members, as eagerly.
+
+[Note: hosts that cannot connect]
+Ranks whose group is a device's (NCCL) agree over a gloo group of their hosts. Gloo listens on what the machine's own
+name resolves to. On many images that is a loopback address, where no other node can come; so this group then listens
+where the way to the store's host begins, which every rank has gone already. Nor does the device's group show whether a
+process has ended. So connecting has :data:`HOSTS_CONNECT_S`, and then each rank says in the store whether it was
+possible. If any says no, all let the store carry what they agree on: a group that only some have would be waited in for
+ever.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -27,6 +44,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..errors import CollectiveError
 
 _GLANCE_S = 1.0
+HOSTS_CONNECT_S = 60.0
+"""The time that hosts have to connect. They come together, from a collective on the device; a full mesh of 512 takes
+seconds."""
+
 PROBE_TAG = 2**31 - 1
 """A message that nobody receives has this tag. Exchanges of the rings count from 0, and none has come that far."""
 
@@ -53,14 +74,11 @@ def private_group(group: ProcessGroup | None, device: torch.device) -> ProcessGr
         return group
     group = group or dist.group.WORLD
     assert group is not None, "initialised, as checked above"
-    return part_of_group(group, dist.get_process_group_ranks(group), _new_name(group, device), device)
+    return part_of_group(group, dist.get_process_group_ranks(group), new_name(group, device), device)
 
 
-def host_group() -> ProcessGroup:
-    """A new gloo group over all ranks, with the timeout of the default group. Collective.
-
-    torch would give it 30 minutes, whatever was asked for: a rank that may wait for an hour would be ended, and one
-    that may wait for a minute would be kept.
+def world_group() -> ProcessGroup:
+    """The default group.
 
     Raises:
         ValueError: if torch.distributed is not initialised.
@@ -68,14 +86,52 @@ def host_group() -> ProcessGroup:
     world = dist.group.WORLD
     if world is None:
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group(...) first")
-    device = torch.device("cpu")
-    # An NCCL world has no backend on the CPU, whose timeout could be asked for.
-    if device not in world._device_types:
-        device = world._device_types[0]  # its backends, if it has several, were made with one timeout
-    return part_of_group(world, dist.get_process_group_ranks(world), _new_name(world, device), device, backend="gloo")
+    return world
 
 
-def _new_name(group: ProcessGroup, device: torch.device) -> str:
+def host_group(group: ProcessGroup) -> ProcessGroup | None:
+    """A new gloo group over the ranks of ``group``, with its timeout; None, on all ranks, where it cannot be made.
+
+    torch would give it 30 minutes, whatever was asked for: a rank that may wait for an hour would be ended, and one
+    that may wait for a minute would be kept. Collective. See [Note: hosts that cannot connect].
+    """
+    device = some_device(group)
+    name, ranks = new_name(group, device), dist.get_process_group_ranks(group)
+    if has_gloo(group):  # these hosts have connected before: a failure now is a rank's, and no interface's
+        return part_of_group(group, ranks, name, device, backend="gloo")
+    made: ProcessGroup | None = None
+    try:
+        made = part_of_group(group, ranks, name, device, backend="gloo")
+    except RuntimeError as error:
+        # Each rank its own reason: only some machines may have the wrong interface.
+        logging.getLogger("megastrategy").warning("rank %d of %d: %s", group.rank(), group.size(), error)
+    timeout = group._get_backend(device).options._timeout
+    return made if _all_have(made is not None, store_of_group(group), name, group, timeout) else None
+
+
+def some_device(group: ProcessGroup) -> torch.device:
+    """A kind of device that ``group`` has a backend for: the CPU if it has one. If several, all have one timeout."""
+    cpu = torch.device("cpu")
+    device: torch.device = cpu if cpu in group._device_types else group._device_types[0]
+    return device
+
+
+def _all_have(has: bool, store: Store, name: str, group: ProcessGroup, timeout: timedelta) -> bool:
+    """Whether all ranks say so. Collective over the store, where ``name`` is no other question's."""
+    answers = PrefixStore(f"{name}, made", store)
+    answers.set(f"{group.rank()}", "yes" if has else "no")
+    keys = [f"{rank}" for rank in range(group.size())]
+    answers.wait(keys, timeout)
+    return all(answers.get(key) == b"yes" for key in keys)
+
+
+def store_of_group(group: ProcessGroup) -> Store:
+    """The key-value store that all ranks of ``group`` see."""
+    known = dist.distributed_c10d._world.pg_map.get(group)
+    return group.get_group_store() if known is None else known[1]
+
+
+def new_name(group: ProcessGroup, device: torch.device) -> str:
     """A name that no other group has or had. Collective."""
     # Rank 0's draw, and of secrets: users seed the other generators, again before each fit, and a name would come
     # twice.
@@ -105,39 +161,132 @@ def part_of_group(
     backend = backend or dist.get_backend_config(group)
     timeout = group._get_backend(device).options._timeout
 
+    store = c10d._world.pg_map[world][1]
+    hosts_only = backend == "gloo" and not has_gloo(world)  # a gloo world listens where its ranks have met already
+    address = ""
+    if hosts_only:
+        address = address_to_listen_at(PrefixStore(f"{name}, addresses", store), ranks.index(own), len(ranks))
+
     def connect() -> ProcessGroup:
-        made: ProcessGroup
-        # torch's own helper, private: new_group() goes through it too, but that one all ranks of the world must call
-        made, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(own),
-            ranks,
-            dist.Backend(backend),
-            c10d._world.pg_map[world][1].clone(),  # type: ignore[attr-defined] # missing in torch's stubs
-            name,  # type: ignore[arg-type] # a str to Python; torch's own type for it is recent
-            timeout=timeout,
-            device_id=world.bound_device_id,
-        )
-        return made
+        if address:
+            return _gloo_at(address, store.clone(), name, ranks, ranks.index(own), timeout)  # type: ignore[attr-defined]
+        # See [Note: members alone].
+        bound = world.bound_device_id
+        if len(ranks) < world.size():
+            world.bound_device_id = None
+        try:
+            # torch's own helper, private: new_group() goes through it too, but that one all ranks of the world must
+            # call
+            made, _ = c10d._new_process_group_helper(
+                len(ranks),
+                ranks.index(own),
+                ranks,
+                dist.Backend(backend),
+                store.clone(),  # type: ignore[attr-defined] # missing in torch's stubs
+                name,  # type: ignore[arg-type] # a str to Python; torch's own type for it is recent
+                timeout=timeout,
+                device_id=bound,
+            )
+        finally:
+            world.bound_device_id = bound
+        group_made: ProcessGroup = made
+        return group_made
 
     peers = [dist.get_group_rank(group, rank) for rank in ranks if rank != own]
-    made = _while_all_live(connect, group, peers)
+    made = _while_all_live(connect, group, peers, bounded=hosts_only)
     # new_group() writes this too: get_process_group_ranks and destroy_process_group find a group by it
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 
 
-def _while_all_live(connect: Callable[[], ProcessGroup], group: ProcessGroup, peers: Iterable[int]) -> ProcessGroup:
+def has_gloo(group: ProcessGroup) -> bool:
+    """Whether the hosts of the group are connected by gloo."""
+    cpu = torch.device("cpu")
+    return cpu in group._device_types and group._get_backend(cpu).name() == "gloo"
+
+
+def address_to_listen_at(store: Store, rank: int, size: int) -> str:
+    """The address of the interface of this machine that leads to the other ranks, where gloo's own choice is a loopback
+    address and they are elsewhere; else empty. Collective over ``store``, in which nothing else is.
+
+    See [Note: hosts that cannot connect].
+    """
+    below: Any = store
+    while isinstance(below, PrefixStore):
+        below = below.underlying_store
+    if type(below).__name__ != "TCPStore":
+        return ""  # in a file, or of one process: nothing says which way the others are
+    towards = _address_towards(below.host, below.port)
+    store.set(f"{rank}", towards)
+    keys = [f"{other}" for other in range(size)]
+    store.wait(keys, timedelta(seconds=HOSTS_CONNECT_S))
+    elsewhere = [found for key in keys if not _is_loopback(found := store.get(key).decode())]
+    # The machine of the store reaches it by loopback, and the others by an interface that they lead to.
+    if _is_loopback(towards) and elsewhere:
+        towards = _address_towards(elsewhere[0], below.port)
+    try:
+        chosen_by_gloo = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        chosen_by_gloo = ""  # a name that nothing knows
+    return towards if _is_loopback(chosen_by_gloo) and not _is_loopback(towards) else ""
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of the interface by which ``host`` is reached; empty if it is not."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # A datagram socket sends nothing when it connects: the kernel only chooses the interface.
+            probe.connect((host, port))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return not address or address.startswith("127.")
+
+
+def _gloo_at(address: str, store: Store, name: str, ranks: list[int], place: int, timeout: timedelta) -> ProcessGroup:
+    """Makes a gloo group that listens at ``address``, as torch's own helper would make it, which takes no address."""
+    c10d: Any = dist.distributed_c10d  # whose private names torch's stubs lack
+    gloo: Any = dist.ProcessGroupGloo
+    prefix = PrefixStore(f"{name}/", store)
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=address)]
+    backend = gloo(PrefixStore("cpu/", prefix), place, len(ranks), options)
+    backend._set_sequence_number_for_group()
+    made: Any = ProcessGroup(prefix, place, len(ranks))
+    made._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    made._set_default_backend(ProcessGroup.BackendType.GLOO)
+    made._set_group_name(name)
+    made._set_group_desc("undefined")
+    # The tables that destroy_process_group() reads, of this group and of all.
+    c10d._world.pg_map[made] = "gloo", prefix
+    c10d._world.pg_names[made] = name
+    c10d._world.pg_backend_config[made] = "cpu:gloo"
+    c10d._world.pg_to_tag[made] = tag = f"ptd:{name}"
+    c10d._world.tags_to_pg.setdefault(tag, []).append(made)
+    c10d._register_process_group(name, made)
+    group: ProcessGroup = made
+    return group
+
+
+def _while_all_live(
+    connect: Callable[[], ProcessGroup], group: ProcessGroup, peers: Iterable[int], *, bounded: bool = False
+) -> ProcessGroup:
     """Calls ``connect``, and returns the group; see [Note: a peer that dies while ranks connect].
 
     Args:
         group: in which all are connected already.
         peers: the other ranks that connect, by their numbers in ``group``.
+        bounded: they have :data:`HOSTS_CONNECT_S` for it, since ``group`` cannot tell who has ended.
 
     Raises:
-        CollectiveError: if one of them has ended.
+        CollectiveError: if one of them has ended, or the time has passed.
     """
-    if torch.device("cpu") not in group._device_types or group._get_backend(torch.device("cpu")).name() != "gloo":
+    can_probe, deadline = has_gloo(group), time.monotonic() + HOSTS_CONNECT_S
+    if not can_probe and not bounded:
         return connect()  # NCCL connects later, and tells nobody whether a process is there
     future: Future[ProcessGroup] = Future()
 
@@ -151,7 +300,12 @@ def _while_all_live(connect: Callable[[], ProcessGroup], group: ProcessGroup, pe
     threading.Thread(target=run, name="megastrategy-connect", daemon=True).start()
     probes: list[Any] = []  # kept, as gloo would wait for them
     while not concurrent.futures.wait([future], _GLANCE_S).done:
-        for peer in peers:
+        if bounded and time.monotonic() > deadline:
+            raise CollectiveError(
+                f"rank {group.rank()} of {group.size()}: the hosts did not connect over gloo within "
+                f"{HOSTS_CONNECT_S:g} s"
+            )
+        for peer in peers if can_probe else ():
             try:
                 # gloo refuses to begin a message on a connection that the other end has closed
                 probes.append(group.send([torch.zeros(1, dtype=torch.uint8)], peer, PROBE_TAG))

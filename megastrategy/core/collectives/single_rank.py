@@ -34,10 +34,10 @@ class LoneCollectives(Collectives):
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         if scale != 1.0:  # else a pass over the tensor that changes no bit
             tensor.mul_(scale)
-        return _Done()
+        return Done()
 
     def all_reduce_max(self, tensor: Tensor) -> Handle:
-        return _Done()
+        return Done()
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         # This rank's part is all of it; scaled before or after the sum, one addend rounds once.
@@ -45,19 +45,19 @@ class LoneCollectives(Collectives):
 
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         add_parts_(sums, [tensor], scale, scale_sum)
-        return _Done()
+        return Done()
 
     def all_gather(self, tensor: Tensor) -> Handle:
-        return _Done()
+        return Done()
 
     def broadcast(self, tensor: Tensor) -> Handle:
-        return _Done()
+        return Done()
 
     def broadcast_all(self, tensors: Sequence[Tensor]) -> None:
         """They are rank 0's: not even copied."""
 
 
-class _Done(Handle):
+class Done(Handle):
     """The handle of something that ended when it began."""
 
     def __init__(self) -> None:

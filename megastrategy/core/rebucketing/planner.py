@@ -28,7 +28,6 @@ class BucketPlanner:
     Args:
         config: the options.
         collectives: the data-parallel ranks.
-        device: the model's.
         move: changes over to another layout; whether that was possible. Collective.
     """
 
@@ -36,10 +35,9 @@ class BucketPlanner:
         self,
         config: DistributedDataParallelConfig,
         collectives: Collectives,
-        device: torch.device,
         move: Callable[[BufferLayout], bool],
     ) -> None:
-        self._config, self._collectives, self._device, self._move = config, collectives, device, move
+        self._config, self._collectives, self._move = config, collectives, move
         self._arrived: list[int] = []
         self._wanted_order: list[int] | None = None
 
@@ -77,7 +75,7 @@ class BucketPlanner:
             return
         # -1 for nothing wanted: the other ranks are in this broadcast already, so rank 0 has to say something.
         wanted = self._wanted_order or [-1] * len(layout.params)
-        order = torch.tensor(wanted, dtype=torch.int64, device=self._device)
-        self._collectives.broadcast(order).wait()
+        order = torch.tensor(wanted, dtype=torch.int64)
+        self._collectives.host.broadcast(order).wait()
         if order[0] >= 0:
             self._move(build_layout(layout.params, self._config, layout.dp_size, order.tolist()))

@@ -121,7 +121,7 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
     present, collectives, device = engine.layout, engine.collectives, engine.device
     # ranks own different parameters, so none knows alone what there is; and all must decide alike whether to move
     described = {number: holder.describe() for number, holder in holders.items()}
-    by_rank = collectives.all_gather_objects(_on_host(described), device)
+    by_rank = collectives.all_gather_objects(_on_host(described))
     whole = _merge(by_rank)
     if whole is None:
         return None
@@ -154,7 +154,7 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
                     if index in own[number]:
                         own[number][index][name] = _cut(flat, index, bucket.start, present, layout, collectives.rank)
     # nobody changes over before everybody can
-    collectives.all_reduce_max(torch.zeros(1, dtype=torch.uint8, device=device)).wait()
+    collectives.max_of_bytes([0])
     return own
 
 
