@@ -377,12 +377,11 @@ class ShardedStep(ShardHolder):
         return self._learn(self._later_trials.of_options()) if self._later_trials is not None else None
 
     def _learn(self, findings: Findings | None) -> str | None:
-        if findings is None or findings.reason is not None:
-            return findings.reason if findings is not None else None
-        self._keeps_state_only = self._keeps_state_only and findings.in_parts
-        assert self.element_names is not None, "sharded"
-        self.element_names |= findings.element_names
-        return None
+        if findings is not None and findings.reason is None:
+            self._keeps_state_only = self._keeps_state_only and findings.in_parts
+            assert self.element_names is not None, "sharded"
+            self.element_names |= findings.element_names
+        return findings.reason if findings is not None else None
 
     def step(self, arguments: StepArguments) -> None:
         """``arguments``: of the user's optimizer, without the closure."""

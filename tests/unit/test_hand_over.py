@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
-from megastrategy.core.checkpoint.hand_over import AtRest, Version, _when_at_rest
+from megastrategy.core.checkpoint.hand_over import AtRest, Lending, Version, _when_at_rest
 from megastrategy.core.checkpoint.own_parts import OwnParts
 
 WANTED = Version(num_begun=3, num_done=3, num_replaced=1, num_moves=0, num_params=4)
@@ -90,3 +91,24 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked() -> None:
     assert time.monotonic() - start >= 0.3
     assert "num_params=5" in problem
     assert "num_params=4" in problem
+
+
+def answer_of(lending: Lending, patience_s: float) -> str:
+    """The word that a rank has for rank 0, which asks for its first optimizer."""
+    store = HashStore()
+    lending({"key": "asked", "number": 1, "what": "state", "version": WANTED, "patience_s": patience_s}, store)
+    return str(store.get("asked/answer/1").decode())
+
+
+def test_an_optimizer_that_is_not_made_yet_is_waited_for() -> None:
+    """A rank may be in its constructor while rank 0 is at its ``state_dict()``."""
+    lending, lender = Lending(rank=1), Lender(WANTED)
+    threading.Timer(0.3, lambda: lending.add(lender)).start()
+    assert "it is not asked for them here" in answer_of(lending, patience_s=30.0), "it was found, and read"
+    assert answer_of(Lending(rank=1), patience_s=0.2) == "it has not made its optimizer, for 0.2 s"
+
+
+def test_an_optimizer_that_is_gone_is_not_waited_for() -> None:
+    lending = Lending(rank=1)
+    lending.add(Lender(WANTED))
+    assert answer_of(lending, patience_s=600.0) == "its optimizer is no longer there"

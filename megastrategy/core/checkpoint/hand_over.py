@@ -116,9 +116,11 @@ class Lending:
 
     def add(self, lender: Lender) -> int:
         """Its number."""
-        self._num_lenders += 1
-        self._lenders[self._num_lenders] = lender
-        return self._num_lenders
+        number = self._num_lenders + 1
+        # There before it is counted: the attendant's thread looks for what is counted.
+        self._lenders[number] = lender
+        self._num_lenders = number
+        return number
 
     def __call__(self, request: dict[str, Any], store: Store) -> None:
         """Called by the attendant: hands over what is asked for, or says why it cannot."""
@@ -126,8 +128,7 @@ class Lending:
             return  # asked while there was no attendant
         # The lock outlives the search for a problem: released only when everything is sent, or nothing will be.
         with contextlib.ExitStack() as stack:
-            lender: Lender | None = self._lenders.get(request["number"])
-            problem = "its optimizer is no longer there"
+            lender, problem = self._find(request)
             if lender is not None:
                 problem = _when_at_rest(lender, request)
                 if not problem:
@@ -145,6 +146,17 @@ class Lending:
                     self._send(parts, described, request["pair"], store, request["timeout"])
                 except RuntimeError:  # rank 0 ended or gave up, which this rank's main thread notices by itself
                     self._pairs.clear()
+
+    def _find(self, request: dict[str, Any]) -> tuple[Lender | None, str]:
+        """The optimizer that is asked for; or None, and why."""
+        number, deadline = request["number"], time.monotonic() + request["patience_s"]
+        # Ranks make them alike, but not at one time: rank 0 may be at its state_dict() while this one is still in the
+        # constructor.
+        while number > self._num_lenders:
+            if time.monotonic() > deadline:
+                return None, f"it has not made its optimizer, for {request['patience_s']:g} s"
+            time.sleep(_POLL_S)
+        return self._lenders.get(number), "its optimizer is no longer there"
 
     def pair_name(self, rank: int) -> str:
         """The name of the connection of rank 0 with another rank."""
