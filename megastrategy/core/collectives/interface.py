@@ -280,8 +280,9 @@ class Collectives(ABC):
         received = bytearray(width * self.size)
         received[width * self.rank : width * self.rank + len(data)] = data
         # The tensor looks into the bytearray, so what comes is not copied.
+        table = torch.frombuffer(received, dtype=torch.uint8)
         with self._aborting():
-            self.host.all_gather(torch.frombuffer(received, dtype=torch.uint8)).wait()
+            self.host.all_gather(table).wait()
         return [bytes(received[width * rank : width * rank + size]) for rank, size in enumerate(sizes)]
 
     def all_gather_objects(self, value: Any) -> list[Any]:
