@@ -26,8 +26,8 @@ MODES: dict[str, dict[str, Any]] = {
     "fp32 sums": {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True},
     "checked": {"check_for_nan_in_grad": True},
 }
-OF_THE_EXCHANGE = "megastrategy.core.agreement.over_ranks: "
-"""What ranks agree on at the end of a synchronised backward is read where it was exchanged."""
+OF_THE_EXCHANGE = "megastrategy.core.collectives.interface.max_of_bytes: "
+"""What ranks agree on at the end of a synchronised backward is in the host's memory, and read there."""
 LAYERS = 6
 
 
@@ -100,7 +100,7 @@ def test_a_steady_step_reads_the_exchange_and_nothing_else(mode: str, monkeypatc
 
     for counts in run_ranks(2, run):
         of_exchange = {name: count for name, count in counts.items() if name.startswith(OF_THE_EXCHANGE)}
-        # Its numbers go to the group and come back: once each, and neither where the host sends its own memory.
+        # Of a tensor that was never on the device (test_host_exchange); once.
         assert max(of_exchange.values(), default=0) <= 1
         others = {name: count for name, count in counts.items() if name not in of_exchange}
         assert others == ({"megastrategy.core.nonfinite.found: tolist": 1} if mode == "checked" else {})

@@ -84,22 +84,6 @@ def test_a_backward_ends_with_one_exchange_of_the_hosts_and_none_of_the_device(m
         assert all(torch.equal(*pair) for pair in zip(expected, weights, strict=True))
 
 
-def test_a_bucket_size_that_is_measured_is_agreed_on_between_hosts() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        device = DeviceCollectives(group)
-        told: list[str] = []
-        model, optimizer = wrap(group, device, bucket_size="auto")
-        model.engine.on_message = told.append
-        for step in range(10):
-            backward(model, rank, step)
-            step_once(optimizer)
-        assert bool(told) == (rank == 0), "it was chosen"
-        assert not device.named("all_reduce_max")
-        assert device.num_waits == 0
-
-    run_ranks(2, run)
-
-
 def test_setting_up_sends_the_device_nothing_but_weights() -> None:
     """The ranks compare their layouts on their hosts."""
 
