@@ -75,9 +75,20 @@ def compare(rank: int, group: ProcessGroup) -> None:
         ours = everything(collectives, device, numel)
         for mine, theirs in zip(ours, everything(plain, None, numel), strict=True):
             assert torch.equal(mine, theirs)
-    assert collectives.all_gather_bytes(bytes([rank]) * rank) == [bytes([r]) * r for r in range(group.size())]
     collectives.close()
     plain.close()
+
+
+def test_what_is_on_the_host_already_takes_no_way_over_the_device() -> None:
+    """Bytes that ranks agree on: the device has work that never ends."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = HostStagedCollectives(GlooCollectives(group), torch.device("cuda"), LazyDevice(lazy_caller=True))
+        assert collectives.all_gather_bytes(b"x" * rank) == [b"", b"x"]
+        assert collectives.max_of_bytes([rank, 1 - rank, 0]) == [1, 1, 0]
+        collectives.close()
+
+    run_ranks(2, run)
 
 
 @pytest.mark.parametrize("size", [2, 3])
