@@ -7,8 +7,9 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 # The tests run two and more ranks at once; more than one thread each would only contend for the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Files go to workers whole, so each worker has its own processes for ranks, and a file's trainings are done once.
-WORKERS ?= 2
+# Files go to workers whole, so each worker has its own processes for ranks, and a file's trainings are done once. One more
+# than cores: a sixth of the time goes to waits that tests are about.
+WORKERS ?= 3
 PYTEST += --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
