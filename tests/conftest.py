@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .support import chosen_collectives
 from .support.lazy_collectives import violations
@@ -56,6 +57,13 @@ def contract_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
         violations.clear()
         yield
     assert not violations
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left() -> Iterator[None]:
+    """Nothing is compiled any more in a process where torch takes a mode for entered: see support/thread_mode.py."""
+    yield
+    assert not is_in_torch_dispatch_mode()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.checkpoint.flat_shard import FlatShard
 from megastrategy.core.collectives import GlooCollectives, Handle
 from tests.support.ranks import run_ranks
+from tests.support.thread_mode import ThreadMode
 
 SLACK = 0.02
 """Of the largest bucket: counters, and the table in which ranks tell each other which state they have."""
 
 
-class AllocationWatch(TorchDispatchMode):
+class AllocationWatch(ThreadMode):
     """The bytes of all storages that came into being since it was made and are alive, and the most they ever were.
 
     A mode sees the operations of the thread that enters it, so every thread of a rank enters this one object.

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megastrategy.core import devices
+
+from .thread_mode import ThreadMode
 
 _ATEN = torch.ops.aten
 _WITHOUT_KERNEL = {
@@ -50,7 +51,7 @@ def work_as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "is_on_host", lambda device: False)
 
 
-class Operations(TorchDispatchMode):
+class Operations(ThreadMode):
     """Counts the operations of this thread that are a kernel at least on an accelerator.
 
     Attributes:

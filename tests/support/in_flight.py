@@ -11,14 +11,14 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves
 
 from .lazy_collectives import Flight, Observer, Span, flights, is_own_work, observed_by, place_of_caller, violated
+from .thread_mode import ThreadMode
 
 MAIN = "main"
 
@@ -98,7 +98,7 @@ class _Access:
     what: str
 
 
-class InFlightGuard(TorchDispatchMode, Observer):
+class InFlightGuard(ThreadMode, Observer):
     """While it is entered, raises a ContractError if this thread touches memory in flight, or writes what may be read
     in flight.
 
@@ -115,15 +115,12 @@ class InFlightGuard(TorchDispatchMode, Observer):
         self.num_checked = 0
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> InFlightGuard:
-        # Not by the base class, which also sets flags of the process: where threads enter and leave in turns these stay
-        # set, and torch.compile compiles nothing any more.
+    def __enter__(self) -> Self:
         self._stack.enter_context(observed_by(self))
-        _push_mode(self)
-        return self
+        return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        _pop_mode()
+        super().__exit__(*exception)
         self._stack.close()
 
     def __torch_dispatch__(

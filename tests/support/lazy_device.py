@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from .thread_mode import ThreadMode
 
 _QUERIES = 3
 """The number of questions until an event is over."""
@@ -65,7 +66,7 @@ class Event:
         return True
 
 
-class _Copies(TorchDispatchMode):
+class _Copies(ThreadMode):
     """Queues copies; every other operation that writes is an error, views are none."""
 
     def __init__(self, stream: Stream) -> None:
