@@ -93,21 +93,21 @@ class LanguageModel(nn.Module):
         return logits
 
 
-def _gpt(vocabulary: int, context: int, width: int, depth: int, **options: bool) -> LanguageModel:
+def gpt(vocabulary: int, context: int, width: int, depth: int, **options: bool) -> LanguageModel:
     blocks: list[nn.Module] = [_AttentionBlock(width) for _ in range(depth)]
     return LanguageModel(vocabulary, context, width, blocks, is_gpt=True, **options)
 
 
 def _gpt_14m() -> LanguageModel:
-    return _gpt(vocabulary=256, context=128, width=384, depth=8)
+    return gpt(vocabulary=256, context=128, width=384, depth=8)
 
 
 def _gpt_14m_registered_in_reverse() -> LanguageModel:
-    return _gpt(vocabulary=256, context=128, width=384, depth=8, registered_in_reverse=True)
+    return gpt(vocabulary=256, context=128, width=384, depth=8, registered_in_reverse=True)
 
 
 def _gpt_124m() -> LanguageModel:
-    return _gpt(vocabulary=50257, context=128, width=768, depth=12)  # GPT-2's sizes, but for the context
+    return gpt(vocabulary=50257, context=128, width=768, depth=12)  # GPT-2's sizes, but for the context
 
 
 def _small_2000() -> LanguageModel:
@@ -116,7 +116,7 @@ def _small_2000() -> LanguageModel:
 
 
 def _tiny() -> LanguageModel:
-    return _gpt(vocabulary=64, context=16, width=64, depth=2)
+    return gpt(vocabulary=64, context=16, width=64, depth=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

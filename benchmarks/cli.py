@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from rich.console import Console
 
 from .cases import CASES, Case
+from .commit import current_commit
 from .engines import BASELINE, ENGINES, OPTIMIZERS, EngineSpec, ours
 from .measure import Alone, measure_alone, time_in_turns
 from .names import require_known
@@ -280,7 +280,7 @@ def _environment(plan: Plan) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": current_commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": _cpu(),
@@ -293,20 +293,6 @@ def _environment(plan: Plan) -> dict[str, Any]:
         "interface_bytes": "the namespace's interface, from /proc/net/dev, with headers" if plan.network else None,
         "limits": "gloo's reduce-scatter is emulated; nothing is claimed about NCCL; CUDA is unmeasured",
     }
-
-
-def _commit() -> str:
-    """Returns the commit, with a + if files differ from it; or "unknown" where there is no repository."""
-    root = Path(__file__).parent
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def _cpu() -> str:

@@ -1,22 +1,5 @@
 """A dispatch mode that several ranks, which are threads, may be in at a time."""
 
-from __future__ import annotations
+from benchmarks.gpu_check.counts import ThreadMode
 
-from typing import Any, Self
-
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
-
-
-class ThreadMode(TorchDispatchMode):
-    """Sees the operations of the threads that enter it.
-
-    torch's own also sets flags of the process while it is entered, and puts back what it found. Where threads enter and
-    leave in turns, the last to leave finds them set, and they stay: torch.compile compiles nothing any more.
-    """
-
-    def __enter__(self) -> Self:
-        _push_mode(self)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        _pop_mode()
+__all__ = ["ThreadMode"]

@@ -1,0 +1,155 @@
+"""The command: chooses sections, has each run in a process of its own, prints lines, and writes them down."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..names import require_known
+from . import children
+from .context import Context
+from .devices import why_no_device
+from .lines import Line, Verdict
+from .sections import SECTIONS, Section
+from .versions import describe
+
+_HOST_BOX_S = 120.0
+"""A section's on the host, where models are smaller: twenty times what one takes there on quiet cores."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 if a line is FAIL, 2 if nothing could be run."""
+    options = _parse(arguments)
+    method, reason = _start_method(options.device, options.gpus)
+    if reason:
+        print(f"gpu_check: {reason}", file=sys.stderr)
+        return 2
+    _import_before_forks(options.device)
+    report = _Report(options, method, sys.argv[1:] if arguments is None else arguments)
+    for letter in options.only:
+        began = time.monotonic()
+        section = SECTIONS[letter]
+        print(f"--- {letter}: {section.about}", flush=True)
+        box_s = options.box or (_HOST_BOX_S if options.device == "cpu" else section.box_s)
+        children.run_child(
+            method, f"{letter}.section", run_section, (letter, options.device, options.gpus, method), box_s, report.take
+        )
+        report.end_section(letter, section, time.monotonic() - began)
+    print(report.summary(), flush=True)
+    return 1 if report.counts[Verdict.FAIL] else 0
+
+
+def run_section(say: Callable[[Line], None], letter: str, kind: str, num_gpus: int, method: str) -> None:
+    """In the section's process."""
+    SECTIONS[letter].run(Context(letter, say, kind, num_gpus, method))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    sections = "\n".join(f"  {letter}  {section.about}" for letter, section in SECTIONS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check",
+        description="Checks this engine on the GPUs of this machine; docs/gpu_check.md says what its lines mean.",
+        epilog=f"sections:\n{sections}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the program itself")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="a rank on each of N; 1: two ranks share one")
+    parser.add_argument("--only", metavar="A,C", default=",".join(SECTIONS), help="these sections")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="all lines, written after each section")
+    parser.add_argument("--box", type=float, metavar="SECONDS", help="for each section, in place of its own")
+    options = parser.parse_args(arguments)
+    options.only = list(dict.fromkeys(name.strip().upper() for name in options.only.split(",") if name.strip()))
+    if not options.only:
+        parser.error(f"--only: expected letters out of {', '.join(SECTIONS)}")
+    if options.gpus < 1:
+        parser.error(f"--gpus {options.gpus}: expected 1 or more")
+    try:
+        require_known("section", options.only, SECTIONS)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _start_method(kind: str, num_gpus: int) -> tuple[str, str]:
+    """How to start processes so that they can use the device, and why that cannot be; one of both is empty.
+
+    Forks fail if anything has touched the driver before, which some import may do one day; a fresh interpreter does
+    not. The driver is asked in a child, since asking is touching.
+    """
+    reason = ""
+    for method in children.start_methods():
+        found: list[Line] = []
+        children.run_child(method, "probe", _probe, (kind, num_gpus), 90.0, found.append)
+        if found and found[-1].verdict is Verdict.MEASURED:
+            return method, str(found[-1].value or "")
+        reason = found[-1].detail if found else "it said nothing"
+    return "", f"no process could be started that uses the device: {reason}"
+
+
+def _probe(say: Callable[[Line], None], kind: str, num_gpus: int) -> None:
+    say(Line(verdict=Verdict.MEASURED, name="probe", value=why_no_device(kind, num_gpus)))
+
+
+def _import_before_forks(kind: str) -> None:
+    """What every rank would import, seconds each: the first step of an optimizer imports torch's compiler.
+
+    On the host only. Nobody knows what of it touches a GPU's driver, after which forks could not.
+    """
+    if kind == "cpu":
+        import torch._dynamo
+        import torch.distributed.checkpoint  # noqa: F401
+
+
+class _Report:
+    """Prints lines and keeps them."""
+
+    def __init__(self, options: argparse.Namespace, method: str, arguments: Sequence[str]) -> None:
+        self._path: Path | None = options.json
+        self._began = time.monotonic()
+        self.counts: collections.Counter[Verdict] = collections.Counter()
+        self._content: dict[str, Any] = {
+            **describe(),
+            "command": shlex.join(["python", "-m", "benchmarks.gpu_check", *arguments]),
+            "device": options.device,
+            "gpus": options.gpus,
+            "started_by": method,
+            "is_complete": False,
+            "sections": [],
+            "lines": [],
+        }
+
+    def take(self, line: Line) -> None:
+        """A section says it."""
+        print(line, flush=True)
+        self.counts[line.verdict] += 1
+        self._content["lines"].append(line.as_json())
+
+    def end_section(self, letter: str, section: Section, seconds: float) -> None:
+        """A section has ended, well or not."""
+        self._content["sections"].append({"letter": letter, "about": section.about, "seconds": round(seconds, 1)})
+        self._write()
+
+    def summary(self) -> str:
+        """The last line."""
+        self._content["is_complete"] = True
+        self._content["seconds"] = round(time.monotonic() - self._began, 1)
+        self._write()
+        counts = ", ".join(f"{self.counts[verdict]} {verdict.value}" for verdict in Verdict)
+        return f"--- {counts} in {self._content['seconds']} s"
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Never half: who reads it may do so while the next section runs.
+        beside = self._path.with_name(f"{self._path.name}.part")
+        beside.write_text(json.dumps(self._content, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, self._path)

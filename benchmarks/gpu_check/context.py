@@ -1,0 +1,87 @@
+"""What a section is given: the device that it checks, ranks to do it on, and lines to say it in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .lines import Line, Verdict, judged
+from .ranks import Place, Way, run_ranks
+
+
+class Context:
+    """Belongs to one section, in its process.
+
+    Args:
+        letter: the section's.
+        say: takes its lines.
+        kind: of device, ``"cuda"`` or ``"cpu"``.
+        num_gpus: how many ranks have a device each; with one, two ranks share it where a section needs two.
+        method: to start processes.
+    """
+
+    def __init__(self, letter: str, say: Callable[[Line], None], kind: str, num_gpus: int, method: str) -> None:
+        self.letter, self.kind, self.num_gpus, self.method = letter, kind, num_gpus, method
+        self._say = say
+        self._last = time.monotonic()
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the processor stands in for a GPU."""
+        return self.kind == "cpu"
+
+    def place(self, way: Way | None = None, size: int | None = None, **options: Any) -> Place:
+        """Where ranks run: by default as many as there are GPUs, or two that share one."""
+        way = way or ("backend" if self.num_gpus > 1 else "staged")
+        size = size or (1 if way == "alone" else max(2, self.num_gpus))
+        return Place(kind=self.kind, method=self.method, way=way, size=size, num_gpus=self.num_gpus, **options)
+
+    def ranks(self, function: Callable[..., Any], *arguments: Any, place: Place | None = None) -> list[Any]:
+        """The results of a function by rank; see :func:`.ranks.run_ranks`."""
+        return run_ranks(place or self.place(), function, *arguments)
+
+    # --- lines -------------------------------------------------------------------------------------------------------
+
+    def check(self, name: str, value: float, limit: float, **how: Any) -> None:
+        """Says PASS or FAIL; see :func:`.lines.judged`."""
+        self._line(judged(f"{self.letter}.{name}", value, limit, **how))
+
+    def check_equal(self, name: str, what: str, difference: str) -> None:
+        """Says PASS if there is no difference.
+
+        Args:
+            what: was compared.
+            difference: in words; empty for none.
+        """
+        verdict = Verdict.FAIL if difference else Verdict.PASS
+        self._line(
+            Line(verdict=verdict, name=f"{self.letter}.{name}", value=what, detail=difference)
+        )
+
+    def measure(self, name: str, value: float | str, unit: str = "", detail: str = "") -> None:
+        """Says what was measured."""
+        self._line(
+            Line(verdict=Verdict.MEASURED, name=f"{self.letter}.{name}", value=value, unit=unit, detail=detail)
+        )
+
+    def skip(self, name: str, reason: str) -> None:
+        """Says what is not looked at, and why."""
+        self._line(Line(verdict=Verdict.SKIPPED, name=f"{self.letter}.{name}", detail=reason))
+
+    @contextlib.contextmanager
+    def attempt(self, name: str) -> Iterator[None]:
+        """What raises inside is a FAIL line, and the section goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a line, whatever it is
+            detail = f"raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-3)}"
+            self._line(Line(verdict=Verdict.FAIL, name=f"{self.letter}.{name}", detail=detail))
+
+    def _line(self, line: Line) -> None:
+        now = time.monotonic()
+        self._say(dataclasses.replace(line, seconds=now - self._last))
+        self._last = now

@@ -1,0 +1,76 @@
+"""Lines that sections say: what was looked at, what came out, and what may come out."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+
+class Verdict(enum.Enum):
+    """The first word of a line."""
+
+    PASS = "PASS"
+    """The value is within its limit."""
+    FAIL = "FAIL"
+    """It is not, or nothing came out: the reason follows."""
+    MEASURED = "MEASURED"
+    """A figure that nobody promised; no limit."""
+    SKIPPED = "SKIPPED"
+    """Not looked at, for the reason that follows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of the report.
+
+    Attributes:
+        name: the section's letter, a dot, and what was looked at.
+        value: the figure; None where there is none.
+        limit: the largest value that passes (the smallest, with ``at_least``); None where there is none.
+        unit: of both.
+        seconds: since the line before.
+        detail: the reason of a FAIL or SKIPPED line, or what else there is to know.
+    """
+
+    verdict: Verdict
+    name: str
+    value: float | str | None = None
+    limit: float | None = None
+    at_least: bool = False
+    unit: str = ""
+    seconds: float = 0.0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        limit = "-" if self.limit is None else f"{'>=' if self.at_least else '<='} {_figure(self.limit)}"
+        value = _figure(self.value) + (f" {self.unit}" if self.unit and self.value is not None else "")
+        text = f"{self.verdict.value:<8} {self.name:<46} {value:>16} {limit:>12} {self.seconds:7.1f} s"
+        if self.verdict is Verdict.FAIL:
+            return "\n".join([text, *(f"         | {part}" for part in self.detail.splitlines())])
+        return f"{text}  {self.detail}" if self.detail else text
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values, of which NaN and infinities are strings: JSON has none."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["verdict"] = self.verdict.value
+        return {name: _plain(value) for name, value in fields.items()}
+
+
+def judged(
+    name: str, value: float, limit: float, *, at_least: bool = False, unit: str = "", detail: str = ""
+) -> Line:
+    """A line that passes if the value is within its limit. NaN never is."""
+    within = value >= limit if at_least else value <= limit
+    verdict = Verdict.PASS if within else Verdict.FAIL
+    return Line(verdict=verdict, name=name, value=value, limit=limit, at_least=at_least, unit=unit, detail=detail)
+
+
+def _figure(value: float | str | None) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

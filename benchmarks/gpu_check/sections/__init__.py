@@ -1,0 +1,37 @@
+"""The sections, each a function that is given a context; its letter is the design's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from ..context import Context
+from . import environment, parity
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of the check.
+
+    Attributes:
+        about: for ``--help`` and the page.
+        run: does it.
+        box_s: its time box on GPUs.
+    """
+
+    about: str
+    run: Callable[[Context], None]
+    box_s: float
+
+
+SECTIONS: Mapping[str, Section] = MappingProxyType(
+    {
+        "A": Section("versions, driver, environment", environment.run, 60),
+        "B": Section("one rank equals torch DDP to the bit", parity.run_alone, 180),
+        "C": Section("several ranks equal torch DDP, whenever results come", parity.run_several, 300),
+        "D": Section("the same over NCCL with two ranks on one GPU", parity.run_nccl_on_one, 240),
+        "E": Section("nothing is used that no stream has waited for", parity.run_sanitized, 180),
+    }
+)
+"""In the order of their letters; a run without ``--only`` does all."""
