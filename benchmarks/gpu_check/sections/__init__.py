@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ..context import Context
-from . import environment, parity
+from . import checkpoints, environment, memory, parity, streams, work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,13 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "C": Section("several ranks equal torch DDP, whenever results come", parity.run_several, 300),
         "D": Section("the same over NCCL with two ranks on one GPU", parity.run_nccl_on_one, 240),
         "E": Section("nothing is used that no stream has waited for", parity.run_sanitized, 180),
+        "F": Section("a steady step reads nothing back from the device", work.run_waits, 180),
+        "G": Section("the device does not idle between backward and step", work.run_idle, 180),
+        "H": Section("kernels a step grow with parameters and buckets alone", work.run_launches, 120),
+        "I": Section("memory is the table's, and comes back", memory.run, 180),
+        "L": Section("recurrent layers, whose weights cuDNN wants in one piece", streams.run_recurrent, 90),
+        "M": Section("checkpoints: from several ranks to one, in the background, and how fast", checkpoints.run, 180),
+        "N": Section("several streams in one model and one loop", streams.run_streams, 180),
     }
 )
 """In the order of their letters; a run without ``--only`` does all."""
