@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ..context import Context
-from . import checkpoints, environment, memory, parity, streams, work
+from . import checkpoints, compiled, environment, failures, memory, parity, streams, times, work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,12 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "G": Section("the device does not idle between backward and step", work.run_idle, 180),
         "H": Section("kernels a step grow with parameters and buckets alone", work.run_launches, 120),
         "I": Section("memory is the table's, and comes back", memory.run, 180),
+        "J": Section("step time beside torch DDP and FSDP2", times.run, 300),
+        "K": Section("torch.compile and CUDA graphs", compiled.run, 240),
         "L": Section("recurrent layers, whose weights cuDNN wants in one piece", streams.run_recurrent, 90),
         "M": Section("checkpoints: from several ranks to one, in the background, and how fast", checkpoints.run, 180),
         "N": Section("several streams in one model and one loop", streams.run_streams, 180),
+        "P": Section("a rank fails: the others end soon, with a reason", failures.run, 300),
     }
 )
 """In the order of their letters; a run without ``--only`` does all."""

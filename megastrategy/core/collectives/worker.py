@@ -10,6 +10,8 @@ from concurrent.futures import Future
 
 import torch
 
+from ..errors import CollectiveError
+
 
 class Worker:
     """One thread that runs what it is given, in order. A daemon: a rank whose peers are gone must be able to exit.
@@ -45,19 +47,23 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        failure = ""
+        # Words and a class, and no exception: its frames would keep tensors and groups alive.
+        failure, kind = "", RuntimeError
         while (job := self._jobs.get()) is not None:
             future, run = job
             begun_ns = time.perf_counter_ns()
             try:
                 if failure:
-                    raise RuntimeError(failure)
+                    raise kind(failure)
                 # Grad mode is each thread's own, and on in a new one: in-place arithmetic on what requires gradients
                 # would raise.
                 with torch.no_grad():
                     run()
             except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
-                failure = failure or f"one before it had failed: {error}"
+                if not failure:
+                    # Of the same kind: whoever waits for a later one first must be told of a failed collective too.
+                    kind = CollectiveError if isinstance(error, CollectiveError) else RuntimeError
+                    failure = f"one before it had failed: {error}"
                 future.set_exception(error)
             else:
                 future.set_result((begun_ns, time.perf_counter_ns()))

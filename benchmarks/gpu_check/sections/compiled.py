@@ -1,0 +1,154 @@
+"""K: torch.compile around the engine, and CUDA graphs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import megastrategy
+from megastrategy.core import Event, EventKind
+
+from ..context import Context
+from ..models import SEED, Chain, Gpt
+from ..ranks import Rank
+from ..training import wrap
+
+CLOSE = 1e-4
+"""Relative: a compiler may fuse and so round otherwise; AdamW's first steps are signs."""
+_STEPS = 4
+
+
+def run(context: Context) -> None:
+    """The whole section."""
+    # On the host the compiler's tracing is what is tried: its code generation takes minutes there, and is not ours.
+    backend = "aot_eager" if context.is_host else "inductor"
+    for order in ("compiled-after-wrap", "compiled-before-wrap"):
+        with context.attempt(order):
+            found = context.ranks(train_compiled, order, backend)
+            context.check(f"{order}.parity", max(one["difference"] for one in found), CLOSE, unit="relative")
+            context.measure(f"{order}.launched-before-end", min(one["early"] for one in found), "of buckets")
+            context.measure(f"{order}.graphs", found[0]["graphs"])
+    if context.is_host:
+        context.skip("whole-step-graph", "the host has no CUDA graphs")
+        context.skip("graphed-before-wrap", "the host has no CUDA graphs")
+        return
+    alone = context.place("alone")
+    with context.attempt("whole-step-graph"):
+        [found] = context.ranks(replay_a_step, place=alone)
+        context.check("whole-step-graph", found, 1e-6, unit="relative")
+    with context.attempt("graphed-before-wrap"):
+        place = context.place()
+        context.check_equal("graphed-before-wrap", "equal or refused", context.ranks(wrap_graphed, place=place)[0])
+
+
+def train_compiled(rank: Rank, order: str, backend: str) -> dict[str, Any]:
+    """Compares losses with a run that is not compiled; counts buckets launched before backward ended."""
+    plain, _, _ = _train(rank, "", backend)
+    began = time.perf_counter()
+    losses, early, graphs = _train(rank, order, backend)
+    difference = max(abs(a - b) / max(abs(b), 1e-8) for a, b in zip(losses, plain, strict=True))
+    return {"difference": difference, "early": early, "graphs": graphs, "seconds": time.perf_counter() - began}
+
+
+def _train(rank: Rank, order: str, backend: str) -> tuple[list[float], float, int]:
+    """The losses, the share of buckets that were launched before the last gradient of a backward, and graphs."""
+    events: list[Event] = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(SEED)
+    module: Any = Gpt()
+    x = module.sample(torch.Generator().manual_seed(rank.number)).to(rank.device.torch_device)
+    module = module.to(rank.device.torch_device)
+    if order == "compiled-before-wrap":
+        module = torch.compile(module, backend=backend)
+    model = wrap(rank, module, {"bucket_size": 20_000}, listener=events.append)
+    optimizer = megastrategy.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+    called: nn.Module = torch.compile(model, backend=backend) if order == "compiled-after-wrap" else model
+    losses = []
+    for _ in range(_STEPS):
+        optimizer.zero_grad()
+        events.clear()
+        loss = called(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    early = _share_before_last_gradient(events)
+    graphs = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    model.close()
+    return losses, early, graphs
+
+
+def _share_before_last_gradient(events: list[Event]) -> float:
+    launches = [event.time_ns for event in events if event.kind is EventKind.REDUCE_START]
+    gradients = [event.time_ns for event in events if event.kind is EventKind.GRAD_READY]
+    if not launches or not gradients:
+        return 0.0
+    return sum(launch < max(gradients) for launch in launches) / len(launches)
+
+
+def replay_a_step(rank: Rank) -> float:
+    """A whole step of one rank as a CUDA graph, against the same steps without; the relative difference of weights."""
+    plain, graphed = _steps(rank, graphed=False), _steps(rank, graphed=True)
+    return float((plain - graphed).abs().max() / plain.abs().max())
+
+
+def _steps(rank: Rank, *, graphed: bool) -> torch.Tensor:
+    torch.manual_seed(SEED)
+    device = rank.device.torch_device
+    module = Chain(64).to(device)
+    model = wrap(rank, module, {"static_graph": True})
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+    optimizer = megastrategy.DistributedOptimizer(inner, model)
+    x = module.sample(torch.Generator().manual_seed(1)).to(device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(x, 0, 0).backward()
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(4):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    if graphed:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(4):  # capturing has run nothing
+            graph.replay()
+    else:
+        for _ in range(4):
+            step()
+    rank.device.synchronize()
+    model.close()
+    return torch.cat([param.detach().flatten() for param in module.parameters()])
+
+
+def wrap_graphed(rank: Rank) -> str:
+    """A module whose calls were graphed before it was wrapped: what is wrong with its training; empty if nothing."""
+    torch.manual_seed(SEED)
+    device = rank.device.torch_device
+    x = torch.randn(4, 13, generator=torch.Generator().manual_seed(rank.number)).to(device)
+    layers = [nn.Sequential(nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 1)).to(device) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    torch.cuda.make_graphed_callables(layers[1], (x.clone(),))
+    ended = []
+    for layer in layers:
+        try:
+            model = wrap(rank, layer, {"bucket_size": 64})
+        except ValueError as error:
+            return "" if "graph" in str(error) else f"refused for another reason: {error}"
+        optimizer = megastrategy.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        model.close()
+        ended.append(torch.cat([param.detach().flatten() for param in layer.parameters()]))
+    difference = float((ended[0] - ended[1]).abs().max())
+    return "" if difference < 1e-5 else f"weights differ by {difference:.3g}: the graph reads memory that was moved"

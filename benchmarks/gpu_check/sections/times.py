@@ -1,0 +1,104 @@
+"""J: the time of a step beside torch DDP's and FSDP2's, in turns in one process."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..context import Context
+from ..models import Gpt
+from ..ranks import Rank
+from .work import ddp, ours, sizes, steps_of
+
+OVER_DDP = 1.03
+Size = tuple[int, int, int, int]
+Step = Callable[[], object]
+
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "ours": {},
+    "ours-static-graph": {"static_graph": True},
+    "ours-gather-forward": {"overlap_param_gather": "forward"},
+    "ours-all-reduce": {"use_distributed_optimizer": False},
+}
+
+
+def run(context: Context) -> None:
+    """The whole section."""
+    rounds, steps, batch = (3, 2, 2) if context.is_host else (7, 5, 8)
+    place = context.place("alone") if context.num_gpus == 1 else context.place()
+    for name, size in sizes(context).items():
+        for precision in ("fp32",) if context.is_host else ("fp32", "bf16-autocast"):
+            full = f"{name}.{precision}"
+            with context.attempt(full):
+                found = context.ranks(time_in_turns, size, batch, precision, rounds, steps, place=place)
+                _say(context, full, found)
+
+
+def _say(context: Context, name: str, found: list[dict[str, list[float]]]) -> None:
+    # The slowest rank makes the step; ratios are of one round.
+    by_engine = {engine: [max(times) for times in zip(*(one[engine] for one in found), strict=True)] for engine in found[0]}
+    for engine, times in by_engine.items():
+        context.measure(f"{name}.{engine}", statistics.median(times), "ms", f"from {min(times):.3g} to {max(times):.3g}")
+    for engine in by_engine.keys() - {"ddp"}:
+        ratio = statistics.median(a / b for a, b in zip(by_engine[engine], by_engine["ddp"], strict=True))
+        if engine == "ours" and not context.is_host:
+            context.check(f"{name}.{engine}-to-ddp", ratio, OVER_DDP)
+        else:
+            context.measure(f"{name}.{engine}-to-ddp", ratio)
+
+
+def time_in_turns(
+    rank: Rank, size: Size, batch: int, precision: str, rounds: int, steps: int
+) -> dict[str, list[float]]:
+    """Milliseconds a step by engine, a figure a round."""
+    from ...measure import order_of_round  # imports all engines of the benchmark, which no other section needs
+
+    engines = _engines(rank, size, batch, precision)
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(rounds):
+        for name in order_of_round(list(engines), number):
+            engines[name]()  # what the one before has left in caches is not in this one's time
+            rank.device.synchronize()
+            first = rank.device.mark()
+            for _ in range(steps):
+                engines[name]()
+            times[name].append(rank.device.ms_between(first, rank.device.mark()) / steps)
+    return times
+
+
+def _engines(rank: Rank, size: Size, batch: int, precision: str) -> dict[str, Step]:
+    def in_autocast(step: Step) -> Step:
+        if precision == "fp32":
+            return step
+
+        def run() -> None:
+            with torch.autocast(rank.device.type, torch.bfloat16):
+                step()
+
+        return run
+
+    adamw = {"fused": True, "foreach": False}
+    engines = {"ddp": ddp(rank, Gpt(size, batch), **adamw), "fsdp2": _fsdp2(rank, size, batch)}
+    chosen = _VARIANTS if rank.size > 1 else {"ours": {}, "ours-static-graph": _VARIANTS["ours-static-graph"]}
+    for name, config in chosen.items():
+        engines[name] = ours(rank, Gpt(size, batch), config, **adamw)[1]
+    return {name: in_autocast(step) for name, step in engines.items()}
+
+
+def _fsdp2(rank: Rank, size: Size, batch: int) -> Step:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = Gpt(size, batch).to(rank.device.torch_device)
+    x = module.sample(torch.Generator().manual_seed(rank.number)).to(rank.device.torch_device)
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    for block in module.model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    model = fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    step = steps_of(rank, model, torch.optim.AdamW(model.parameters(), fused=True), x)
+    for _ in range(3):
+        step()
+    return step
