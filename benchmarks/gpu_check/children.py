@@ -51,7 +51,12 @@ def ask_where(pids: Sequence[int]) -> None:
 
 
 def run_child(
-    method: str, name: str, run: Callable[..., None], arguments: tuple[Any, ...], box_s: float, on_line: Callable[[Line], None]
+    method: str,
+    name: str,
+    run: Callable[..., None],
+    arguments: tuple[Any, ...],
+    box_s: float,
+    on_line: Callable[[Line], None],
 ) -> None:
     """Calls ``run(say, *arguments)`` in a process and a process group of its own, where ``say`` takes lines.
 

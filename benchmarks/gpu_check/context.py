@@ -58,15 +58,11 @@ class Context:
             difference: in words; empty for none.
         """
         verdict = Verdict.FAIL if difference else Verdict.PASS
-        self._line(
-            Line(verdict=verdict, name=f"{self.letter}.{name}", value=what, detail=difference)
-        )
+        self._line(Line(verdict=verdict, name=f"{self.letter}.{name}", value=what, detail=difference))
 
     def measure(self, name: str, value: float | str, unit: str = "", detail: str = "") -> None:
         """Says what was measured."""
-        self._line(
-            Line(verdict=Verdict.MEASURED, name=f"{self.letter}.{name}", value=value, unit=unit, detail=detail)
-        )
+        self._line(Line(verdict=Verdict.MEASURED, name=f"{self.letter}.{name}", value=value, unit=unit, detail=detail))
 
     def skip(self, name: str, reason: str) -> None:
         """Says what is not looked at, and why."""

@@ -239,7 +239,7 @@ class HostDevice(Device):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def as_on_an_accelerator(self) -> contextlib.AbstractContextManager[None]:
-        return mock.patch.object(core_devices, "is_on_host", lambda device: False)
+        return mock.patch.object(core_devices, "is_on_host", return_value=False)
 
 
 class HostStreams:
@@ -291,7 +291,9 @@ DEVICES: dict[str, Callable[[], Device]] = {"cuda": CudaDevice, "cpu": HostDevic
 
 
 def why_no_device(kind: str, num_gpus: int) -> str:
-    """Why so many devices cannot be checked here; empty if they can. For a process that forks none: it asks the driver.
+    """Why so many devices cannot be checked here; empty if they can.
+
+    It asks the driver, so it is for processes that do not fork.
     """
     if kind == "cpu":
         return ""

@@ -33,7 +33,12 @@ def settle_in(rank: Rank) -> None:
     local, of = (rank.number, rank.size) if on_host else (0, 1)
     os.environ.update(
         {"TORCHELASTIC_RUN_ID": "gpu-check", "GROUP_RANK": "0" if on_host else str(rank.number)}
-        | {"RANK": str(rank.number), "WORLD_SIZE": str(rank.size), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(of)}
+        | {
+            "RANK": str(rank.number),
+            "WORLD_SIZE": str(rank.size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(of),
+        }
         | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # asked for, and not used: the group stands
     )
     if on_host:

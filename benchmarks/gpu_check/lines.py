@@ -57,9 +57,7 @@ class Line:
         return {name: _plain(value) for name, value in fields.items()}
 
 
-def judged(
-    name: str, value: float, limit: float, *, at_least: bool = False, unit: str = "", detail: str = ""
-) -> Line:
+def judged(name: str, value: float, limit: float, *, at_least: bool = False, unit: str = "", detail: str = "") -> Line:
     """A line that passes if the value is within its limit. NaN never is."""
     within = value >= limit if at_least else value <= limit
     verdict = Verdict.PASS if within else Verdict.FAIL

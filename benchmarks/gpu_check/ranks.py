@@ -123,7 +123,7 @@ def try_ranks(
         connections.append(ours)
         processes.append(process)
     try:
-        # Here, and not in a rank: a rank that is killed shall not take it along. After the forks, since it has a thread.
+        # Not in a rank: one that is killed shall not take it along. After the forks, since it has a thread.
         timeout = datetime.timedelta(seconds=place.timeout_s)
         store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timeout, wait_for_workers=False)
         for connection in connections:

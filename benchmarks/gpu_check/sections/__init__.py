@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ..context import Context
-from . import checkpoints, compiled, environment, failures, frameworks, memory, parity, streams, times, work
+from . import checkpoints, compiled, environment, failures, frameworks, memory, parity, several, streams, times, work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,10 @@ SECTIONS: Mapping[str, Section] = MappingProxyType(
         "L": Section("recurrent layers, whose weights cuDNN wants in one piece", streams.run_recurrent, 90),
         "M": Section("checkpoints: from several ranks to one, in the background, and how fast", checkpoints.run, 180),
         "N": Section("several streams in one model and one loop", streams.run_streams, 180),
-        "O": Section("Lightning, Fabric and Accelerate beside \"ddp\"", frameworks.run, 420),
+        "O": Section('Lightning, Fabric and Accelerate beside "ddp"', frameworks.run, 420),
         "P": Section("a rank fails: the others end soon, with a reason", failures.run, 300),
+        "Q": Section("several GPUs: bandwidth by size and alignment, and what is hidden", several.run_links, 300),
+        "R": Section("several GPUs: what might wait for ever", several.run_hazards, 120),
     }
 )
 """In the order of their letters; a run without ``--only`` does all."""

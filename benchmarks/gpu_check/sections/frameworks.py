@@ -29,7 +29,8 @@ def run(context: Context) -> None:
             context.skip(door, f"{package} is not installed")
             continue
         if context.is_host:
-            importlib.import_module("lightning.pytorch" if package == "lightning" else package)  # once, and not in each rank
+            # Once, and not in each rank. On a GPU nobody knows what of it touches the driver.
+            importlib.import_module("lightning.pytorch" if package == "lightning" else package)
         for way, place in {"alone": context.place("alone"), "together": context.place()}.items():
             _compare(context, door, way, place)
         if door != "accelerate":  # whose loops are the user's: nobody watches them

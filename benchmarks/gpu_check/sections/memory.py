@@ -42,7 +42,9 @@ def run(context: Context) -> None:
             over = max(one["held"] - one["table"] for one in found) / MIB
             context.check(f"{name}.held-over-table", over, limit, unit="MiB")
             under = max(one["table"] - one["held"] for one in found) / MIB
-            context.check(f"{name}.held-under-table", under, limit, unit="MiB", detail="else the table promises too little")
+            context.check(
+                f"{name}.held-under-table", under, limit, unit="MiB", detail="else the table promises too little"
+            )
             peak = max(one["peak"] - one["table"] for one in found) / MIB
             context.check(f"{name}.peak-over-table", peak, 2 * limit + first["staging"] / MIB, unit="MiB")
             hole = max(one["hole"] for one in found) / MIB
@@ -60,7 +62,9 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     device = rank.device
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     # Libraries take working memory of torch's allocator at their first call, and keep it.
-    Chain(64, 2).to(kind).to(device.torch_device)(torch.ones(1, 64, dtype=kind, device=device.torch_device), 0, 0).backward()
+    Chain(64, 2).to(kind).to(device.torch_device)(
+        torch.ones(1, 64, dtype=kind, device=device.torch_device), 0, 0
+    ).backward()
     before = device.allocated_bytes()
     module = Chain(width, depth).to(kind).to(device.torch_device)
     plain = device.allocated_bytes() - before

@@ -74,7 +74,9 @@ def compare_alone(rank: Rank, recipes: dict[str, Recipe]) -> dict[str, tuple[int
 _SGD: dict[str, Any] = {"optimizer": "SGD", "options": (("lr", 0.05), ("momentum", 0.9))}
 
 
-def _recipe(model: str = "awkward", *, bucket_size: int = 200, how: dict[str, Any] | None = None, **config: Any) -> Recipe:
+def _recipe(
+    model: str = "awkward", *, bucket_size: int = 200, how: dict[str, Any] | None = None, **config: Any
+) -> Recipe:
     return Recipe(model=model, config=(("bucket_size", bucket_size), *config.items()), **(how or {}))
 
 
@@ -87,7 +89,9 @@ RECIPES: dict[str, Recipe] = {
     "bf16-weights": _recipe(how={"dtype": "bf16", **_SGD}),
     "bf16-fp32-sums": _recipe(
         "chain",
-        how={"dtype": "bf16", **_SGD}, grad_reduce_in_fp32=False, reduce_scatter_with_fp32_accumulation=True,
+        how={"dtype": "bf16", **_SGD},
+        grad_reduce_in_fp32=False,
+        reduce_scatter_with_fp32_accumulation=True,
     ),
     "pooled": _recipe(grad_buffer="pooled"),
     "pooled-bf16": _recipe(how={"dtype": "bf16", **_SGD}, grad_buffer="pooled"),

@@ -39,10 +39,14 @@ def run(context: Context) -> None:
 
 def _say(context: Context, name: str, found: list[dict[str, list[float]]]) -> None:
     # The slowest rank makes the step; ratios are of one round.
-    by_engine = {engine: [max(times) for times in zip(*(one[engine] for one in found), strict=True)] for engine in found[0]}
+    by_engine = {
+        engine: [max(times) for times in zip(*(one[engine] for one in found), strict=True)] for engine in found[0]
+    }
     for engine, times in by_engine.items():
-        context.measure(f"{name}.{engine}", statistics.median(times), "ms", f"from {min(times):.3g} to {max(times):.3g}")
-    for engine in by_engine.keys() - {"ddp"}:
+        context.measure(
+            f"{name}.{engine}", statistics.median(times), "ms", f"from {min(times):.3g} to {max(times):.3g}"
+        )
+    for engine in [engine for engine in by_engine if engine != "ddp"]:
         ratio = statistics.median(a / b for a, b in zip(by_engine[engine], by_engine["ddp"], strict=True))
         if engine == "ours" and not context.is_host:
             context.check(f"{name}.{engine}-to-ddp", ratio, OVER_DDP)

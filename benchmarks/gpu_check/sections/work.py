@@ -77,6 +77,16 @@ def ddp(rank: Rank, module: Model, **adamw: Any) -> Step:
     return step
 
 
+def repeated(step: Step, times: int) -> Step:
+    """Several steps as one."""
+
+    def run() -> None:
+        for _ in range(times):
+            step()
+
+    return run
+
+
 # --- F ---------------------------------------------------------------------------------------------------------------
 
 _PROMISES: dict[str, dict[str, Any]] = {
@@ -99,7 +109,9 @@ def run_waits(context: Context) -> None:
                     context.check_equal(full, f"{WARM_UP + 2} steps", next(filter(None, found), ""))
     with context.attempt("a-read-is-seen"):
         found = context.ranks(sees_a_read, place=context.place("alone"))
-        context.check_equal("a-read-is-seen", "one read", "" if all(found) else "a read went unnoticed: F proves nothing")
+        context.check_equal(
+            "a-read-is-seen", "one read", "" if all(found) else "a read went unnoticed: F proves nothing"
+        )
 
 
 def reads_in_steady_steps(rank: Rank, config: dict[str, Any], clips: bool) -> str:
@@ -208,11 +220,11 @@ def run_idle(context: Context) -> None:
 def idle_between(rank: Rank, size: tuple[int, int, int, int], batch: int) -> tuple[float, float]:
     """Milliseconds between the last work of backward and the first of the step: ours, torch DDP's."""
     model, step = ours(rank, Gpt(size, batch), {}, fused=True, foreach=False)
-    mine = _idle_ms(record(rank.device, lambda: [step() for _ in range(5)]))
+    mine = _idle_ms(record(rank.device, repeated(step, 5)))
     model.close()
     del model, step
     theirs = ddp(rank, Gpt(size, batch), fused=True, foreach=False)
-    return mine, _idle_ms(record(rank.device, lambda: [theirs() for _ in range(5)]))
+    return mine, _idle_ms(record(rank.device, repeated(theirs, 5)))
 
 
 def _idle_ms(trace: Trace) -> float:
