@@ -20,8 +20,8 @@ from typing import Any
 
 from .lines import Line, Verdict
 
-_TAIL_LINES = 40
-_WRITING_S = 0.5
+_TAIL_LINES = 120
+_WRITING_S = 0.3
 """For a process to write where it is."""
 _PR_SET_PDEATHSIG = 1
 
@@ -43,11 +43,22 @@ def end_with_parent() -> None:
 
 
 def ask_where(pids: Sequence[int]) -> None:
-    """Has processes write down where they hang, before they are ended; a negative number is a process group's."""
+    """Has processes write down where they hang, before they are ended; one after the other, into one log."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(_WRITING_S)
+        time.sleep(_WRITING_S)
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a group, its leader first; the leader alone where nobody tells."""
+    found = [group]
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # After the name, which may have anything in it: state, parent, group.
+            if int(path.read_text().rpartition(")")[2].split()[2]) == group and int(path.parent.name) != group:
+                found.append(int(path.parent.name))
+    return found
 
 
 def run_child(
@@ -83,7 +94,7 @@ def run_child(
             if time.monotonic() < began + box_s:
                 process.join(5)  # it has said its last word
             else:
-                ask_where([-process.pid])
+                ask_where(_members(process.pid))
         finally:
             reason = _end(process)
             ours.close()

@@ -113,7 +113,7 @@ def save_and_go_on(rank: Rank, dtype: str, folder: str) -> State:
     if rank.number == 0:
         torch.save({"weights": weights, "state": state, "main_params": main_params}, Path(folder) / "file")
     sharded = {"optimizer": optimizer.sharded_state_dict()}
-    pending = dcp.async_save(sharded, checkpoint_id=str(Path(folder) / "directory"), process_group=_hosts(rank))
+    pending: Any = dcp.async_save(sharded, checkpoint_id=str(Path(folder) / "directory"), process_group=_hosts(rank))
     pending.result()  # before the tensors change: they are the optimizer's own until they have been copied
     before = _digest(weights), _digest([state["state"], main_params])
     _steps(rank, module, model, optimizer, range(_STEPS, _STEPS + 2), dtype)

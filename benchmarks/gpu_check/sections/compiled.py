@@ -66,7 +66,7 @@ def _train(rank: Rank, order: str, backend: str) -> tuple[list[float], float, in
         module = torch.compile(module, backend=backend)
     model = wrap(rank, module, {"bucket_size": 20_000}, listener=events.append)
     optimizer = megastrategy.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
-    called: nn.Module = torch.compile(model, backend=backend) if order == "compiled-after-wrap" else model
+    called: Any = torch.compile(model, backend=backend) if order == "compiled-after-wrap" else model
     losses = []
     for _ in range(_STEPS):
         optimizer.zero_grad()

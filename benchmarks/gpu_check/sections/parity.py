@@ -195,6 +195,8 @@ def run_nccl_on_one(context: Context) -> None:
             context.skip("all", f"NCCL {'.'.join(map(str, version))}: from {needs} on it takes two ranks on one GPU")
             return
     for name, recipe in RECIPES.items():
+        if context.is_host and name not in ("contiguous", "pooled", "moved-buckets"):
+            continue  # there it is the way that is tried, and C has had the recipes
         if name != "instances":  # four ranks' kernels would not fit
             place = context.place("backend", 2, environment=() if context.is_host else _ONE_GPU)
             _compare_on(context, name, recipe, place)
@@ -238,7 +240,7 @@ def train_sanitized(rank: Rank, recipe: Recipe) -> str:
         with _sanitizer.cuda_sanitizer.dispatch:
             carry_out(self, *arguments)
 
-    HostStagedCollectives._carry_out = seen  # type: ignore[method-assign] # of this process, which ends with this
+    HostStagedCollectives._carry_out = seen  # type: ignore[method-assign,assignment] # of this process, which ends with this
     try:
         train_ours(rank, recipe)
         rank.device.synchronize()

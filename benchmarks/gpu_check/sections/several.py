@@ -11,6 +11,7 @@ from torch import nn
 
 import megastrategy
 from megastrategy.core.collectives import BackendCollectives
+from megastrategy.core.collectives.process_groups import world_group
 
 from ..context import Context
 from ..devices import MIB
@@ -75,7 +76,7 @@ def _ms(rank: Rank, run: Callable[[], object], times: int) -> float:
 
 def bandwidths(rank: Rank, mib: tuple[int, ...], times: int) -> dict[str, float]:
     """GB/s on the bus by collective, size and offset: (d - 1)/d of the bytes, over the time."""
-    collectives = BackendCollectives(dist.group.WORLD)
+    collectives = BackendCollectives(world_group())
     found = {}
     for size in mib:
         numel = size * MIB // 2 // (64 * rank.size) * 64 * rank.size
@@ -115,7 +116,7 @@ def priorities(rank: Rank) -> dict[str, float]:
 
 def scales(rank: Rank) -> dict[str, float]:
     """Milliseconds of a reduce-scatter that averages: by a pass before it, inside it, and as NCCL's AVG."""
-    group = dist.group.WORLD
+    group = world_group()
     collectives = BackendCollectives(group)
     numel = 16 * MIB // (64 * rank.size) * 64 * rank.size
     data = torch.zeros(numel, device=rank.device.torch_device)

@@ -49,7 +49,7 @@ def compare_streams(rank: Rank, cases: tuple[Where, ...], gather: str, late: Lat
     """By case, the elements that differ from a run on one stream that nobody holds up."""
     rank.device.be_deterministic()
     plain = _train(rank, "one stream", gather, "nothing")
-    found = {}
+    found: dict[str, tuple[int, str]] = {}
     for case in cases:
         trained = _train(rank, case, gather, late)
         found[case] = num_differing(trained, plain), where_different(trained, plain)

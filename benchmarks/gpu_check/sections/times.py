@@ -101,7 +101,7 @@ def _fsdp2(rank: Rank, size: Size, batch: int) -> Step:
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     for block in module.model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    model = fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    model: Any = fully_shard(module, mesh=mesh, reshard_after_forward=False)
     step = steps_of(rank, model, torch.optim.AdamW(model.parameters(), fused=True), x)
     for _ in range(3):
         step()

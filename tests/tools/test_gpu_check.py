@@ -1,0 +1,282 @@
+"""The check of GPUs, on the host: its own driver with sections that fail in every way, sections on an engine that is
+broken, what it reads out of traces, and the names of torch that only a GPU would reach."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_check.devices import CudaDevice
+from benchmarks.gpu_check.lines import Line, Verdict, judged
+from benchmarks.gpu_check.sections import SECTIONS
+from benchmarks.gpu_check.sections.several import hidden_share
+from benchmarks.gpu_check.traces import Span, Trace
+from benchmarks.gpu_check.versions import parse_nccl
+from tests.support.patience import HANG_S
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "benchmarks" / "gpu_check"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+
+
+# --- the driver ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """What gpu_check_faults left behind."""
+
+    printed: str
+    lines: dict[str, dict[str, Any]]
+    hang: dict[str, Any]
+    pids: list[int]
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
+    folder = tmp_path_factory.mktemp("faults")
+    results, pids = folder / "results.json", folder / "pids"
+    done = run("-m", "tests.tools.gpu_check_faults", str(results), str(pids))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(results.read_text())
+    lines = {line["name"]: line for line in content["lines"]}
+    hang = json.loads((folder / "results.json.hang").read_text())
+    return Faults(done.stdout, lines, hang, [int(pid) for pid in pids.read_text().split()])
+
+
+def test_the_exit_status_says_whether_a_line_failed(faults: Faults) -> None:
+    assert "statuses 1 1 0" in faults.printed
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("B.inside", r"^raised ValueError: caught, and said"),
+        ("B.section", r"^raised RuntimeError: not caught"),
+        ("C.section", r"^was ended by SIGSEGV[\s\S]*in crashes"),
+        ("E.section", r"^ended with exit status 3"),
+        ("F.section", r"^ended without a line"),
+        ("G.large", r"^by one$"),
+        ("H.killed", r"rank 1 after .* s: Ended: its process ended with exit status -9"),
+        ("H.raised", r"rank 1 after .* s: KeyError: [\s\S]*the last rank's own words[\s\S]*in raise_on_the_last"),
+    ],
+)
+def test_a_section_that_ends_badly_is_a_line(name: str, reason: str, faults: Faults) -> None:
+    line = faults.lines[name]
+    assert line["verdict"] == "FAIL"
+    assert re.search(reason, line["detail"]), line["detail"]
+
+
+def test_what_comes_after_a_bad_end_is_run(faults: Faults) -> None:
+    assert faults.lines["B.before"]["verdict"] == "PASS"
+    for letter in "AZ":
+        found = {name: faults.lines[f"{letter}.{name}"]["verdict"] for name in ("small", "seen", "other")}
+        assert found == {"small": "PASS", "seen": "MEASURED", "other": "SKIPPED"}
+
+
+def test_a_section_that_hangs_is_ended_with_its_ranks_and_says_where(faults: Faults) -> None:
+    line, *others = faults.hang["lines"]
+    assert (line["name"], line["verdict"]) == ("D.section", "FAIL")
+    assert line["detail"].startswith("did not end within its box of 6 s")
+    assert "_sleep_in_a_named_place" in line["detail"]
+    assert 6 <= line["seconds"] < 60
+    assert [other["verdict"] for other in others] == ["PASS", "MEASURED", "SKIPPED"]
+    assert len(faults.pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in faults.pids)
+
+
+@pytest.mark.parametrize("name", ["G.unknown", "G.slow"])
+def test_values_out_of_their_limits_fail(name: str, faults: Faults) -> None:
+    assert faults.lines[name]["verdict"] == "FAIL"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [r"I\.contiguous\..*", r"J\.read", r"K\.more", r"L\.default\.raises\.reason", r"L\.default\.is-killed\.reason"],
+)
+def test_an_engine_that_is_broken_fails(name: str, faults: Faults) -> None:
+    """A missing wait, a read of the device, work that grows with elements, an error without a reason."""
+    assert any(line["verdict"] == "FAIL" for found, line in faults.lines.items() if re.fullmatch(name, found))
+
+
+def test_json_has_what_was_run_on_what(faults: Faults) -> None:
+    assert faults.hang["command"].startswith("python -m benchmarks.gpu_check --device cpu")
+    assert faults.hang["is_complete"]
+    assert [section["letter"] for section in faults.hang["sections"]] == ["D", "Z"]
+    assert faults.hang["torch"] == torch.__version__
+    assert {"date", "commit", "device", "gpus", "python", "seconds", "started_by"} <= faults.hang.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--device", "cpu", "--only", "A,@"), "unknown section '@'"),
+        (("--device", "cpu", "--only", ","), "--only: expected letters out of A, B"),
+        (("--gpus", "0"), "--gpus 0: expected 1 or more"),
+        pytest.param(
+            (),
+            "torch.cuda.is_available() is False",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], complaint: str) -> None:
+    done = run("-m", "benchmarks.gpu_check", *arguments)
+    assert done.returncode == 2, done.stdout
+    assert complaint in done.stderr
+
+
+# --- the check itself ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F", "K,P", "N,R", "O"])
+def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
+    """``.ci/run`` has all of it in one run."""
+    done = run("-m", "benchmarks.gpu_check", "--device", "cpu", "--only", letters, "--json", str(tmp_path / "json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = json.loads((tmp_path / "json").read_text())["lines"]
+    assert {line["name"][0] for line in lines} == set(letters.split(","))
+    assert all(line["detail"] for line in lines if line["verdict"] == "SKIPPED")
+
+
+@pytest.mark.long
+def test_sections_for_several_gpus_pass_on_the_host() -> None:
+    done = run("-m", "benchmarks.gpu_check", "--device", "cpu", "--gpus", "3", "--only", "C,F,I,M,N,P,Q,R")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_all_sections_are_in_some_case() -> None:
+    [mark] = [mark for mark in test_it_passes_on_the_host.pytestmark if mark.name == "parametrize"]
+    assert sorted(letter for letters in mark.args[1] for letter in letters.split(",")) == sorted(SECTIONS)
+
+
+# --- lines and traces ------------------------------------------------------------------------------------------------
+
+
+def test_lines_can_be_read_and_parsed() -> None:
+    line = judged("C.pooled", 0, 0, unit="elements")
+    assert re.fullmatch(r"PASS     C\.pooled +0 elements +<= 0 +0\.0 s", str(line))
+    assert judged("J.ratio", math.nan, 1.0).verdict is Verdict.FAIL
+    assert judged("M.speed", math.nan, 1.0, at_least=True).verdict is Verdict.FAIL
+    assert json.loads(json.dumps(judged("J.ratio", math.inf, 1.0).as_json(), allow_nan=False))["value"] == "inf"
+    failed = Line(verdict=Verdict.FAIL, name="P.section", detail="one\ntwo")
+    assert str(failed).splitlines()[1:] == ["         | one", "         | two"]
+
+
+def _event(category: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "tid": 1, "args": args}
+
+
+def test_work_on_a_device_belongs_to_the_range_that_started_it() -> None:
+    """Launched in backward, it runs while the host is in the step already: as a GPU that is behind does."""
+    events = [
+        _event("user_annotation", "check: backward", 0, 10),
+        _event("user_annotation", "check: step", 10, 10),
+        _event("gpu_user_annotation", "check: step", 60, 10),
+        _event("cuda_runtime", "cudaLaunchKernel", 5, 1, correlation=1),
+        _event("cuda_driver", "cuLaunchKernel", 12, 1, correlation=2),
+        _event("cuda_runtime", "cudaMemcpyAsync", 13, 1, correlation=3),
+        _event("kernel", "backward", 15, 25, correlation=1),
+        _event("kernel", "adamw", 43, 7, correlation=2),
+        _event("gpu_memcpy", "copy", 50, 1, correlation=3),
+        _event("kernel", "of an earlier step", 0, 1, correlation=99),
+        {"ph": "i", "name": "a mark", "ts": 1},
+    ]
+    trace = Trace(events, CudaDevice())
+    [backward], [step] = trace.ranges("check: backward"), trace.ranges("check: step")
+    assert trace.work_of(backward) == [Span("backward", 15, 40)]
+    assert trace.work_of(step) == [Span("adamw", 43, 50)]
+    assert [span.name for span in trace.work] == ["backward", "adamw"]
+
+
+def test_what_is_hidden_is_counted_once() -> None:
+    work = [
+        Span("ncclDevKernel_AllReduce", 0, 10),
+        Span("gemm", 2, 6),
+        Span("gelu", 4, 8),  # overlaps the other
+        Span("ncclDevKernel_AllReduce", 20, 30),
+        Span("gemm", 25, 40),
+    ]
+    assert hidden_share(work) == (6 + 5) / 20
+    assert hidden_share([Span("gemm", 0, 1)]) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "version"), [(23004, (2, 30, 4)), (22907, (2, 29, 7)), (21805, (2, 18, 5)), (2708, (2, 7, 8))]
+)
+def test_nccls_number_is_read_as_it_writes_it(code: int, version: tuple[int, int, int]) -> None:
+    assert parse_nccl(code) == version
+
+
+# --- what only a GPU would reach -------------------------------------------------------------------------------------
+
+ONLY_WITH_NCCL = {"torch.distributed.ProcessGroupNCCL", "torch.distributed._make_nccl_premul_sum"}
+
+
+def _names_of_torch(path: Path) -> set[str]:
+    """Dotted names below torch that the file uses, with its aliases resolved."""
+    tree = ast.parse(path.read_text())
+    aliases = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    found = {name for name in aliases.values() if name.startswith("torch.")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            if aliases.get(first, "").split(".")[0] == "torch" and re.fullmatch(r"[\w.]+", rest):
+                found.add(f"{aliases[first]}.{rest}")
+    return found
+
+
+def _resolves(name: str) -> bool:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(value, part):
+                return False
+            value = getattr(value, part)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_name_of_torch_exists(path: Path) -> None:
+    """Also in lines that no host runs: a name that is wrong would be found in the minutes that there is a GPU."""
+    names = {name for name in _names_of_torch(path) if not any(name.startswith(one) for one in ONLY_WITH_NCCL)}
+    assert not {name for name in names if not _resolves(name)}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_it_needs_only_torch(path: Path) -> None:
+    """Doors are imported by their section alone, inside functions."""
+    known = {"torch", "megastrategy", *sys.stdlib_module_names}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            assert {alias.name.split(".")[0] for alias in node.names} <= known
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            assert (node.module or "").split(".")[0] in known
+    assert len(path.read_text().splitlines()) <= 500
