@@ -20,8 +20,8 @@ from typing import Any
 
 from .lines import Line, Verdict
 
-_TAIL_LINES = 120
-_WRITING_S = 0.3
+_TAIL_LINES = 200
+_WRITING_S = 1.0
 """For a process to write where it is."""
 _PR_SET_PDEATHSIG = 1
 
