@@ -13,7 +13,7 @@ WORKERS ?= 3
 PYTEST += --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-full check docs test test-rest test-lazy test-long fuzz lint fast clean
+.PHONY: help setup demo bench bench-full gpu-check check docs test test-rest test-lazy test-long fuzz lint fast clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,9 @@ bench: $(STAMP)  ## measure against torch DDP and other peers, a few minutes, in
 
 bench-full: $(STAMP)  ## more cases, engines and ranks, hours (ARGS="--help" lists the options)
 	$(BIN)/python -m benchmarks --full $(ARGS)
+
+gpu-check: $(STAMP)  ## check the engine on this machine's GPUs (ARGS="--gpus 8"; ARGS="--device cpu" tries the program itself)
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 check: lint  ## lint, types, structure and the tests that need no ranks: under a minute (ARGS go to pytest)
 	$(PYTEST) tests/unit $(ARGS)

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.gpu_check.devices import CudaDevice
 from benchmarks.gpu_check.lines import Line, Verdict, judged
-from benchmarks.gpu_check.sections import SECTIONS
+from benchmarks.gpu_check.sections import SECTIONS, work
 from benchmarks.gpu_check.sections.several import hidden_share
 from benchmarks.gpu_check.traces import Span, Trace
 from benchmarks.gpu_check.versions import parse_nccl
@@ -279,3 +279,11 @@ def test_it_needs_only_torch(path: Path) -> None:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             assert (node.module or "").split(".")[0] in known
     assert len(path.read_text().splitlines()) <= 500
+
+
+def test_the_page_has_every_section_by_its_own_words() -> None:
+    page = (ROOT / "docs" / "gpu_check.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| ([A-Z]) \| ([^|]+) \|", page, re.MULTILINE)
+    assert listed == [(letter, section.about) for letter, section in SECTIONS.items()]
+    a, b, c = re.findall(r"more than (\d+) \+ (\d+) a parameter \+ (\d+) a bucket", page)[0]
+    assert (int(a), int(b), int(c)) == (work.A, work.B, work.C)
