@@ -224,7 +224,15 @@ class Engine:
             tell: gets one line; shows it on rank 0.
             num_state_tensors: how many numbers the optimizer keeps for each element; None if nobody knows.
         """
-        tell(describe_setup(self.layout, self.collectives.rank, self.config.overlap_grad_reduce, num_state_tensors))
+        tell(
+            describe_setup(
+                self.layout,
+                self.collectives.rank,
+                self.config.overlap_grad_reduce,
+                num_state_tensors,
+                receives_apart=self.collectives.receives_apart,
+            )
+        )
 
     def _make_grad_buffers(self) -> GradBuffers:
         """Buffers for the present layout, which take the parameters' gradients in."""

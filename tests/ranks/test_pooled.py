@@ -153,8 +153,12 @@ def test_the_first_lines_say_what_it_costs() -> None:
     def run(rank: int, group: ProcessGroup) -> tuple[str, str]:
         texts = []
         for options in (POOLED, {}):
-            model = DistributedDataParallel(two_layers(), DistributedDataParallelConfig(**options), group)
+            model = DistributedDataParallel(two_layers(width=9000), DistributedDataParallelConfig(**options), group)
             texts.append(describe_setup(model.layout, rank, True, 2))
+            if options and group.size() > 1:
+                staging = memory_use(model.layout, rank, 2).staging_bytes
+                assert f"runs {staging / 2**20:.2f} MiB of staging buffers" in texts[-1]
+                assert staging > 2**14, "and not 0.00"
             model.close()
         return texts[0], texts[1]
 

@@ -68,6 +68,7 @@ RANKS = [
         "collectives.roll_call",
         "collectives.worker",
         "collectives.gloo_rings",
+        "collectives.part_exchange",
         "rebucketing.arrival_order",
     },
     {"collectives.interface", "buffers", "trials.known_findings"},

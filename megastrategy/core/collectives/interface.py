@@ -91,9 +91,11 @@ class Collectives(ABC):
         roll_call: as passed.
         progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
+        receives_apart: whether :meth:`reduce_scatter_into` has memory for what comes that the memory table counts.
         watchdog: asked while this rank waits; None for a wait that ends with a peer's process alone.
     """
 
+    receives_apart = False
     watchdog: Watchdog | None = None
     _host: Collectives | None = None
 
