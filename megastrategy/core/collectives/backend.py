@@ -26,9 +26,9 @@ class BackendCollectives(Collectives):
     _streams: Any = None  # of the device, in the place of torch's
 
     def abort(self) -> None:
-        # Instances have groups of their own; a kernel that spins in one keeps the device as well.
-        for instance in self.instances.values():
-            instance.abort()
+        # They have groups of their own; a kernel that spins in one keeps the device as well.
+        for made in (*self.instances.values(), *([] if self.second is None else [self.second])):
+            made.abort()
         self._abort_group(self.group)
 
     @staticmethod
