@@ -69,6 +69,7 @@ RANKS = [
         "collectives.worker",
         "collectives.gloo_rings",
         "collectives.part_exchange",
+        "checkpoint.host_copies",
         "rebucketing.arrival_order",
     },
     {"collectives.interface", "buffers", "trials.known_findings"},
