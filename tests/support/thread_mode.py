@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 
@@ -20,3 +21,12 @@ class ThreadMode(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         _pop_mode()
+
+
+def forget_entered_modes() -> None:
+    """Puts the flags of the process back that modes have left; none may be entered."""
+    for flag in ("torch_dispatch_mode", "non_infra_torch_dispatch_mode", "any_mode_without_ignore_compile_internals"):
+        if hasattr(_python_dispatch, f"_is_in_{flag}"):  # the last two are recent
+            setattr(_python_dispatch, f"_is_in_{flag}", False)
+    with TorchDispatchMode():  # whose end puts back what it found, in C++ too
+        pass
