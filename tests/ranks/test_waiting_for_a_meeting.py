@@ -63,6 +63,7 @@ def test_who_calls_elsewhere_meanwhile_is_told_where_rank_zero_waits() -> None:
 
 
 @pytest.mark.parametrize("kind", [GlooCollectives, BackendCollectives])
+@pytest.mark.real_collectives("gives the real ones a roll call")
 def test_what_an_instance_starts_is_evidence_that_a_rank_has_gone_on(kind: type[Collectives]) -> None:
     """Rank 0 calls something that the others have left for the next reduction, inside their instances."""
 
