@@ -33,6 +33,10 @@ _FULL_CASES = (*_QUICK_CASES, "gpt-14m-registered-in-reverse", "gpt-124m")
 _FULL_ONLY_ENGINES = (
     "bound-sharded",
     "ddp-view",
+    "ddp-static",
+    "ddp-batched-copy",
+    "ddp-powersgd",
+    "replicate",
     "deepspeed-2",
     "ours-gather-off",
     "ours-pooled",

@@ -58,6 +58,7 @@ class EngineSpec:
         options: the builder's.
         dtype: of the weights, if not the case's.
         only_dtype: the dtype of the cases that it is for, if not all.
+        rounds: it sends less than it has computed, so that its losses are its own.
     """
 
     name: str
@@ -66,11 +67,17 @@ class EngineSpec:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dtype: str | None = None
     only_dtype: str | None = None
+    rounds: bool = False
 
     @property
     def communicates(self) -> bool:
-        """Whether the ranks train one model together, with the same losses as under torch DDP."""
+        """Whether the ranks train one model together."""
         return self.kind not in ("bound", "bound-sharded")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its losses have to be those of torch DDP."""
+        return self.communicates and not self.rounds
 
     def why_skipped(self, case: Case) -> str | None:
         """Why it cannot run this case here."""
@@ -115,6 +122,45 @@ def _bound_sharded(module: LanguageModel, case: Case, adamw: Mapping[str, Any], 
 def _ddp(module: LanguageModel, case: Case, adamw: Mapping[str, Any], options: Mapping[str, Any], *_: Any) -> Engine:
     model = TorchDDP(module, **options)
     return Engine(model=model, optimizer=_adamw(model.parameters(), adamw), not_synced=model.no_sync)
+
+
+def _ddp_hook(
+    module: LanguageModel, case: Case, adamw: Mapping[str, Any], options: Mapping[str, Any], *_: Any
+) -> Engine:
+    """With one of torch's communication hooks, as its documentation registers it."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    engine = _ddp(module, case, adamw, {})
+    assert isinstance(engine.model, TorchDDP)
+    if options["hook"] == "fp16":
+        engine.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    else:
+        # From the second step on, the earliest that it takes: by default it begins after a thousand.
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=options["rank"], start_powerSGD_iter=2)
+        engine.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return engine
+
+
+def _replicate(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
+    """torch's data parallelism out of FSDP2's parts, of each block and of the whole."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in module.blocks:
+        replicate(block, mesh=mesh)
+    root: Any = replicate(module, mesh=mesh)
+
+    @contextlib.contextmanager
+    def not_synced() -> Iterator[None]:
+        root.set_requires_gradient_sync(False)
+        root.set_is_last_backward(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            root.set_is_last_backward(True)
+
+    return Engine(model=module, optimizer=_adamw(module.parameters(), adamw), not_synced=not_synced)
 
 
 def _zero(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
@@ -208,6 +254,8 @@ _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
         "bound": _bound,
         "bound-sharded": _bound_sharded,
         "ddp": _ddp,
+        "ddp-hook": _ddp_hook,
+        "replicate": _replicate,
         "zero": _zero,
         "fsdp2": _fsdp2,
         "deepspeed": _deepspeed,
@@ -248,6 +296,35 @@ _SPECS = (
         options={"gradient_as_bucket_view": True},
     ),
     EngineSpec(name="ddp-fp32", about="torch DDP, fp32 weights", kind="ddp", dtype="fp32", only_dtype="bf16"),
+    EngineSpec(
+        name="ddp-static",
+        about="torch DDP, static graph, bucket views",
+        kind="ddp",
+        options={"static_graph": True, "gradient_as_bucket_view": True},
+    ),
+    EngineSpec(
+        name="ddp-batched-copy",
+        about="torch DDP, batched_grad_copy=True",
+        kind="ddp",
+        options={"batched_grad_copy": True},
+    ),
+    EngineSpec(
+        name="ddp-fp16-hook",
+        about="torch DDP, fp16_compress_hook",
+        kind="ddp-hook",
+        options={"hook": "fp16"},
+        only_dtype="fp32",
+        rounds=True,
+    ),
+    EngineSpec(
+        name="ddp-powersgd",
+        about="torch DDP, powerSGD_hook of rank 1",
+        kind="ddp-hook",
+        options={"hook": "powersgd", "rank": 1},
+        only_dtype="fp32",
+        rounds=True,
+    ),
+    EngineSpec(name="replicate", about="replicate of FSDP2's parts", kind="replicate"),
     EngineSpec(name="zero", about="torch DDP + ZeroRedundancyOptimizer", kind="zero"),
     EngineSpec(name="fsdp2", about="FSDP2, reshard_after_forward=False", kind="fsdp2"),
     EngineSpec(name="deepspeed-1", about="DeepSpeed ZeRO-1", kind="deepspeed", options={"stage": 1}),

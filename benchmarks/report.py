@@ -115,7 +115,7 @@ def _figure(report: Report) -> Figure:
         below = [ratio.median - ratio.q1 for ratio in ratios]
         above = [ratio.q3 - ratio.median for ratio in ratios]
         colors = [
-            "C0" if e.name.startswith("ours") else "0.45" if e.losses_agree is None else "C1" for e in case.engines
+            "C0" if e.name.startswith("ours") else "0.45" if e.loss_difference is None else "C1" for e in case.engines
         ]
         names = [engine.name for engine in case.engines]
         panel.barh(names, [ratio.median for ratio in ratios], xerr=[below, above], color=colors, capsize=3)
@@ -152,8 +152,10 @@ def _row(cells: list[str]) -> str:
 
 
 def _verdict(engine: EngineResult) -> str:
-    if engine.losses_agree is None or engine.loss_difference is None:
+    if engine.loss_difference is None:
         return ""
+    if engine.losses_agree is None:  # what it sends is rounded, so it has losses of its own
+        return f"off by {engine.loss_difference[1]:.0e}"
     return f"{'equal' if engine.losses_agree else 'DIFFER'} ({engine.loss_difference[0]:.0e})"
 
 

@@ -205,7 +205,7 @@ def _engine_result(
         rss_bytes=max(rank.rss_bytes for rank in alone),
         losses=losses,
         loss_difference=worst if spec.communicates else None,
-        losses_agree=agree if spec.communicates else None,
+        losses_agree=agree if spec.is_exact else None,
     )
 
 

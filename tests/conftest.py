@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import multiprocessing
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .support import chosen_collectives
 from .support.lazy_collectives import violations
+from .support.thread_mode import forget_entered_modes
 from .support.tiers import mark_long, part
 
 torch.set_num_threads(1)
@@ -63,6 +65,9 @@ def contract_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
 def no_mode_is_left() -> Iterator[None]:
     """Nothing is compiled any more in a process where torch takes a mode for entered: see support/thread_mode.py."""
     yield
+    # torch's compiler has modes of its own, which it enters in each rank that compiles; ranks are threads here alone.
+    if "torch._dynamo" in sys.modules:
+        forget_entered_modes()
     assert not is_in_torch_dispatch_mode()
 
 

@@ -18,6 +18,7 @@ _ATEN = torch.ops.aten
 _WITHOUT_KERNEL = {
     _ATEN.detach.default,
     _ATEN.view.default,
+    _ATEN.view.dtype,
     _ATEN.view_as_real.default,
     _ATEN._unsafe_view.default,
     _ATEN.as_strided.default,

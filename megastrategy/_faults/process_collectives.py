@@ -30,7 +30,6 @@ def is_awaited() -> bool:
 class _State:
     collectives: Collectives | None = None
     meeting_collectives: Collectives | None = None
-    agreement_collectives: Collectives | None = None
     checkpoint_collectives: Collectives | None = None
     waits_in_vain: WaitsInVain = dataclasses.field(default_factory=lambda: WaitsInVain(exception_name))
     known_findings: KnownFindings = dataclasses.field(default_factory=KnownFindings)
@@ -71,8 +70,7 @@ def give_up_engine_collectives() -> None:
     They are not destroyed: gloo ends a process that destroys a group while a peer is sending into it.
     """
     state = _state()
-    state.collectives = state.meeting_collectives = None
-    state.agreement_collectives = state.checkpoint_collectives = None
+    state.collectives = state.meeting_collectives = state.checkpoint_collectives = None
     state.waits_in_vain.forget()
 
 
@@ -85,30 +83,16 @@ def _give_up_unless_all_have(collectives: Collectives | None, device: torch.devi
 
 def meeting_collectives(device: torch.device) -> Collectives:
     """The gloo group in which ranks meet before each collective of the framework's, so that none is begun by some
-    alone.
+    alone, and before each batch. On the engine's they would wait for gradients and weights.
 
-    Collective. If any rank dropped the group after an exception, all make a new one. The group of
-    :func:`agreement_collectives` is made at the same time, while all ranks are known to be here: ``new_group`` would
-    wait until the process group's timeout for a rank that failed before it.
+    Collective. If any rank dropped the group after an exception, all make a new one.
     """
     state = _state()
     _give_up_unless_all_have(state.meeting_collectives, device)
     if state.meeting_collectives is None:
-        watch = state.waits_in_vain.watch
-        state.meeting_collectives = watch("for all ranks, in a collective of the framework", host_collectives())
-        state.agreement_collectives = watch("before the next batch", host_collectives())
+        where = "for all ranks, before the next batch or in a collective of the framework"
+        state.meeting_collectives = state.waits_in_vain.watch(where, host_collectives())
     return state.meeting_collectives
-
-
-def agreement_collectives() -> Collectives:
-    """The gloo group for what ranks agree on before a batch. On the engine's they would wait for gradients and weights.
-
-    Collective where there is none yet.
-    """
-    state = _state()
-    if state.agreement_collectives is None:
-        state.agreement_collectives = state.waits_in_vain.watch("before the next batch", host_collectives())
-    return state.agreement_collectives
 
 
 def checkpoint_collectives() -> Collectives:

@@ -6,11 +6,13 @@ began and others did not makes the group useless.
 
 So ranks first meet in a small all-reduce on a group made for it, whose waits are watched
 (:mod:`megastrategy._faults.deadlocks`). A rank that waits in vain gives up there, before anything was begun on the
-default group. The same all-reduce shows whether all call the same.
+default group. The same all-reduce shows whether all call the same. They meet there before each batch, too, where
+Lightning has them compare notes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -30,7 +32,43 @@ else:
 
 T = TypeVar("T")
 
-_CALLS = ("setup", "barrier", "broadcast", "reduce", "all_gather")
+_PLACES = {
+    "setup": "sets its model up",
+    "batch": "comes to its next batch, or to the end of its fit",
+    **{call: f"calls {call}() of the strategy" for call in ("barrier", "broadcast", "reduce", "all_gather")},
+}
+_NUM_FACTS = 3
+
+
+class MeetingPlace:
+    """Lets all ranks come to the same place of their programs before any of them goes on.
+
+    Args:
+        collectives: between host memories, for this alone: a rank that is elsewhere would else be met there with
+            something of another size, at which gloo ends the process.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+
+    def meet(self, place: str, facts: Sequence[int] = (0,) * _NUM_FACTS) -> list[int]:
+        """Returns the maximum over ranks of each of three facts, when all have come to ``place``.
+
+        Raises:
+            CollectiveError: if some rank came to another, or does not come.
+        """
+        # The maximum has a mark for each place that some rank has come to: more than one is a mismatch.
+        told = torch.tensor([*(name == place for name in _PLACES), *facts])
+        self.collectives.all_reduce_max(told).wait()
+        marks: list[int] = told.tolist()
+        others = [does for (name, does), mark in zip(_PLACES.items(), marks, strict=False) if mark and name != place]
+        if others:
+            raise CollectiveError(
+                f"rank {self.collectives.rank} of {self.collectives.size}: this rank {_PLACES[place]}, and another "
+                f"{' or '.join(others)}. Most often a checkpoint, or a log with sync_dist=True, was for some ranks "
+                "only: all ranks save and log, and Lightning writes on rank 0"
+            )
+        return marks[-_NUM_FACTS:]
 
 
 class CollectivesTogether(_Base):
@@ -40,22 +78,22 @@ class CollectivesTogether(_Base):
     After an exception they go through a :class:`~megastrategy._faults.recovery.Meeting` instead.
     """
 
-    _all_here: Collectives | None = None
+    _meeting_place: MeetingPlace | None = None
 
     def begin_together(self) -> None:
         """Checks collectives from now on, since all ranks are about to set something up. Collective."""
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            self._all_here = meeting_collectives(self.root_device)
+            self._meeting_place = MeetingPlace(meeting_collectives(self.root_device))
 
     def end_together(self) -> None:
         """Leaves collectives to Lightning alone from now on."""
-        if self._all_here is not None:
-            self._all_here.close()
-            self._all_here = None
+        if self._meeting_place is not None:
+            self._meeting_place.collectives.close()
+            self._meeting_place = None
 
     def give_up_together(self) -> None:
         """Gives up all groups after an exception, since some ranks may be in any collective of them."""
-        self._all_here = None
+        self._meeting_place = None
         give_up_engine_collectives()
 
     def await_others(self, call: str) -> None:
@@ -64,18 +102,8 @@ class CollectivesTogether(_Base):
         Raises:
             CollectiveError: if some rank is not, or does not come.
         """
-        if self._all_here is None:
-            return
-        # the maximum over ranks has a mark for each call that some rank is about to make: more than one is a mismatch
-        called = torch.tensor([name == call for name in _CALLS], dtype=torch.uint8)
-        self._all_here.all_reduce_max(called).wait()
-        if called.sum() > 1:
-            others = [f"{name}()" for name, one in zip(_CALLS, called.tolist(), strict=True) if one and name != call]
-            raise CollectiveError(
-                f"rank {self._all_here.rank} of {self._all_here.size}: this rank calls {call}() of the strategy, and "
-                f"another {' or '.join(others)}. Most often a checkpoint, or a log with sync_dist=True, was for some "
-                "ranks only: all ranks save and log, and Lightning writes on rank 0"
-            )
+        if self._meeting_place is not None:
+            self._meeting_place.meet(call)
 
     def _is_interrupted(self) -> bool:
         """Whether the Trainer deals with an exception, or has."""

@@ -26,9 +26,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from ..core import Collectives
+from .checked_collectives import MeetingPlace
 from .posted_signals import PostedSignals
 
 _log = logging.getLogger("megastrategy")
@@ -52,14 +50,16 @@ class SignalAgreement:
 
     Args:
         trainer: the Trainer, before it registers its signal handlers.
-        collectives: between host memories, to agree over; None on one rank.
+        meeting_place: where the ranks agree before a batch; None on one rank.
         sigterm_exception: what Lightning raises for SIGTERM.
     """
 
-    def __init__(self, trainer: Any, collectives: Collectives | None, sigterm_exception: type[BaseException]) -> None:
-        self._trainer, self._collectives, self._sigterm_exception = trainer, collectives, sigterm_exception
+    def __init__(
+        self, trainer: Any, meeting_place: MeetingPlace | None, sigterm_exception: type[BaseException]
+    ) -> None:
+        self._trainer, self._meeting_place, self._sigterm_exception = trainer, meeting_place, sigterm_exception
         self._connector = trainer._signal_connector
-        self._posted = PostedSignals() if collectives is not None else None
+        self._posted = PostedSignals() if meeting_place is not None else None
         self._terminated = False
         self._num_requeues = self._num_requeues_done = 0
         self._requeue_signal = 0
@@ -91,8 +91,6 @@ class SignalAgreement:
             else:
                 vars(of).pop(name, None)
         self._replaced.clear()
-        if self._collectives is not None:
-            self._collectives.close()
 
     def _replace(self, of: Any, name: str, method: Callable[..., Any]) -> None:
         self._replaced.append((of, name, vars(of).get(name)))
@@ -193,10 +191,9 @@ class SignalAgreement:
             self._save_and_requeue(signum, None)
 
     def _agree(self) -> None:
-        assert self._collectives is not None
-        received = torch.tensor([self._terminated, self._num_requeues, self._requeue_signal])
-        self._collectives.all_reduce_max(received).wait()
-        terminated, num_requeues, requeue_signal = received.tolist()
+        assert self._meeting_place is not None
+        facts = [self._terminated, self._num_requeues, self._requeue_signal]
+        terminated, num_requeues, requeue_signal = self._meeting_place.meet("batch", facts)
         self._requeue(num_requeues, requeue_signal)
         if terminated:
             self._connector.received_sigterm = True

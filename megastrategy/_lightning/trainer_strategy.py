@@ -35,7 +35,6 @@ from .._checkpoints.directories import (
 from .._checkpoints.files import local_path, own_memory
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import (
-    agreement_collectives,
     begin_setup,
     count_exception,
     engine_collectives,
@@ -176,8 +175,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
 
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        collectives = agreement_collectives() if self.world_size > 1 else None
-        self._signal_agreement = SignalAgreement(trainer, collectives, self._sigterm_exception)
+        self._signal_agreement = SignalAgreement(trainer, self._meeting_place, self._sigterm_exception)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)

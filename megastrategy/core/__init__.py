@@ -8,6 +8,7 @@ travel (and only it calls torch.distributed), ``checkpoint`` how state is saved 
 may be sharded, ``rebucketing`` which buckets would be better.
 """
 
+from .checkpoint.host_copies import to_host
 from .checkpoint.sharded_state import (
     EXTRA_FILE,
     NOT_TENSORS,
@@ -19,7 +20,6 @@ from .checkpoint.sharded_state import (
     replace_path,
     save_directory,
     sync_directory,
-    to_host,
 )
 from .clip_grads import scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives

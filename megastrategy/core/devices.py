@@ -12,6 +12,11 @@ from __future__ import annotations
 import torch
 
 
+def pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the host, 1-D and not initialised, that ``device`` copies to by itself; plain memory for the host."""
+    return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
+
+
 def is_on_host(device: torch.device) -> bool:
     """Whether the processor itself computes there; see [Note: work on the host and on an accelerator]."""
     return device.type == "cpu"

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from .buffers import ContiguousGradBuffers, GradBuffers
 from .clip_grads import norms_of, norms_over_owners, zero_norms
-from .collectives import Collectives, make_collectives
+from .collectives import Collectives, destroy_second, make_collectives, second_collectives
 from .collectives.instanced import destroy_instances, shard_collectives
 from .collectives.process_groups import destroy_group, private_group
 from .config import DistributedDataParallelConfig
@@ -90,7 +90,7 @@ class Engine:
             group = private_group(process_group, self.device)
             self._own_group = group if group is not process_group else None
             collectives = make_collectives(group, self.device)
-        self.collectives = collectives
+        self.collectives = self._buffer_collectives = collectives
         self.is_closed = False
         self.shard_holders: list[weakref.ref[ShardHolder]] = []
         self.known_findings = KnownFindings()
@@ -106,6 +106,13 @@ class Engine:
         if self.layout.num_shards > 1:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
             self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, self.module, listener)
+            # A forward begins with the module's buffers, and weights that come under it would all come before them.
+            if (
+                config.overlap_param_gather == "forward"
+                and config.broadcast_buffers
+                and next(self.module.buffers(), None) is not None
+            ):
+                self._buffer_collectives = second_collectives(collectives, self.device)
         self.reducer = Reducer(
             self.layout,
             self.params,
@@ -158,7 +165,7 @@ class Engine:
 
     def broadcast_buffers(self) -> None:
         """The module's buffers become rank 0's. Collective."""
-        self.collectives.broadcast_all(self.watch.buffers())
+        self._buffer_collectives.broadcast_all(self.watch.buffers())
 
     # --- the module changes ------------------------------------------------------------------------------------------
 
@@ -224,7 +231,15 @@ class Engine:
             tell: gets one line; shows it on rank 0.
             num_state_tensors: how many numbers the optimizer keeps for each element; None if nobody knows.
         """
-        tell(describe_setup(self.layout, self.collectives.rank, self.config.overlap_grad_reduce, num_state_tensors))
+        tell(
+            describe_setup(
+                self.layout,
+                self.collectives.rank,
+                self.config.overlap_grad_reduce,
+                num_state_tensors,
+                receives_apart=self.collectives.receives_apart,
+            )
+        )
 
     def _make_grad_buffers(self) -> GradBuffers:
         """Buffers for the present layout, which take the parameters' gradients in."""
@@ -340,8 +355,10 @@ class Engine:
             if self.param_buffers is not None:
                 self.param_buffers.restore()
                 self.param_buffers = None
+            self._buffer_collectives.close()
             self.collectives.close()
             if self._own_group is not None:
+                destroy_second(self.collectives)
                 destroy_instances(self.collectives)
                 destroy_group(self.collectives.host.group)
                 destroy_group(self._own_group)

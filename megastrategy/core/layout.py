@@ -53,6 +53,9 @@ STAGING_BUFFERS = 2
 wire busy: while one piece is sent the next is queued behind it, and the one after that is staged in time if its
 gradients are there. If they come faster than the wire takes them, backward waits, and a longer queue would end no
 earlier."""
+RECEIVED_BUFFERS = 2
+"""The number of buckets (or pieces) whose parts from other ranks there is memory for, where they are added up here: one
+is added up while the next comes in."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -196,13 +199,23 @@ class BufferLayout:
     @property
     def staging_nbytes(self) -> list[int]:
         """The bytes of each staging buffer: of the largest piece, in as many as there are pieces for."""
+        return self._largest_piece_for_each_of(STAGING_BUFFERS) if self.is_pooled else []
+
+    @property
+    def received_nbytes(self) -> list[int]:
+        """The bytes of the memory for what ranks exchange, to add it up themselves in a wider dtype; see
+        collectives.part_exchange's [Note: memory for what comes]."""
+        return self._largest_piece_for_each_of(RECEIVED_BUFFERS, sums_apart=True)
+
+    def _largest_piece_for_each_of(self, number: int, *, sums_apart: bool = False) -> list[int]:
         nbytes = [
             (end - start) * self.num_shards * self.buffers[bucket.buffer].grad_dtype.itemsize
             for bucket in self.buckets
+            if self.buffers[bucket.buffer].sums_apart or not sums_apart
             for start, end in self.pieces(bucket)
         ]
         # Of the largest piece each, since any piece may come to any of them: they are used in turn.
-        return [max(nbytes)] * min(STAGING_BUFFERS, len(nbytes)) if self.is_pooled and nbytes else []
+        return [max(nbytes)] * min(number, len(nbytes)) if nbytes else []
 
     @property
     def num_instances(self) -> int:

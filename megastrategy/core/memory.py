@@ -11,13 +11,15 @@ from .layout import BufferLayout
 class MemoryUse:
     """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params.
 
-    ``staging_bytes`` come on top while a backward is reduced, with pooled gradients.
+    ``staging_bytes`` come on top while a backward is reduced, with pooled gradients; ``received_bytes`` where gradients
+    are summed in a wider dtype than they are sent in, and not by gloo.
     """
 
     param_bytes: int
     grad_bytes: int
     state_bytes: int
     staging_bytes: int = 0
+    received_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -52,7 +54,7 @@ def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> Memory
         # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
         main_param_numel = numel if spec.has_main_param else 0
         state_bytes += main_itemsize * (main_param_numel + state_tensors * numel)
-    return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes))
+    return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes), sum(layout.received_nbytes))
 
 
 def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
@@ -62,8 +64,18 @@ def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
     return MemoryUse(bytes_once, bytes_once, state_tensors * bytes_once)
 
 
-def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tensors: int | None) -> str:
-    """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's."""
+def describe_setup(
+    layout: BufferLayout, dp_rank: int, overlap: bool, state_tensors: int | None, *, receives_apart: bool = False
+) -> str:
+    """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's.
+
+    Args:
+        layout: the plan.
+        dp_rank: this rank.
+        overlap: whether buckets are sent while backward runs.
+        state_tensors: how many numbers the optimizer keeps for each element; None if nobody knows.
+        receives_apart: whether what is exchanged comes into memory of its own.
+    """
     numels = [bucket.numel for bucket in layout.buckets]
     use = memory_use(layout, dp_rank, state_tensors or 0)
     if layout.dp_size == 1:
@@ -94,15 +106,19 @@ def describe_setup(layout: BufferLayout, dp_rank: int, overlap: bool, state_tens
         ("ddp", memory_use_of_ddp(layout, state_tensors or 0)),
     ]
     # Nobody knows before its first step what a whole optimizer keeps, and a guess would read as a promise.
-    for name, use in rows:
+    for name, row in rows:
         state, total = (
-            (_mib(use.state_bytes), _mib(use.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
+            (_mib(row.state_bytes), _mib(row.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
         )
-        lines.append(f"  {name:<16}{_mib(use.param_bytes):>14}{_mib(use.grad_bytes):>14}{state:>14}{total:>14}")
+        lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
             f"runs {_mib(use.staging_bytes)} of staging buffers and the gradients of incomplete buckets come on top"
+        )
+    if receives_apart and use.received_bytes:
+        lines.append(
+            f"  while a backward runs {_mib(use.received_bytes)} for gradients that other ranks send come on top"
         )
     return "\n".join(lines)
 

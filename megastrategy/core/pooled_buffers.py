@@ -144,14 +144,21 @@ class PooledGradBuffers(GradBuffers):
             grads = self._sealed[bucket] = {index: self._flatten(index, grad) for index, grad in grads.items()}
         plan = pieces[piece]
         tensor = self._next_staging(plan.numel, self.layout.buffers[self.layout.buckets[bucket].buffer].grad_dtype)
+        empty, filled, sources = list[Tensor](), list[Tensor](), list[Tensor]()
         for copy in plan.copies:
             grad = None if copy.param is None else grads.get(copy.param)
             if grad is None:
                 # The staging buffer holds an earlier piece, which would be reduced once more, as another parameter's
                 # gradient.
-                tensor[copy.start : copy.end].zero_()
+                empty.append(tensor[copy.start : copy.end])
             else:
-                tensor[copy.start : copy.end].copy_(grad[copy.first : copy.first + copy.end - copy.start])
+                filled.append(tensor[copy.start : copy.end])
+                sources.append(grad[copy.first : copy.first + copy.end - copy.start])
+        # At once: a launch for each of thousands of parameters would take longer than the copies, in every microbatch.
+        if empty:
+            torch._foreach_zero_(empty)
+        if filled:
+            torch._foreach_copy_(filled, sources)
         # The last reference: autograd's memory goes back here, which is what pooling is for.
         if piece == len(pieces) - 1:
             del self._sealed[bucket]

@@ -161,6 +161,7 @@ def test_a_rank_that_does_not_come_ends_the_others_with_a_reason() -> None:
     run_ranks(2, run, timeout_s=3)
 
 
+@pytest.mark.real_collectives("asks which these are")
 def test_they_are_taken_for_gloo_on_an_accelerator_and_for_nothing_else() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         backend = group._get_backend(CPU)

@@ -96,9 +96,12 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 every = [GlooCollectives(private_group(None, cpu)) for _ in range(3)]  # which a rank alone is not given
 names = {}
 for thread in map(int, os.listdir("/proc/self/task")):
-    with open(f"/proc/self/task/{thread}/comm") as name:
-        names[thread] = name.read().strip()
-    os.sched_setaffinity(thread, {min(os.sched_getaffinity(0))})
+    try:
+        with open(f"/proc/self/task/{thread}/comm") as name:
+            names[thread] = name.read().strip()
+        os.sched_setaffinity(thread, {min(os.sched_getaffinity(0))})
+    except (FileNotFoundError, ProcessLookupError):  # one that made connections, and has ended
+        names.pop(thread, None)
 idle = [thread for thread, name in names.items() if name == "pt_gloo_runloop"]
 if not idle:  # torch 2.10 leaves the process's name to its threads, the one for gloo's sockets among them
     idle = names.keys() - {os.getpid()}

@@ -20,6 +20,7 @@ from megastrategy.core.collectives import Handle
 from megastrategy.core.errors import CollectiveError, UnusedParameterError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.memory import describe_setup, memory_use
+from tests.support.budgets import Operations
 from tests.support.doubles import DelayingCollectives, RecordingCollectives
 from tests.support.gradients import assert_equal, assert_stands_in, batch, grads_with_ddp, grads_with_ours, one_backward
 from tests.support.models import awkward_model, images, two_layers
@@ -149,12 +150,37 @@ def test_what_is_held_is_2_and_16_over_d_bytes_a_parameter(size: int) -> None:
     run_ranks(size, run)
 
 
+def test_a_piece_is_staged_in_as_many_operations_whatever_number_of_parameters_it_has() -> None:
+    def run(rank: int, group: ProcessGroup) -> list[int]:
+        counts = []
+        for number in (2, 40):
+            net = nn.ModuleList(nn.Linear(3, 5, bias=False) for _ in range(number))
+            model = DistributedDataParallel(net, DistributedDataParallelConfig(**POOLED), group)
+            buffers = model.engine.grad_buffers
+            for place, param in enumerate(net.parameters()):
+                param.grad = torch.full_like(param, place) if place != 1 else None  # a gap, and one between any two
+            buffers.seal(0)
+            with Operations() as operations:
+                staged, _ = buffers.stage(0, 0)
+            counts.append(operations.total)
+            assert staged.sum() == 15 * (sum(range(number)) - 1)
+            model.close()
+        return counts
+
+    for few, many in run_ranks(2, run):
+        assert few == many == 2
+
+
 def test_the_first_lines_say_what_it_costs() -> None:
     def run(rank: int, group: ProcessGroup) -> tuple[str, str]:
         texts = []
         for options in (POOLED, {}):
-            model = DistributedDataParallel(two_layers(), DistributedDataParallelConfig(**options), group)
+            model = DistributedDataParallel(two_layers(width=9000), DistributedDataParallelConfig(**options), group)
             texts.append(describe_setup(model.layout, rank, True, 2))
+            if options and group.size() > 1:
+                staging = memory_use(model.layout, rank, 2).staging_bytes
+                assert f"runs {staging / 2**20:.2f} MiB of staging buffers" in texts[-1]
+                assert staging > 2**14, "and not 0.00"
             model.close()
         return texts[0], texts[1]
 

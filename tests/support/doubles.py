@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import Collectives, Handle, make_collectives
-from megastrategy.core.collectives.backend import WorkHandle
+from megastrategy.core.collectives.backend import BackendCollectives, WorkHandle
 from megastrategy.core.collectives.instanced import _Ended
 
 
@@ -119,9 +119,17 @@ class RecordingCollectives(_Double):
 
 def start_between(real: Collectives, what: str, run: Callable[[], object]) -> Handle:
     """Runs it in the thread of ``real``, or at once where there is none; an error is raised where it is waited for."""
-    start = getattr(real, "_start", None)  # the worker of the real one, on purpose
+    # The worker of the real one, on purpose. What a backend starts it launches in the caller's thread.
+    start = None if isinstance(innermost(real), BackendCollectives) else getattr(real, "_start", None)
     handle: Handle = WorkHandle(what, _Ended.of(run), real) if start is None else start(what, run)
     return handle
+
+
+def innermost(collectives: Collectives) -> Collectives:
+    """The collectives that send, whatever stands around them."""
+    while (real := getattr(collectives, "real", None)) is not None:
+        collectives = real
+    return collectives
 
 
 REDUCTIONS = ("reduce_scatter", "reduce_scatter_into", "all_reduce")

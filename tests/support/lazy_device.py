@@ -13,6 +13,18 @@ from torch import Tensor
 
 from .thread_mode import ThreadMode
 
+_ATEN = torch.ops.aten
+_MAKES_NO_ELEMENTS = {
+    _ATEN.detach.default,
+    _ATEN.view.default,
+    _ATEN.view.dtype,
+    _ATEN.alias.default,
+    _ATEN.slice.Tensor,
+    _ATEN.select.int,
+    _ATEN.split.Tensor,
+    _ATEN.empty.memory_format,
+}
+_running = threading.local()
 _QUERIES = 3
 """The number of questions until an event is over."""
 
@@ -32,6 +44,16 @@ class Stream:
             if self._host:
                 self.run(len(self._work))
 
+    def wait_stream(self, stream: Stream) -> None:
+        event = Event()
+        event.record(stream)
+        event.wait(self)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this thread is doing what was queued on some stream."""
+        return getattr(_running, "now", False)
+
     @property
     def length(self) -> int:
         return len(self._work)
@@ -41,7 +63,9 @@ class Stream:
         with self._lock:
             while self._num_done < length:
                 number, self._num_done = self._num_done, self._num_done + 1
+                was_running, _running.now = self.is_running, True
                 self._work[number]()
+                _running.now = was_running
                 self._work[number] = lambda: None  # and lets go of its tensors
 
 
@@ -66,42 +90,52 @@ class Event:
         return True
 
 
-class _Copies(ThreadMode):
-    """Queues copies; every other operation that writes is an error, views are none."""
+class _Queued(ThreadMode):
+    """Queues what reads or writes elements. What it makes is poison until the stream comes to it; views and memory are
+    made at once."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()
         self._stream = stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            target, source = args[:2]
-            self._stream.queue(lambda: func(target, source))
-            return target
-        assert not func._schema.is_mutable, f"{func} on the stream"
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _MAKES_NO_ELEMENTS or self._stream.is_running:
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._stream.queue(lambda: func(*args, **kwargs))
+            return args[0]
+        made = torch.full_like(func(*args, **kwargs), torch.nan)
+        self._stream.queue(lambda: made.copy_(func(*args, **kwargs)))
+        return made
 
 
 class LazyDevice:
     """In the place of ``torch.cuda``: the caller's stream is ``caller``, and does its work at once unless it is
-    given another."""
+    given another. With ``early`` all other streams do theirs as early as they may."""
 
     Event = Event
 
-    def __init__(self, *, lazy_caller: bool = False) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, *, lazy_caller: bool = False, early: bool = False) -> None:
+        self._lock, self._early = threading.RLock(), early
+        self._local = threading.local()
         self.caller = Stream(self._lock, host=not lazy_caller)
 
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802 - its name in torch
-        return Stream(self._lock)
+        return Stream(self._lock, host=self._early)
 
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.caller
+    def current_stream(self, device: torch.device | None) -> Stream:
+        stream: Stream = getattr(self._local, "stream", self.caller)
+        return stream
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        with _Copies(stream):
-            yield
+        before, self._local.stream = self.current_stream(None), stream
+        try:
+            with _Queued(stream):
+                yield
+        finally:
+            self._local.stream = before
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         """On the caller's stream."""

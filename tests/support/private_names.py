@@ -23,7 +23,7 @@ LIVES_IN = {
     "torch._C._autograd": "_profiler_enabled",
     "torch._C._VariableFunctions": (
         "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_copy_ "
-        "_foreach_mul_ _foreach_norm"
+        "_foreach_mul_ _foreach_norm _foreach_zero_"
     ),
     "torch.ops.aten": "_foreach_zero_ _to_copy",
     "torch.Tensor": "_make_wrapper_subclass _post_accumulate_grad_hooks",

@@ -68,6 +68,8 @@ RANKS = [
         "collectives.roll_call",
         "collectives.worker",
         "collectives.gloo_rings",
+        "collectives.part_exchange",
+        "checkpoint.host_copies",
         "rebucketing.arrival_order",
     },
     {"collectives.interface", "buffers", "trials.known_findings"},

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
@@ -17,6 +16,7 @@ from megastrategy.core.clip_grads import total_grad_norm
 from tests.support.budgets import Operations
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
+from tests.support.thread_mode import ThreadMode
 
 CPU = torch.device("cpu")
 NORM_TYPES = [1.0, 2.0, math.inf]
@@ -27,7 +27,7 @@ def draw(number: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(100 + i, generator=generator).to(dtype) for i in range(number)]
 
 
-class WithoutFp64(TorchDispatchMode):
+class WithoutFp64(ThreadMode):
     """Refuses fp64, as Apple's GPUs do."""
 
     def __torch_dispatch__(

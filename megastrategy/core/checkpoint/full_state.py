@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .. import devices
 from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..layout import Bucket, BufferLayout, ParamSpec
@@ -113,7 +114,7 @@ def gather_state_dict(
         # Of no shard: what was frozen at the wrap, and strangers. Both are whole on every rank.
         frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
         state.update({numbers[id(p)]: _to_host(optimizer.state[p]) for p in frozen if optimizer.state.get(p)})
-    scratch: dict[torch.dtype, Tensor] = {}
+    scratch = _Scratch(layout, device)
     for bucket in layout.buckets:
         members_by_key: dict[tuple[str, torch.dtype], list[int]] = {}
         for index in bucket.params:
@@ -121,7 +122,7 @@ def gather_state_dict(
                 members_by_key.setdefault(key_and_dtype, []).append(index)
         # In the same order on all ranks, since sharded_keys joins what any of them has: each of these is a collective.
         for (key, dtype), members in members_by_key.items():
-            gathered = _gather_bucket(bucket, members, key, dtype, parts, gather, device, scratch)
+            gathered = _gather_bucket(bucket, members, key, dtype, parts, gather, scratch)
             for index, full in gathered:
                 if index in number_of:
                     state.setdefault(number_of[index], {})[key] = full
@@ -149,16 +150,16 @@ def gather_main_params(
     a time.
     """
     main_params: dict[int, Tensor] = {}
-    scratch: dict[torch.dtype, Tensor] = {}
     layout = parts.layout
     if gather is None:
         main_params = {shard.param: piece.state[MAIN_PARAM] for piece in parts.pieces for shard in piece.shards}
     else:
+        scratch = _Scratch(layout, device)
         for bucket in layout.buckets:
             members = [i for i in bucket.params if i in params and layout.params[i].has_main_param]
             if members:
                 name, dtype = MAIN_PARAM, torch.float32
-                main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, device, scratch))
+                main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, scratch))
     return {layout.params[index].name: main_params[index] for index in sorted(main_params)}
 
 
@@ -267,6 +268,35 @@ def load_own_state(
                     optimizer.state[stepped[number]][key] = value.to(kept.device)
 
 
+class _Scratch:
+    """Memory for one bucket at a time, kept between them: one that came and went between the copies that stay would
+    leave holes in the heap, as much as the state itself."""
+
+    def __init__(self, layout: BufferLayout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._on_device: dict[torch.dtype, Tensor] = {}
+        self._on_host: dict[torch.dtype, Tensor] = {}
+
+    def on_device(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """1-D, not initialised."""
+        if dtype not in self._on_device:
+            self._on_device[dtype] = torch.empty(self._largest, dtype=dtype, device=self._device)
+        return self._on_device[dtype][:numel]
+
+    def on_host(self, flat: Tensor) -> Tensor:
+        """``flat`` in host memory, until the next call: on the host itself. In one piece, into pinned memory: thousands
+        of small copies would wait for the device each, and the driver would copy once more."""
+        if devices.is_on_host(flat.device):
+            return flat
+        if flat.dtype not in self._on_host:
+            self._on_host[flat.dtype] = devices.pinned_memory(self._largest, flat.dtype, flat.device)
+        return self._on_host[flat.dtype][: flat.numel()].copy_(flat)
+
+    @property
+    def _largest(self) -> int:
+        return max(bucket.numel for bucket in self._layout.buckets)
+
+
 def _gather_bucket(
     bucket: Bucket,
     members: Sequence[int],
@@ -274,24 +304,16 @@ def _gather_bucket(
     dtype: torch.dtype,
     parts: OwnParts,
     gather: Gather,
-    device: torch.device,
-    scratch: dict[torch.dtype, Tensor],
+    scratch: _Scratch,
 ) -> Iterable[tuple[int, Tensor]]:
-    """Gathers one tensor for each of ``members`` from the ranks' parts; returns them whole, on rank 0 alone.
-
-    ``scratch`` is kept between calls: a bucket that came and went between the copies that stay would leave holes in the
-    heap, as much as the state itself.
-    """
+    """Gathers one tensor for each of ``members`` from the ranks' parts; returns them whole, on rank 0 alone."""
     layout = parts.layout
-    if dtype not in scratch:
-        largest = max(other.numel for other in layout.buckets)
-        scratch[dtype] = torch.empty(largest, dtype=dtype, device=device)  # once, for all buckets
-    flat = scratch[dtype][: bucket.numel].zero_()  # of the bucket before
+    flat = scratch.on_device(dtype, bucket.numel).zero_()  # of the bucket before
     parts.put(flat, bucket.start, bucket, key)
     gather.bucket(bucket, key, flat)
     if not gather.is_root:  # the collective was this rank's part
         return ()
-    host = flat.cpu()  # in one piece: thousands of small copies from a device would wait for it each time
+    host = scratch.on_host(flat)
     starts = [layout.slots[index].start - bucket.start for index in members]
     specs = [layout.params[index] for index in members]
     # Scratch is overwritten for the next name, so even the root's own memory is copied.

@@ -7,13 +7,11 @@ the directory is whole for whoever reads it: on another number of ranks, under F
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import errno
 import os
 import shutil
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,19 +87,6 @@ def sharded_state_dict(
             state[names[id(param)]] = dict(values)
     groups = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups]
     return {"state": state, "param_groups": groups} | ({"main_params": main_params} if main_params else {})
-
-
-def to_host(state: Any) -> Any:
-    """A copy of nested state in host memory that later steps do not change: what an asynchronous save writes."""
-    if isinstance(state, Tensor):
-        # copy=True: on the CPU to() would hand out the very tensor that the next step changes.
-        return state.detach().to("cpu", copy=True)
-    # Exactly these: a subclass may need more than its items, and deepcopy asks it.
-    if type(state) in (dict, OrderedDict):
-        return type(state)((key, to_host(value)) for key, value in state.items())
-    if type(state) in (list, tuple):
-        return type(state)(to_host(value) for value in state)
-    return copy.deepcopy(state)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

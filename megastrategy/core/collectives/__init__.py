@@ -18,7 +18,16 @@ from .backend import BackendCollectives
 from .gloo import GlooCollectives, HostCollectives
 from .host_staged import HostStagedCollectives
 from .interface import Collectives, Handle, Handles
-from .process_groups import has_gloo, host_group, new_name, some_device, store_of_group, world_group
+from .process_groups import (
+    destroy_group,
+    has_gloo,
+    host_group,
+    new_name,
+    private_group,
+    some_device,
+    store_of_group,
+    world_group,
+)
 from .roll_call import RollCall
 from .single_rank import LoneCollectives
 from .store import StoreCollectives
@@ -33,6 +42,7 @@ __all__ = [
     "LoneCollectives",
     "host_collectives",
     "make_collectives",
+    "second_collectives",
 ]
 
 
@@ -59,6 +69,40 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     return BackendCollectives(
         group, roll_call, _over_store(group, roll_call) if hosts is None else HostCollectives(hosts, roll_call)
     )
+
+
+def second_collectives(every: Collectives, device: torch.device) -> Collectives:
+    """Another way between the same ranks: what is sent there does not wait behind what is under way on ``every``.
+
+    Made once for each ``every``, which has it from then on; ``every`` itself where ranks are alone, or their group was
+    made by hand. Making it is collective. Both count as one, as a program starts the same on each rank in one order, so
+    whoever watches ``every`` watches this too.
+    """
+    if every.second is None:
+        group = private_group(every.group, device) if every.size > 1 else every.group
+        if group is every.group:
+            return every
+        every.second = _like(every, group)
+    return every.second
+
+
+def _like(every: Collectives, group: ProcessGroup) -> Collectives:
+    """The same kind of collectives over another group of the same ranks."""
+    if isinstance(every, HostStagedCollectives):
+        made: Collectives = HostStagedCollectives(GlooCollectives(group, every.roll_call), every.device, every.streams)
+    elif isinstance(every, BackendCollectives):
+        made = BackendCollectives(group, every.roll_call, every.host if every.host is not every else None)
+    else:
+        made = GlooCollectives(group, every.roll_call)
+    made.progress, made.watchdog = every.progress, every.watchdog
+    return made
+
+
+def destroy_second(every: Collectives) -> None:
+    """Ends the group that :func:`second_collectives` made."""
+    if every.second is not None:
+        destroy_group(every.second.group)
+        every.second = None
 
 
 def _over_store(group: ProcessGroup, roll_call: RollCall | None) -> StoreCollectives:

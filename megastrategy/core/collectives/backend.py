@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .interface import Collectives, Handle, did_not_complete
+from .part_exchange import PartExchange
 from .tensor_parts import add_parts_
 
 
@@ -20,10 +21,14 @@ class BackendCollectives(Collectives):
     See [Note: what the host waits for].
     """
 
+    receives_apart = True
+    _exchange: PartExchange | None = None
+    _streams: Any = None  # of the device, in the place of torch's
+
     def abort(self) -> None:
-        # Instances have groups of their own; a kernel that spins in one keeps the device as well.
-        for instance in self.instances.values():
-            instance.abort()
+        # They have groups of their own; a kernel that spins in one keeps the device as well.
+        for made in (*self.instances.values(), *([] if self.second is None else [self.second])):
+            made.abort()
         self._abort_group(self.group)
 
     @staticmethod
@@ -36,6 +41,9 @@ class BackendCollectives(Collectives):
 
     def close(self) -> None:
         super().close()
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
         if self.host is not self:
             self.host.close()
 
@@ -72,13 +80,16 @@ class BackendCollectives(Collectives):
     def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         # An exchange and not a reduction: a backend sums in the dtype that it sends, and in an order of its own.
         sums, tensor = as_real(sums), as_real(tensor)
-        received = torch.empty_like(tensor)
-        parts = received.chunk(self.size)
-        return self._start(
-            "reduce-scatter",
-            lambda: self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions()),
-            lambda: add_parts_(sums, parts, scale, scale_sum),
-        )
+        if self._exchange is None:
+            self._exchange = PartExchange(tensor.device, self._all_to_all, self._streams)
+        exchange = self._exchange
+        with self.named_failures("reduce-scatter"):
+            started = exchange.start(tensor, lambda parts: add_parts_(sums, parts, scale, scale_sum), self.size)
+        self._count("reduce-scatter")
+        return _ExchangeHandle(self, lambda: exchange.finish(started))
+
+    def _all_to_all(self, received: Tensor, tensor: Tensor) -> Any:
+        return self.group.alltoall_base(received, tensor, [], [], dist.AllToAllOptions())
 
     def _reduction(
         self, tensor: Tensor, result: Tensor, scale: float, scale_sum: bool
@@ -133,6 +144,15 @@ class WorkHandle(Handle):
         if self._then is not None:
             self._then()
             self._then = None  # and with it the memory that it reads
+
+
+class _ExchangeHandle(Handle):
+    def __init__(self, collectives: Collectives, finish: Callable[[], object]) -> None:
+        self._collectives, self._finish = collectives, finish
+
+    def wait(self) -> None:
+        with self._collectives.named_failures("reduce-scatter"):
+            self._finish()
 
 
 def max_options() -> dist.AllreduceOptions:

@@ -91,9 +91,12 @@ class Collectives(ABC):
         roll_call: as passed.
         progress: counts the collectives that this rank starts.
         instances: made from these for parts of the ranks, by size (see :func:`.shard_collectives`).
+        receives_apart: whether :meth:`reduce_scatter_into` has memory for what comes that the memory table counts.
+        second: another way between the same ranks (see :func:`.second_collectives`); None where none was made.
         watchdog: asked while this rank waits; None for a wait that ends with a peer's process alone.
     """
 
+    receives_apart = False
     watchdog: Watchdog | None = None
     _host: Collectives | None = None
 
@@ -109,6 +112,7 @@ class Collectives(ABC):
             # One count for the device and the host, too: a program starts both in one order, the same on all ranks.
             self.progress = host.progress
         self.instances: dict[int, Collectives] = {}
+        self.second: Collectives | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves None in copies and pickles of what holds them (a Trainer in mid-fit): connections are of this process,

@@ -1,0 +1,170 @@
+"""Parts that ranks exchange and add up themselves: the sums, the order of streams, and the memory for what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
+from megastrategy.core import memory_use
+from megastrategy.core.collectives import BackendCollectives, GlooCollectives
+from megastrategy.core.collectives.part_exchange import PartExchange
+from megastrategy.core.collectives.tensor_parts import add_parts_
+from megastrategy.core.memory import describe_setup
+from tests.support.lazy_device import Event, LazyDevice, Stream
+from tests.support.ranks import run_ranks
+
+HOST = torch.device("cpu")
+SCALE = 0.25
+
+
+class Wire:
+    """Carries exchanges out on a stream of its own, as NCCL does: behind the one from which they are launched, which
+    goes on, and is put behind it by ``wait()``."""
+
+    def __init__(self, device: LazyDevice) -> None:
+        self._device, self._stream = device, device.Stream(HOST)
+        self.alive: list[StorageWeakRef] = []
+        self.most_alive = 0
+
+    def all_to_all(self, received: Tensor, tensor: Tensor) -> Work:
+        launcher = self._device.current_stream(None)
+        self._stream.wait_stream(launcher)
+        self._stream.queue(lambda: received.copy_(came_of(tensor)))
+        refs = {StorageWeakRef(received.untyped_storage()).cdata: StorageWeakRef(received.untyped_storage())}
+        refs |= {ref.cdata: ref for ref in self.alive if not ref.expired()}
+        self.alive = list(refs.values())
+        self.most_alive = max(self.most_alive, len(self.alive))
+        return Work(self._stream, launcher)
+
+
+class Work:
+    def __init__(self, stream: Stream, launcher: Stream) -> None:
+        self._stream, self._launcher, self._length = stream, launcher, stream.length
+
+    def wait(self) -> None:
+        self._launcher.queue(lambda: self._stream.run(self._length))
+
+
+def came_of(tensor: Tensor) -> Tensor:
+    """What another rank might send."""
+    return tensor * 3 + 1
+
+
+def exchange_all(device: LazyDevice, wire: Wire, numbers: range, size: int = 2) -> list[tuple[Tensor, Tensor]]:
+    """For each number: the sums, and what they have to be. All are started before any is waited for."""
+    exchange = PartExchange(HOST, wire.all_to_all, device)
+    started, results = [], []
+    for number in numbers:
+        tensor, sums = torch.full((8 * size,), torch.nan, dtype=torch.bfloat16), torch.ones(8)
+        values = torch.arange(8.0 * size).add(number).bfloat16()
+        device.write(tensor, values)
+        expected = torch.ones(8)
+        add_parts_(expected, came_of(values).chunk(size), SCALE, False)
+        results.append((sums, expected))
+        add = adding(sums)
+        started.append(exchange.start(tensor, add, size))
+        device.write(values, torch.zeros_like(values))  # later on the caller's stream: nothing reads it any more
+    for one in started:
+        exchange.finish(one)
+    device.synchronize()
+    return results
+
+
+def adding(sums: Tensor) -> Callable[[Sequence[Tensor]], None]:
+    return lambda parts: add_parts_(sums, parts, SCALE, False)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_sums_are_right_however_early_or_late_streams_do_their_work(early: bool) -> None:
+    device = LazyDevice(lazy_caller=True, early=early)
+    wire = Wire(device)
+    for sums, expected in exchange_all(device, wire, range(7)):
+        assert torch.equal(sums, expected)
+
+
+def test_there_is_memory_for_two_and_none_afterwards() -> None:
+    device = LazyDevice(lazy_caller=True)
+    wire = Wire(device)
+    exchange_all(device, wire, range(7))
+    assert wire.most_alive == 2
+    assert all(ref.expired() for ref in wire.alive)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "early"),
+    [
+        pytest.param(Stream, "wait_stream", True, id="sent before it is written"),
+        pytest.param(Work, "wait", False, id="added before it has come"),
+        pytest.param(Event, "wait", False, id="read before it is added"),
+    ],
+)
+def test_without_any_one_order_of_streams_the_sums_are_wrong(
+    owner: Any, method: str, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the double sees it."""
+    monkeypatch.setattr(owner, method, lambda *_: None)
+    device = LazyDevice(lazy_caller=True, early=early)
+    assert not all(torch.equal(sums, expected) for sums, expected in exchange_all(device, Wire(device), range(7)))
+
+
+class Watching(BackendCollectives):
+    """Keeps the most bytes that were there at a time for what other ranks send."""
+
+    most_nbytes = 0
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def _all_to_all(self, received: Tensor, tensor: Tensor) -> Any:
+        storage = received.untyped_storage()
+        self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.most_nbytes = max(self.most_nbytes, sum(nbytes for _, nbytes in self._alive.values()))
+        return super()._all_to_all(received, tensor)
+
+    def nbytes_now(self) -> int:
+        return sum(nbytes for ref, nbytes in self._alive.values() if not ref.expired())
+
+
+@pytest.mark.parametrize("options", [{"reduce_scatter_with_fp32_accumulation": True}, {"grad_buffer": "pooled"}])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backward_holds_what_the_table_says(size: int, options: dict[str, Any]) -> None:
+    """Whatever number of buckets is in flight, of weights in bf16; and the gradients are the rings' to the bit."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        found = []
+        config = DistributedDataParallelConfig(bucket_size=9000, grad_reduce_in_fp32=False, **options)
+        for kind in (Watching, GlooCollectives):
+            collectives = kind(group)
+            net = nn.Sequential(*(nn.Linear(100, 100) for _ in range(6)), nn.Linear(100, 90)).bfloat16()
+            with torch.no_grad():
+                for number, param in enumerate(net.parameters()):
+                    param.copy_(torch.arange(param.numel()).view(param.shape).mul(number + 1).sin())
+            model = DistributedDataParallel(net, config, collectives=collectives)
+            assert sum(len(model.layout.pieces(bucket)) for bucket in model.layout.buckets) > 5
+            for number in range(2):
+                model(torch.full((3, 100), rank + number + 0.5).bfloat16()).square().sum().backward()
+            found.append([model.full_grad(param) for param in model.parameters()])
+            use = memory_use(model.layout, rank, 2)
+            line = f"{use.received_bytes / 2**20:,.2f} MiB for gradients that other ranks send"
+            assert use.received_bytes > 2**14, "and not 0.00"
+            text = describe_setup(model.layout, rank, True, 2, receives_apart=collectives.receives_apart)
+            assert (line in text) == collectives.receives_apart
+            if isinstance(collectives, Watching):
+                # Two, and neither has to be as large as the largest.
+                assert use.received_bytes / 2 < collectives.most_nbytes <= use.received_bytes
+                assert collectives.nbytes_now() == 0
+            model.close()
+            collectives.close()
+        for ours, rings in zip(*found, strict=True):
+            assert torch.equal(ours, rings)
+
+    run_ranks(size, run)

@@ -1,0 +1,139 @@
+"""Copies of a device's state in host memory, through pinned memory, with a device that copies when it is waited for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core import devices, to_host
+from megastrategy.core.checkpoint import host_copies
+from megastrategy.core.checkpoint.flat_shard import FlatShard
+from tests.support.budgets import work_as_on_an_accelerator
+from tests.support.models import two_layers
+from tests.support.ranks import run_ranks
+from tests.support.thread_mode import ThreadMode
+
+
+class LazyCopies(ThreadMode):
+    """Carries out copies that nobody wants to wait for when the device is synchronised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queued: list[Callable[[], object]] = []
+        self.num_waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and (*args[2:], False)[0]:
+            target, source = args[:2]
+            target.fill_(99)
+            self._queued.append(lambda: func(target, source))
+            return target
+        return func(*args, **(kwargs or {}))
+
+    def synchronize(self, device: Any = None) -> None:
+        self.num_waits += 1
+        for copy in self._queued:
+            copy()
+        self._queued.clear()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LazyCopies]:
+    work_as_on_an_accelerator(monkeypatch)
+    monkeypatch.setattr(host_copies, "PINNED_BYTES", 256)
+    lazy = LazyCopies()
+    monkeypatch.setattr(torch.cpu, "synchronize", lazy.synchronize)
+    with lazy:
+        yield lazy
+
+
+def state() -> dict[str, Any]:
+    return {
+        "weights": [torch.arange(float(n)) for n in (1, 3, 7, 0, 20, 64, 63)],
+        "large": torch.arange(1000.0).view(10, 100),  # of several times the pinned memory
+        "counts": (torch.tensor(3), torch.tensor([True, False]), torch.tensor([1 + 2j])),
+        "bf16": torch.arange(33.0).bfloat16(),
+        "strided": torch.arange(12.0).view(3, 4).t(),
+        "shard": FlatShard(torch.arange(5.0), 2, (4, 3), (3, 1)),
+        "text": ["x", OrderedDict(a=1)],
+    }
+
+
+def tensors(of: Any) -> list[Tensor]:
+    if isinstance(of, FlatShard):
+        return [of.local]
+    if isinstance(of, Tensor):
+        return [of]
+    values = list(of.values()) if isinstance(of, dict) else list(of) if isinstance(of, list | tuple) else []
+    return [tensor for value in values for tensor in tensors(value)]
+
+
+def test_every_element_comes_and_later_steps_change_none(device: LazyCopies) -> None:
+    original, expected = state(), state()
+    copied = to_host(original)
+    for tensor in tensors(original):
+        tensor.zero_()
+    assert len(tensors(copied)) == len(tensors(expected)) == 14
+    for ours, theirs in zip(tensors(copied), tensors(expected), strict=True):
+        assert torch.equal(ours, theirs)
+        assert (ours.dtype, ours.stride()) == (theirs.dtype, theirs.stride())
+    assert copied["text"] == expected["text"]
+    assert isinstance(copied["counts"], tuple)
+    assert (copied["shard"].start, tuple(copied["shard"].shape)) == (2, (4, 3))
+
+
+def test_the_device_is_waited_for_once_a_filling(device: LazyCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = []
+    real = devices.pinned_memory
+    monkeypatch.setattr(devices, "pinned_memory", lambda *arguments: pinned.append(arguments) or real(*arguments))
+    to_host([torch.ones(4) for _ in range(160)])  # of 16 bytes each, and 256 fit
+    assert device.num_waits == 10
+    assert len(pinned) == 1
+
+
+def test_on_the_host_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "pinned_memory", lambda *_: pytest.fail("asked for pinned memory"))
+    original = state()
+    copied = to_host(original)
+    assert all(map(torch.equal, tensors(copied), tensors(original)))
+    assert not {t.data_ptr() for t in tensors(copied) if t.numel()} & {t.data_ptr() for t in tensors(original)}
+
+
+def test_without_the_wait_the_copies_are_wrong(device: LazyCopies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the double sees it."""
+    monkeypatch.setattr(torch.cpu, "synchronize", lambda device: None)
+    assert not torch.equal(to_host(torch.arange(5.0)), torch.arange(5.0))
+
+
+def gathered() -> list[Tensor]:
+    """What rank 0 is given after a step of Adam with weights in bf16: state of three buckets, and main params."""
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        config = DistributedDataParallelConfig(bucket_size=200)
+        model = DistributedDataParallel(two_layers().bfloat16(), config, group)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+        model(torch.full((4, 10), rank + 0.5).bfloat16()).square().sum().backward()
+        optimizer.step()
+        found = [*optimizer.state_dict()["state"].values(), optimizer.main_params()]
+        model.close()
+        return tensors(found)
+
+    return run_ranks(2, run)[0]
+
+
+def test_what_is_gathered_is_the_same_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, pinned = gathered(), []
+    work_as_on_an_accelerator(monkeypatch)
+    real = devices.pinned_memory
+    monkeypatch.setattr(devices, "pinned_memory", lambda *arguments: pinned.append(arguments) or real(*arguments))
+    ours = gathered()
+    assert len(ours) == len(expected) == 16
+    assert all(map(torch.equal, ours, expected))
+    assert len(pinned) == 2, "for the state, and for the main params"
