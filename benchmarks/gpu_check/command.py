@@ -32,7 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason:
         print(f"gpu_check: {reason}", file=sys.stderr)
         return 2
-    _import_before_forks(options.device)
     report = _Report(options, method, sys.argv[1:] if arguments is None else arguments)
     for letter in options.only:
         began = time.monotonic()
@@ -82,30 +81,39 @@ def _start_method(kind: str, num_gpus: int) -> tuple[str, str]:
     """How to start processes so that they can use the device, and why that cannot be; one of both is empty.
 
     Forks fail if anything has touched the driver before, which some import may do one day; a fresh interpreter does
-    not. The driver is asked in a child, since asking is touching.
+    not. The driver is asked in children, since asking is touching. If forks are right after the imports that take
+    longest, these are done here, once.
     """
+    ways: list[tuple[str, Callable[..., None]]] = [(method, _probe) for method in children.start_methods()]
+    if children.FORK in children.start_methods():
+        ways.insert(0, (children.FORK, _probe_after_imports))
     reason = ""
-    for method in children.start_methods():
+    for method, probe in ways:
         found: list[Line] = []
-        children.run_child(method, "probe", _probe, (kind, num_gpus), 90.0, found.append)
-        if found and found[-1].verdict is Verdict.MEASURED:
-            return method, str(found[-1].value or "")
-        reason = found[-1].detail if found else "it said nothing"
-    return "", f"no process could be started that uses the device: {reason}"
+        children.run_child(method, "probe", probe, (kind, num_gpus), 90.0, found.append)
+        answer = found[-1]
+        if answer.verdict is Verdict.MEASURED and not answer.value:
+            if probe is _probe_after_imports:
+                _import_slow()
+            return method, ""
+        # A fork whose parent has touched the driver may raise, or just see no GPU: the next way is tried after both.
+        reason = str(answer.value or answer.detail)
+    return "", reason
 
 
 def _probe(say: Callable[[Line], None], kind: str, num_gpus: int) -> None:
     say(Line(verdict=Verdict.MEASURED, name="probe", value=why_no_device(kind, num_gpus)))
 
 
-def _import_before_forks(kind: str) -> None:
-    """What every rank would import, seconds each: the first step of an optimizer imports torch's compiler.
+def _probe_after_imports(say: Callable[[Line], None], kind: str, num_gpus: int) -> None:
+    _import_slow()
+    children.run_child(children.FORK, "probe", _probe, (kind, num_gpus), 60.0, say)
 
-    On the host only. Nobody knows what of it touches a GPU's driver, after which forks could not.
-    """
-    if kind == "cpu":
-        import torch._dynamo
-        import torch.distributed.checkpoint  # noqa: F401
+
+def _import_slow() -> None:
+    """Imports what each rank would, seconds each: the first step of an optimizer imports torch's compiler."""
+    import torch._dynamo
+    import torch.distributed.checkpoint  # noqa: F401
 
 
 class _Report:

@@ -120,11 +120,13 @@ class CudaDevice(Device):
         self.index = index
         torch.cuda.set_device(index)
         torch.cuda.init()
+
+    def be_deterministic(self) -> None:
+        super().be_deterministic()
         # Attention whose backward adds in any order would differ from itself.
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.backends.cudnn.benchmark = False
 
     def backend(self, way: str) -> str:
         return "gloo" if way == "staged" else "nccl"

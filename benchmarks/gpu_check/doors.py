@@ -147,6 +147,8 @@ def fit_accelerate(
 
     for state in (AcceleratorState, PartialState, GradientState):
         state._shared_state.clear()  # as in a process of its own
+    if rank.device.type != "cpu":
+        os.environ["LOCAL_RANK"] = str(rank.device.index)  # which it takes for the number of the device
     kind = accelerate.Accelerator if strategy == "ddp" else Accelerator
     mixed = {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[precision]
     accelerator = kind(mixed_precision=mixed)

@@ -159,6 +159,9 @@ def _compare_on(context: Context, name: str, recipe: Recipe, place: Any) -> None
     if name == "instances" and place.size % 2:
         context.skip(name, f"{place.size} ranks are not two instances")
         return
+    if place.size > 2:
+        # AdamW begins with steps that are signs: a rounding near zero would show as a whole step.
+        recipe = dataclasses.replace(recipe, **_SGD)
     with context.attempt(name):
         found = context.ranks(compare, name, recipe, skews, place=place)
         if place.size == 2 and name not in _IN_ANOTHER_ORDER:  # one addition has no order
@@ -246,4 +249,6 @@ def train_sanitized(rank: Rank, recipe: Recipe) -> str:
         rank.device.synchronize()
     except _sanitizer.CUDASanitizerErrors as errors:
         return "\n".join(str(error) for error in errors.errors)
+    except RuntimeError as error:  # the other rank has stopped at its report, which shall not be lost
+        return f"rank {rank.number} was left alone: {error}"
     return ""

@@ -27,7 +27,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 
 def run(context: Context) -> None:
     """The whole section."""
-    rounds, steps, batch = (3, 2, 2) if context.is_host else (7, 5, 8)
+    rounds, steps, batch = (3, 2, 2) if context.is_host else (5, 4, 8)
     place = context.place("alone") if context.num_gpus == 1 else context.place()
     for name, size in sizes(context).items():
         for precision in ("fp32",) if context.is_host else ("fp32", "bf16-autocast"):
