@@ -277,6 +277,21 @@ def test_every_name_of_torch_exists(path: Path) -> None:
     assert not {name for name in names if not _resolves(name)}
 
 
+def test_what_is_imported_before_forks_asks_no_driver() -> None:
+    """Or no fork could use the GPU, and each of a hundred ranks would import for seconds."""
+    code = (
+        "import torch\n"
+        "asked = []\n"
+        "for name in ('is_available', 'device_count', '_lazy_init', 'current_device'):\n"
+        "    setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))\n"
+        "from benchmarks.gpu_check import command\n"
+        "command._import_slow()\n"
+        "print(asked)\n"
+    )
+    done = run("-c", code)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_it_needs_only_torch(path: Path) -> None:
     """Doors are imported by their section alone, inside functions."""
