@@ -57,6 +57,7 @@ RANKS = [
     },
     {"layout"},
     {
+        "grad_accumulators",
         "grad_scaler",
         "memory",
         "optimizer_copies",
