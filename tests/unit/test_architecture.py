@@ -58,6 +58,7 @@ RANKS = [
     {"layout"},
     {
         "grad_accumulators",
+        "graph_splits",
         "grad_scaler",
         "memory",
         "optimizer_copies",
