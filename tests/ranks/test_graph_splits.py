@@ -1,6 +1,7 @@
 """Reductions start under compiled backwards: graphs are split at buckets, as under torch DDP.
 
-Ranks are processes here. torch keeps modes for the whole process while it compiles, so that threads would meet them.
+Ranks are processes where something is compiled: torch keeps modes for the whole process meanwhile, which threads would
+meet.
 """
 
 from __future__ import annotations
@@ -98,25 +99,17 @@ def test_reductions_start_under_compiled_backwards() -> None:
             assert sum(start < ready[-1] for start in sent) == 2, (case, "all but the last, before the last gradient")
 
 
-@pytest.mark.parametrize(
-    ("size", "options"), [(1, {}), (2, {"overlap_grad_reduce": False}), (2, {"bucket_size": 10**9})], ids=str
-)
-def test_a_graph_is_whole_where_nothing_can_be_sent_earlier(size: int, options: dict[str, Any]) -> None:
-    def run(rank: int, group: ProcessGroup) -> int:
-        graphs = []
+WHOLE: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [{"overlap_grad_reduce": False}, {"bucket_size": 10**9}]}
+"""By the number of ranks, options with which nothing can be sent earlier."""
 
-        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-            graphs.append(graph)
-            return graph.forward
 
-        config = DistributedDataParallelConfig(**{"bucket_size": 1, **options})
-        model = DistributedDataParallel(torch.compile(Layers(), backend=backend), config, group)  # type: ignore[arg-type]
-        for step in range(2):
-            model(batch(rank, step)).sum().backward()
-        return len(graphs)
+def graphs() -> list[int]:
+    return [order_of_second_backward("module", options)[1] for options in WHOLE[dist.get_world_size()]]
 
-    torch.compiler.reset()
-    assert run_ranks(size, run) == [1] * size
+
+@pytest.mark.parametrize("size", WHOLE)
+def test_a_graph_is_whole_where_nothing_can_be_sent_earlier(size: int) -> None:
+    assert run_processes(size, graphs) == [[1] * len(WHOLE[size])] * size
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
