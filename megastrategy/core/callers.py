@@ -19,8 +19,8 @@ _SPLIT_BACKWARDS = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "S
 
 def check_not_inside_torch_ddp(model: nn.Module) -> None:
     """Raises ValueError if ``model`` is called as a part of a module that torch DDP wraps: both would reduce."""
-    outer = TorchDDP._active_ddp_module  # torch's own note of whose forward is under way
-    if outer is not None and any(child is model for child in outer.modules()):
+    outer = TorchDDP._active_ddp_module  # torch's own note of whose forward is under way; or a GraphSplits of ours
+    if isinstance(outer, nn.Module) and any(child is model for child in outer.modules()):
         raise ValueError(
             f"this model is inside a DistributedDataParallel of torch's (around a {type(outer.module).__name__}), and "
             "both would reduce its gradients. Leave one out: train with this one alone, around the whole module, or "

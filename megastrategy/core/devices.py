@@ -9,6 +9,9 @@ the accelerator's on the host by answering for it.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 
 
@@ -20,3 +23,17 @@ def pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch
 def is_on_host(device: torch.device) -> bool:
     """Whether the processor itself computes there; see [Note: work on the host and on an accelerator]."""
     return device.type == "cpu"
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that work on ``device`` is queued on; None where a device has none."""
+    streams: Any = torch.get_device_module(device)
+    return streams.current_stream(device) if hasattr(streams, "current_stream") else None
+
+
+def on_stream(stream: Any, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Work inside is queued on ``stream`` of ``device``; nothing changes if it is the current one."""
+    if stream == current_stream(device):
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = torch.get_device_module(device).stream(stream)
+    return context

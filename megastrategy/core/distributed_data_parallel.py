@@ -17,6 +17,7 @@ from .collectives import Collectives
 from .config import DistributedDataParallelConfig
 from .engine import Engine, raise_closed
 from .events import EventKind, Listener
+from .graph_splits import GraphSplits
 from .layout import BufferLayout
 from .rebucketing.relayout import relayout
 from .reduced_grad import inside_backward
@@ -109,21 +110,30 @@ class DistributedDataParallel(nn.Module):
         """The plan of buffers, buckets and shards that there is now."""
         return self.engine.layout
 
+    # Where somebody compiles this object, the module alone is compiled. A trace of the engine is five graph breaks and
+    # guards on all that it keeps; and what is called while a slow collective is waited for would be traced in mid-run.
+    @_disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; broadcasts its buffers first where torch DDP would."""
         training = torch.is_grad_enabled()
         if (engine := self._engine) is None:
             if self.training and training:
                 raise_closed()
-            return self.module(*args, **kwargs)
-        self._begin_forward(engine, training)
-        # The last call gives what is returned: dynamo would compile what comes after it as a function of its own.
-        return self._end_forward(engine, training, self.module(*args, **kwargs))
+            return self._call_module(*args, **kwargs)
+        splits = self._begin_forward(engine, training)
+        try:
+            outputs = self._call_module(*args, **kwargs)
+        finally:
+            if splits is not None:
+                splits.end()
+        return self._end_forward(engine, training, outputs)
 
-    # Where somebody compiles this object, the module alone is compiled. A trace of the engine is five graph breaks and
-    # guards on all that it keeps; and what is called while a slow collective is waited for would be traced in mid-run.
+    # A frame of its own, for dynamo to compile: it takes none of torch's own for a start, be it Sequential's forward.
+    def _call_module(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
     @_disable_dynamo
-    def _begin_forward(self, engine: Engine, training: bool) -> None:
+    def _begin_forward(self, engine: Engine, training: bool) -> GraphSplits | None:
         engine.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             check_not_inside_torch_ddp(self)
@@ -136,6 +146,9 @@ class DistributedDataParallel(nn.Module):
             engine.param_gather.before_forward()
         if self._buffers_differ and self.config.broadcast_buffers:
             engine.broadcast_buffers()
+        # Where nothing could be sent earlier, one graph is the better one.
+        is_split = training and engine.sends_under_backward and len(engine.layout.buckets) > 1
+        return GraphSplits(engine.layout) if is_split else None
 
     @_disable_dynamo
     def _end_forward(self, engine: Engine, training: bool, outputs: Any) -> Any:

@@ -147,6 +147,11 @@ class Engine:
         return bool(self.shard_holders)
 
     @property
+    def sends_under_backward(self) -> bool:
+        """Whether buckets are sent to other ranks while backward goes on."""
+        return self.collectives.size > 1 and self.config.overlap_grad_reduce
+
+    @property
     def steps_params_themselves(self) -> bool:
         """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
         return self.layout.num_shards == 1 and not any(spec.has_main_param for spec in self.layout.params)
@@ -220,7 +225,7 @@ class Engine:
 
     def _make_planner(self, move: Callable[[Engine, BufferLayout], bool]) -> BucketPlanner | None:
         # Where nothing is sent before the end of backward, buckets in another order are sent no earlier.
-        if self.collectives.size == 1 or not self.params or not self.config.overlap_grad_reduce:
+        if not self.params or not self.sends_under_backward:
             return None
         return BucketPlanner(self.config, self.collectives, functools.partial(move, self))
 

@@ -75,7 +75,7 @@ def check_memory_is_own(
     module: nn.Module, params: Sequence[Parameter], all_reduce_option: str, *, sharded: bool
 ) -> None:
     """Raises ValueError for one of ``params`` that is wrapped already, or that would move into a buffer while other
-    parameters or buffers use its memory too; ``all_reduce_option`` is then the way out."""
+    parameters, buffers or a CUDA graph use its memory too; ``all_reduce_option`` is then the way out."""
     joining = {id(param) for param in params}
     spans: list[tuple[int, int, str, bool]] = []
     for name, param in module.named_parameters():
@@ -90,6 +90,13 @@ def check_memory_is_own(
     # Parameters stay where they are, so memory that is shared stays shared.
     if not sharded:
         return
+    if captured := captured_modules(module, params):
+        which = repr(captured[0]) if captured[0] else "the module itself"
+        raise ValueError(
+            f"{which} was captured by make_graphed_callables: its CUDA graph reads the parameters at their present "
+            "addresses, and they move into a buffer. Wrap first, and capture after the first optimizer step (with "
+            f"overlap_grad_reduce=False: at any time), or pass {all_reduce_option}"
+        )
     furthest: dict[bool, tuple[int, str]] = {}  # how far tensors that move, and that stay, reach so far
     # Sorted by address, one pass: comparing every pair would take seconds for thousands of parameters.
     for start, end, name, moves in sorted(spans):
@@ -102,6 +109,21 @@ def check_memory_is_own(
                     f"a.weight), give each its own memory, or pass {all_reduce_option}"
                 )
         furthest[moves] = max(furthest.get(moves, (0, "")), (end, name))
+
+
+def captured_modules(module: nn.Module, params: Sequence[Parameter]) -> list[str]:
+    """Names the submodules with any of ``params`` whose forward ``torch.cuda.make_graphed_callables`` has replaced.
+
+    Transformer Engine's function of that name is seen too. Graphs that somebody captured by hand leave no trace.
+    """
+    wanted = {id(param) for param in params}
+    return [
+        name
+        for name, child in module.named_modules()
+        # It leaves a closure on the instance, and no other mark.
+        if ".make_graphed_forward." in getattr(vars(child).get("forward"), "__qualname__", "")
+        and any(id(param) in wanted for param in child.parameters())
+    ]
 
 
 def param_spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:

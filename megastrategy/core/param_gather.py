@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from . import devices
 from .collectives import Collectives, Handle
 from .errors import CollectiveError
 from .events import Event, EventKind, Listener
@@ -68,7 +69,7 @@ class ParamGather:
         self._emit(EventKind.GATHER_START, bucket)
         with profiler_range("gather", bucket):
             flat = self._buffers.bucket(bucket)
-            self._loops_stream = _current_stream(flat)
+            self._loops_stream = devices.current_stream(flat.device)
             self._handles[bucket] = self._collectives.all_gather(flat)
         self.missing.discard(bucket)
 
@@ -131,7 +132,7 @@ class ParamGather:
                     self._handles[bucket].wait()
                     # A reader on another stream (an average of the weights, a checkpoint's copy) would else leave the
                     # loop to read, in its next forward, weights that its own stream has not waited for.
-                    reader = _current_stream(self._buffers.bucket(bucket))
+                    reader = devices.current_stream(self._buffers.bucket(bucket).device)
                     if reader != self._loops_stream:
                         self._loops_stream.wait_stream(reader)
                     # Only now taken out: a wait that fails leaves it among the missing, and a save asks for those.
@@ -230,12 +231,6 @@ _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 _READS_NO_ELEMENT = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__))
 """Questions that loops ask of every parameter between steps."""
-
-
-def _current_stream(tensor: Tensor) -> Any:
-    """The stream that work on the tensor's device is queued on; None where a device has none."""
-    streams: Any = torch.get_device_module(tensor.device)
-    return streams.current_stream(tensor.device) if hasattr(streams, "current_stream") else None
 
 
 def _uses_dynamo() -> bool:

@@ -38,6 +38,7 @@ from .collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
 from .events import Event, EventKind, Listener
+from .grad_accumulators import GradAccumulators
 from .layout import BufferLayout
 from .nonfinite import FiniteCheck, describe_nonfinite
 from .profiler_ranges import profiler_range
@@ -101,6 +102,7 @@ class Reducer:
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
         self._hooks: list[RemovableHandle] = []
+        self._accumulators = GradAccumulators()
         self.extend(layout, params)
         self._planner = planner
 
@@ -115,6 +117,7 @@ class Reducer:
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
         self._planner = None  # what has joined lies apart, and stays there
+        self._accumulators.extend(params[first:])
         for index, param in enumerate(params[first:], first):
             self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, index)))
 
@@ -130,6 +133,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._handles = [], []
+        self._accumulators.drop()
         self._in_flight.clear()
 
     def abort_unfinished(self) -> None:
@@ -147,6 +151,7 @@ class Reducer:
     def before_forward(self) -> None:
         """A forward starts."""
         self._drop_unfinished()
+        self._accumulators.follow_stream()
         self._watched = NO_TASK
         self._forward_decision = None
 

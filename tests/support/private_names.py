@@ -29,6 +29,7 @@ LIVES_IN = {
     "torch.Tensor": "_make_wrapper_subclass _post_accumulate_grad_hooks",
     "torch": "_C",
     "torch._compile": "_disable_dynamo",
+    "torch._C._distributed_c10d": "_DEFAULT_FIRST_BUCKET_BYTES",
     "torch.autograd.variable": "_execution_engine",
     "torch.utils._pytree": "tree_leaves",
     "torch.utils._python_dispatch": "TorchDispatchMode",

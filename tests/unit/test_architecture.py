@@ -57,6 +57,8 @@ RANKS = [
     },
     {"layout"},
     {
+        "grad_accumulators",
+        "graph_splits",
         "grad_scaler",
         "memory",
         "optimizer_copies",

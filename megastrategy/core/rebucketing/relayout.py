@@ -29,6 +29,7 @@ from ..buffers import GradBuffers
 from ..engine import Engine
 from ..events import EventKind
 from ..layout import BufferLayout
+from ..module_plan import captured_modules
 from .shard_holder import Contents, PerElement, ShardHolder
 
 
@@ -47,11 +48,13 @@ _GRAD = "grad"
 class _ReducedGrads(ShardHolder):
     """The reduce-scattered gradients themselves."""
 
-    def __init__(self, buffers: GradBuffers, rank: int) -> None:
-        self._buffers, self._rank = buffers, rank
+    def __init__(self, buffers: GradBuffers, rank: int, *, may_move: bool) -> None:
+        self._buffers, self._rank, self._may_move = buffers, rank, may_move
         self.shards: dict[int, Tensor] = {}
 
-    def describe(self) -> Contents:
+    def describe(self) -> Contents | None:
+        if not self._may_move:
+            return None
         layout = self._buffers.layout
         return {
             index: {_GRAD: PerElement(layout.buffers[layout.slots[index].buffer].sum_dtype)}
@@ -76,7 +79,8 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
     reduce-scatter: all ranks pass the same layout.
 
     Returns:
-        Whether it was done, on all ranks or on none: not where an optimizer may keep more than state of tensors.
+        Whether it was done, on all ranks or on none: not where an optimizer may keep more than state of tensors, nor
+        where a rank has captured a module in a CUDA graph.
 
     Raises:
         CollectiveError: if a collective failed; this rank is then as it was.
@@ -95,7 +99,9 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
             # what a user put in a parameter's place (``p.data = x``) or wrote into ``.grad`` is in no buffer yet
             engine.param_buffers.recapture()
             grads.adopt_written(range(len(engine.params)))
-            reduced = _ReducedGrads(grads, engine.collectives.rank)
+            # a CUDA graph that was captured since the wrapping would go on to read the weights where they were
+            may_move = not captured_modules(engine.module, engine.params)
+            reduced = _ReducedGrads(grads, engine.collectives.rank, may_move=may_move)
             optimizers = {number: holder for number, ref in enumerate(engine.shard_holders) if (holder := ref())}
             contents = _gather({_GRADS: reduced, **optimizers}, engine, layout)
             if contents is None:

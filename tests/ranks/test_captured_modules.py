@@ -1,0 +1,108 @@
+"""Modules whose forward replays a CUDA graph are not moved away from under it.
+
+No graph can be captured on the host. What marks a captured module is made here by the inner function of torch's own
+``make_graphed_callables`` that marks it there.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.events import EventKind
+from tests.ranks.test_order_seen import Layers, batch
+from tests.support.ranks import run_ranks
+
+
+def capture(module: nn.Module) -> None:
+    """Replaces the forward as ``make_graphed_callables(module)`` does; the "graph" is the module's own forward."""
+    outer = torch.cuda.make_graphed_callables.__code__
+    [code] = [
+        const
+        for const in outer.co_consts
+        if isinstance(const, types.CodeType) and const.co_name == "make_graphed_forward"
+    ]
+    make_graphed_forward: Any = types.FunctionType(code, torch.cuda.graphs.__dict__)
+    module.forward = make_graphed_forward(module, module.training, module.forward, module.forward)
+
+
+def layers() -> nn.Module:
+    return Layers(reverse=True, dtype=torch.float32)
+
+
+def refusal(group: ProcessGroup, module: nn.Module, **options: Any) -> str:
+    with pytest.raises(ValueError, match="make_graphed_callables") as caught:
+        DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+    return str(caught.value)
+
+
+def test_a_module_that_was_captured_before_it_is_wrapped_is_refused_by_name() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        inner = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+        capture(inner[1])
+        text = refusal(group, inner)
+        assert text.startswith("'1' was captured")
+        assert "capture after the first optimizer step" in text
+        assert "use_distributed_optimizer=False" in text
+        whole = nn.Linear(3, 3)
+        capture(whole)
+        assert refusal(group, whole).startswith("the module itself was captured")
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize(("size", "options"), [(1, {}), (2, {"use_distributed_optimizer": False})], ids=str)
+def test_it_is_taken_where_parameters_stay_where_they_are(size: int, options: dict[str, Any]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nn.Linear(3, 3)
+        capture(module)
+        addresses = [param.data_ptr() for param in module.parameters()]
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+        model(torch.ones(2, 3)).sum().backward()
+        assert [param.data_ptr() for param in module.parameters()] == addresses
+
+    run_ranks(size, run)
+
+
+def test_it_is_taken_with_frozen_parameters_until_they_join() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        module[0].requires_grad_(False)
+        capture(module[0])
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)
+        model(torch.ones(2, 3)).sum().backward()
+        module[0].requires_grad_(True)
+        with pytest.raises(ValueError, match="'0' was captured"):
+            model(torch.ones(2, 3))
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("captured_on", [(), (0, 1), (1,)], ids=str)
+def test_nothing_moves_after_a_capture_on_any_rank(captured_on: tuple[int, ...]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        kinds = []
+        module = layers()
+        model = DistributedDataParallel(
+            module,
+            DistributedDataParallelConfig(bucket_size=500),
+            group,
+            listener=lambda event: kinds.append(event.kind),
+        )
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+        if rank in captured_on:
+            capture(module)
+        addresses = [param.data_ptr() for param in module.parameters()]
+        model(batch(rank, 0)).sum().backward()
+        optimizer.step()
+        moved = EventKind.LAYOUT_CHANGED in kinds
+        assert moved is not bool(captured_on)
+        assert ([param.data_ptr() for param in module.parameters()] != addresses) is moved
+
+    run_ranks(2, run)
