@@ -162,7 +162,7 @@ def _outcome(process: Any, connection: Any, seconds: float) -> Outcome:
     try:
         if connection.poll():
             return dataclasses.replace(connection.recv(), seconds=seconds)
-    except (EOFError, ConnectionResetError):
+    except (EOFError, OSError):
         pass  # it ended without a word
     process.join(5)
     return Outcome(error=f"Ended: its process ended with exit status {process.exitcode}", seconds=seconds)
