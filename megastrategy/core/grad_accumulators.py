@@ -33,13 +33,16 @@ class GradAccumulators:
         self._nodes: list[Any] = []  # torch's own types take Node.metadata, a dict, for a method
         self._frozen: list[Parameter] = []  # without a node: autograd gives none to what requires no gradient
         self._stream: Any = None
+        # Asked once: with overlap_param_gather="forward" whoever asks a parameter waits until it has come.
+        self._device = torch.device("cpu")
 
     def extend(self, params: Sequence[Parameter]) -> None:
         """Takes the nodes of more parameters, on the stream of those known so far."""
         if not params:
             return
         if not self._params:
-            self._stream = devices.current_stream(params[0].device)
+            self._device = params[0].device
+            self._stream = devices.current_stream(self._device)
         self._params += params
         self._take(params)
 
@@ -49,9 +52,9 @@ class GradAccumulators:
             frozen, self._frozen = self._frozen, []
             self._take(frozen)
         # The host has no streams, and no forward there pays for the question.
-        if not self._params or devices.is_on_host(self._params[0].device):
+        if not self._params or devices.is_on_host(self._device):
             return
-        before, now = self._stream, devices.current_stream(self._params[0].device)
+        before, now = self._stream, devices.current_stream(self._device)
         if now == before:
             return
         self._mark(stale := object())
@@ -76,7 +79,7 @@ class GradAccumulators:
 
     def _take(self, params: Iterable[Parameter]) -> None:
         # inference_mode: a module may be wrapped inside it, where autograd would give out no node.
-        with torch.inference_mode(False), devices.on_stream(self._stream, self._params[0].device):
+        with torch.inference_mode(False), devices.on_stream(self._stream, self._device):
             for param in params:
                 if param.requires_grad:
                     self._nodes.append(get_gradient_edge(param).node)

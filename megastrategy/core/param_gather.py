@@ -229,8 +229,13 @@ class _Awaited:
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
-_READS_NO_ELEMENT = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__))
-"""Questions that loops ask of every parameter between steps."""
+_DEVICE: Any = Tensor.device
+_DTYPE: Any = Tensor.dtype
+_READS_NO_ELEMENT = frozenset(
+    (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__, _DEVICE.__get__, _DTYPE.__get__)
+)
+"""Questions that loops ask of every parameter between steps; and models of their first one, in their forward, to put
+their inputs there."""
 
 
 def _uses_dynamo() -> bool:

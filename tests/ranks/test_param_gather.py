@@ -221,6 +221,7 @@ def test_questions_that_need_no_element_do_not_wait() -> None:
         setup = Setup(group)
         for param in setup.module.parameters():
             assert param.requires_grad
+            assert (param.device.type, param.dtype) == ("cpu", torch.float32)
             assert param.grad is None or isinstance(param.grad, ReducedGrad)
             param.grad = None
             assert isinstance(param, Parameter)
