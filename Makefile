@@ -7,10 +7,11 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 # The tests run two and more ranks at once; more than one thread each would only contend for the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-# Files go to workers whole, so each worker has its own processes for ranks, and a file's trainings are done once. One more
-# than cores: a sixth of the time goes to waits that tests are about.
+# Files go to workers whole, so each worker has its own processes for ranks, and a file's trainings are done once; in their
+# order, so that the shortest, tests/unit, come last, and no worker is left alone with a long one. One more than cores: a
+# sixth of the time goes to waits that tests are about.
 WORKERS ?= 3
-PYTEST += --numprocesses $(WORKERS) --dist loadfile
+PYTEST += --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo bench bench-full gpu-check check docs test test-rest test-lazy test-long fuzz lint fast clean

@@ -152,7 +152,7 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], complaint: st
 # --- the check itself ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F", "K,P", "N,R", "O"])
 def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     """``.ci/run`` has all of it in one run."""
