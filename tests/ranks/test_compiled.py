@@ -27,6 +27,7 @@ def train(group: ProcessGroup, forward_of: Callable[[Any], Any], **options: Any)
     module = model_with_buffers()
     model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=50, **options), group)
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    wait_for_others(group)
     forward = forward_of(model)
     for step in range(4):
         x = torch.randn(6, 10, generator=torch.Generator().manual_seed(10 * step + group.rank()))
@@ -34,6 +35,12 @@ def train(group: ProcessGroup, forward_of: Callable[[Any], Any], **options: Any)
         optimizer.step()
         optimizer.zero_grad()
     return [tensor.detach().clone() for tensor in module.state_dict().values()]
+
+
+def wait_for_others(group: ProcessGroup) -> None:
+    """torch notes for the process that something is compiled, and AdamW, which is tried at its making, asks for that."""
+    if group.size() > 1:
+        group.barrier().wait()
 
 
 def compiled_of_ours() -> set[str]:
@@ -78,8 +85,10 @@ def test_a_model_that_was_compiled_and_run_before_it_is_wrapped() -> None:
         x = torch.randn(6, 10, generator=torch.Generator().manual_seed(rank))
         module(x).square().mean().backward()
         module.zero_grad()
+        wait_for_others(group)
         model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=50), group)
         optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+        wait_for_others(group)
         for _ in range(3):
             model(x).square().mean().backward()
             optimizer.step()

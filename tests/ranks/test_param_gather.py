@@ -369,11 +369,15 @@ def test_an_unused_parameter_is_there_before_it_is_stepped_again() -> None:
 
 @pytest.mark.unguarded("nothing is compiled while a mode looks at operators")
 def test_compiled_code_is_not_compiled_again_for_parameters_on_their_way() -> None:
+    # torch notes for the process that something is compiled, and AdamW, which is tried at its making, asks for that.
+    all_are_made = threading.Barrier(2, timeout=30.0)
+
     def run(rank: int, group: ProcessGroup) -> list[int]:
         module = net()
         module[0] = torch.compile(module[0], backend="eager")
         model = DistributedDataParallel(module, config("forward"), group)
         optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+        all_are_made.wait()
         compiled = []
         for _ in range(6):
             model(torch.ones(2, 20)).sum().backward()
