@@ -38,7 +38,7 @@ def train(group: ProcessGroup, forward_of: Callable[[Any], Any], **options: Any)
 
 
 def wait_for_others(group: ProcessGroup) -> None:
-    """torch notes for the process that something is compiled, and AdamW, which is tried at its making, asks for that."""
+    """AdamW is tried at its making, and asks whether something is compiled, which torch notes once for a process."""
     if group.size() > 1:
         group.barrier().wait()
 
