@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import CheckpointError
+from ..core import CheckpointError, DistributedOptimizer
 
 
 def check_module_state(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, source: str) -> None:
@@ -48,11 +48,10 @@ def check_module_state(module: torch.nn.Module, state: Mapping[str, Any], strict
 
 
 def check_optimizer_state(
-    optimizer: torch.optim.Optimizer,
+    optimizer: DistributedOptimizer,
     state: Mapping[str, Any],
     names: Mapping[torch.nn.Parameter, str],
     source: str,
-    elementwise: bool,
 ) -> None:
     """Raises if the optimizer would refuse the state, before one of several optimizers has taken its own.
 
@@ -61,7 +60,6 @@ def check_optimizer_state(
         state: whole, as torch has it.
         names: of the parameters.
         source: where the state is from, for the error.
-        elementwise: what has more than one number must have the shape of its parameter, as when it will be sharded.
 
     Raises:
         CheckpointError: if groups or shapes differ, with the group or the parameter.
@@ -85,7 +83,9 @@ def check_optimizer_state(
             )
         # torch never compares shapes. Whole optimizers fail at their next step; a shard would be cut out of the wrong
         # place
-        for number, (param, name) in zip(saved["params"], params, strict=True) if elementwise else ():
+        for number, (param, name) in zip(saved["params"], params, strict=True):
+            if not optimizer.is_cut(param):
+                continue
             for key in keys & set(state["state"].get(number, ())):
                 shape = tuple(state["state"][number][key].shape)
                 if shape != tuple(param.shape):

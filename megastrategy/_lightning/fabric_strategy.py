@@ -171,7 +171,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         model = owners[0]
         distributed = DistributedOptimizer(optimizer, model)
         self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
-        model.engine.announce(rank_zero_info, distributed.num_state_tensors)
+        model.engine.announce(rank_zero_info)
         return distributed
 
     def teardown(self) -> None:
@@ -386,9 +386,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             if isinstance(value, Module):
                 check_module_state(_unwrapped(value), saved[key], strict, source)
             elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
-                model = models[id(value)]
-                names = {param: name for name, param in model.module.named_parameters()}
-                check_optimizer_state(value, saved[key], names, source, model.layout.num_shards > 1)
+                names = {param: name for name, param in models[id(value)].module.named_parameters()}
+                check_optimizer_state(value, saved[key], names, source)
 
     # --- names -------------------------------------------------------------------------------------------------------
 

@@ -182,8 +182,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         model = self.model
         if not isinstance(model, DistributedDataParallel):
             return
-        counts = [opt.num_state_tensors for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
-        model.engine.announce(rank_zero_info, max(counts, default=None, key=lambda count: count or 0))
+        model.engine.announce(rank_zero_info)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -466,7 +465,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         sharded = self._engine is not None and self._engine.layout.num_shards > 1
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             if isinstance(optimizer, DistributedOptimizer):
-                check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}", sharded)
+                check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}")
         # shards are copied out of the mapped file; a whole optimizer keeps what it is given, so that must be its own
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if sharded else own_memory(states)})
         saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(self.optimizers))

@@ -184,7 +184,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
 
         Raises:
             ValueError: if there is more than one such model.
-            OptimizerNotShardableError: if its update is not element-wise.
+            OptimizerNotShardableError: if its update of a parameter depends on other parameters.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer._is_accelerate_prepared = True  # which prepare() alone sets
@@ -210,7 +210,7 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
             )
         distributed = DistributedOptimizer(optimizer, model)
         optimizer._megatron_ddp = distributed, model  # type: ignore[attr-defined] # found when it is prepared again
-        model.engine.announce(_log.info, distributed.num_state_tensors)
+        model.engine.announce(_log.info)
         return distributed
 
     def prepare_scheduler(self, scheduler: Any) -> Any:

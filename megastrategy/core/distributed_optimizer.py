@@ -1,11 +1,11 @@
 """The user's optimizer, stepped on this rank's shards.
 
 [Note: whose object is it]
-The user's own optimizer object does the arithmetic. During ``step`` its groups hold this rank's flat shards; at any
-other time they hold the model's Parameters, so schedulers, callbacks and freezing code see what they expect. Its
-``state`` is keyed by the shards throughout. :class:`DistributedOptimizer` is the face shown to the framework;
-everything it knows is in one :class:`~megastrategy.core.sharded_step.ShardedStep`, since frameworks copy an
-optimizer's ``__dict__`` into wrappers of their own.
+The user's own optimizer object does the arithmetic. During ``step`` its groups hold what this rank steps, flat shards
+and whole parameters that it owns; at any other time they hold the model's Parameters, so schedulers, callbacks and
+freezing code see what they expect. Its ``state`` is keyed by what is stepped throughout. :class:`DistributedOptimizer`
+is the face shown to the framework; everything it knows is in one :class:`~megastrategy.core.sharded_step.ShardedStep`,
+since frameworks copy an optimizer's ``__dict__`` into wrappers of their own.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             Parameters in it that the model has not are stepped as under torch DDP, each rank with its own gradient.
         model: the wrapped model.
 
+    A group whose update is element-wise is stepped as flat shards. One that needs whole parameters (Muon, LAMB) is
+    stepped as such, each by the rank that owns it.
+
     With ``use_distributed_optimizer=False`` every rank steps all parameters; 16-bit weights get fp32 main params
     either way. The instance is also an instance of the optimizer's class.
 
@@ -66,8 +69,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises:
         ValueError: if the model is not wrapped, or has none of the optimizer's parameters, or another wrapped model has
             some of them.
-        OptimizerNotShardableError: if the update is not element-wise (found by a numerical probe) and the model's
-            configuration shards the optimizer.
+        OptimizerNotShardableError: if the update of a parameter depends on other parameters (found by a numerical
+            probe) and the model's configuration shards the optimizer.
     """
 
     _impl: ShardedStep
@@ -178,18 +181,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     @property
-    def num_state_tensors(self) -> int | None:
-        """The number of values that a sharded optimizer keeps for each element (Adam: 2).
-
-        None for a whole one, of which nobody knows before its first step.
-        """
-        names = self._impl.element_names
-        return len(names) if names is not None else None
-
-    @property
     def is_sharded(self) -> bool:
         """Whether this rank has a part of the state alone."""
         return self._impl.sharded
+
+    def is_cut(self, param: Parameter) -> bool:
+        """Whether ranks step a part of the parameter each: not if every rank steps all of it, or its owner does."""
+        impl = self._impl
+        index = impl.index_by_id.get(id(param))
+        return impl.sharded and index is not None and index not in impl.whole_params
 
     def require_all_ranks(self, what: str) -> None:
         """Returns when all ranks are about to do ``what``, as a framework's saving needs; at once if it is not sharded.
@@ -291,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.inner.param_groups.pop()
             raise
         impl.engine.include_trainable()
-        impl.follow_model()
+        impl.follow_model(together=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
@@ -389,9 +389,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return None  # rank 0's are saved
             return impl.stepped_tensor(param) if impl.has_shards else param
 
-        return sharded_state_dict(
-            impl.inner, impl.names_by_id(), stepped, impl.index_by_id, impl.shards, impl.layout, impl.element_names
-        )
+        where = impl.index_by_id, impl.shards, impl.layout, impl.element_names
+        return sharded_state_dict(impl.inner, impl.names_by_id(), stepped, *where, impl.whole_states())
 
     def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
         """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
@@ -409,11 +408,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         impl.follow_model()
         names = impl.names_by_id()
-        saved = read_optimizer(Path(path), key, names.values(), impl.shards, impl.layout, impl.element_names)
+        own = impl.shards, impl.layout, impl.element_names, impl.whole_params
+        saved = read_optimizer(Path(path), key, names.values(), *own)
         if "param_groups" not in saved:
             raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
-        own = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
-        check_same_groups(Path(path), saved["param_groups"], own)
+        own_groups = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
+        check_same_groups(Path(path), saved["param_groups"], own_groups)
 
         def values_of(param: Parameter) -> dict[str, Any]:
             values = saved.get("state", {}).get(names[id(param)], {})

@@ -18,13 +18,14 @@ from .collectives import Collectives, destroy_second, make_collectives, second_c
 from .collectives.instanced import destroy_instances, shard_collectives
 from .collectives.process_groups import destroy_group, private_group
 from .config import DistributedDataParallelConfig
-from .errors import ClosedError
+from .errors import ClosedError, LayoutMismatchError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
 from .layout import BufferLayout, build_layout
 from .memory import describe_setup
 from .module_plan import check_memory_is_own, check_module, check_ranks_agree, common_device, param_spec
 from .module_watch import ModuleWatch
+from .owners import Owners
 from .param_buffers import ParamBuffers
 from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
@@ -99,6 +100,7 @@ class Engine:
         self.index_by_id: dict[int, int] = {}
         self.watch = ModuleWatch(wrapper._modules)
         self.layout = self._plan()
+        self.owners = Owners(self.layout, {})
         # after the ranks agreed on the layout: broadcasts of other modules would not match one another
         self.broadcast_all()
         self.param_buffers: ParamBuffers | None = None
@@ -198,6 +200,7 @@ class Engine:
         joined = self.params[known:]
         self.collectives.broadcast_all(joined)
         self.layout = self.layout.extended_by(layout)
+        self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers.extend(self.layout, self.params)
         if self.param_buffers is not None:
             self.param_buffers.extend(self.layout, self.params)
@@ -221,6 +224,23 @@ class Engine:
         self.watch.look(self.params)
         return layout
 
+    # --- whole parameters --------------------------------------------------------------------------------------------
+
+    def own_whole(self, indices: set[int]) -> None:
+        """Gives parameters owners, which keep them from now on. Collective; the same on all ranks.
+
+        Raises:
+            LayoutMismatchError: if ranks would have other owners, as with other optimizers.
+        """
+        if joining := indices - self.owners.rank_of.keys():
+            self.owners = self.owners.extended_by(joining)
+        every = self.collectives.all_gather_objects(sorted(self.owners.rank_of.items()))
+        if any(others != every[0] for others in every):
+            raise LayoutMismatchError(
+                "ranks would step other parameters whole: their optimizers have other groups or options. By rank, the "
+                f"number of parameters: {[len(others) for others in every]}"
+            )
+
     # --- the layout changes ------------------------------------------------------------------------------------------
 
     def _make_planner(self, move: Callable[[Engine, BufferLayout], bool]) -> BucketPlanner | None:
@@ -229,20 +249,20 @@ class Engine:
             return None
         return BucketPlanner(self.config, self.collectives, functools.partial(move, self))
 
-    def announce(self, tell: Callable[[str], None], num_state_tensors: int | None) -> None:
-        """Tells the user what was set up.
-
-        Args:
-            tell: gets one line; shows it on rank 0.
-            num_state_tensors: how many numbers the optimizer keeps for each element; None if nobody knows.
-        """
+    def announce(self, tell: Callable[[str], None]) -> None:
+        """Tells the user what was set up: ``tell`` gets the lines, and shows them on rank 0."""
+        kept: dict[int, int] | None = {}
+        for holder in (ref() for ref in self.shard_holders):
+            found = holder.num_kept() if holder is not None else {}
+            kept = None if kept is None or found is None else kept | found
         tell(
             describe_setup(
                 self.layout,
                 self.collectives.rank,
                 self.config.overlap_grad_reduce,
-                num_state_tensors,
+                kept if self.has_optimizer else None,
                 receives_apart=self.collectives.receives_apart,
+                owners=self.owners,
             )
         )
 
@@ -274,6 +294,7 @@ class Engine:
         self.layout = layout
         self.param_buffers = ParamBuffers(layout, self.params, self.device)
         self.param_gather.follow(self.param_buffers)
+        self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers = self._make_grad_buffers()
         self.grad_buffers.take_over(before, reduced)
 

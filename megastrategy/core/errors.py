@@ -48,7 +48,7 @@ class NotOnAllRanksError(MegastrategyError):
 
 # A ValueError too: it is mostly raised for what the user has passed to a constructor.
 class OptimizerNotShardableError(MegastrategyError, ValueError):
-    """The optimizer's update of one element depends on other elements, so flat shards would change it."""
+    """An update of one parameter depends on others, so that no division among ranks would leave it as it is."""
 
 
 class DirectUseError(MegastrategyError):

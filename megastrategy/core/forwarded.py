@@ -148,7 +148,7 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
             shard.weights.copy_(shard.main)
     # a rank may have nothing of a bucket that others have moved, so all of them are gathered
     for bucket in sorted({impl.layout.slots[index].bucket for index in indices}, reverse=True):
-        engine.param_gather.start(bucket)
+        impl.start_gather(bucket, indices)
     engine.param_gather.finish()
     # The weights changed by way of the buffer, unseen: a backward through a graph from before must raise, not be wrong.
     torch.autograd.graph.increment_version([engine.params[index] for index in indices])

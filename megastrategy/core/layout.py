@@ -58,6 +58,9 @@ RECEIVED_BUFFERS = 2
 is added up while the next comes in."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
+Spans = Sequence[Sequence[tuple[int, int]]]
+"""By rank, parts ``[start, end)`` of a tensor."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:

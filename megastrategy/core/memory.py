@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from .layout import BufferLayout
+from .owners import Owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +28,20 @@ class MemoryUse:
         return self.param_bytes + self.grad_bytes + self.state_bytes
 
 
-def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> MemoryUse:
+def memory_use(
+    layout: BufferLayout,
+    dp_rank: int,
+    state_tensors: int | Mapping[int, int],
+    rank_of: Mapping[int, int] | None = None,
+) -> MemoryUse:
     """Counts what this engine holds for the trainable parameters, to the byte, in tensors with a number an element.
 
     Args:
         layout: the plan.
         dp_rank: the rank (shards are cut at bucket borders, so ranks differ by padding and rounding).
-        state_tensors: how many numbers the optimizer keeps for each element (Adam: 2), in the dtype of what it steps.
+        state_tensors: how many numbers optimizers keep for each element (Adam: 2), in the dtype of what they step; or
+            by parameter. Factors, as Adafactor keeps, are not counted.
+        rank_of: the owners of parameters that are stepped whole, in an instance.
     """
     sharded = layout.num_shards > 1
     param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
@@ -47,25 +56,38 @@ def memory_use(layout: BufferLayout, dp_rank: int, state_tensors: int) -> Memory
             grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
     state_bytes = 0
     for index, spec in enumerate(layout.params):
-        owned = layout.owned_range(index, dp_rank)
+        owned, owner = layout.owned_range(index, dp_rank), (rank_of or {}).get(index)
         numel = owned[1] - owned[0] if owned is not None else 0
+        if owner is not None:
+            numel = spec.numel if owner == dp_rank % layout.num_shards else 0
+        num_tensors = state_tensors if isinstance(state_tensors, int) else state_tensors.get(index, 0)
         # State has the dtype of what is stepped: fp32 for 16-bit weights, and never less than that.
         main_itemsize = max(spec.dtype.itemsize, 4)
         # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
         main_param_numel = numel if spec.has_main_param else 0
-        state_bytes += main_itemsize * (main_param_numel + state_tensors * numel)
+        state_bytes += main_itemsize * (main_param_numel + num_tensors * numel)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes), sum(layout.received_nbytes))
 
 
-def memory_use_of_ddp(layout: BufferLayout, state_tensors: int) -> MemoryUse:
+def memory_use_of_ddp(layout: BufferLayout, state_tensors: int | Mapping[int, int]) -> MemoryUse:
     """Counts what torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds
     gradients twice)."""
     bytes_once = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
-    return MemoryUse(bytes_once, bytes_once, state_tensors * bytes_once)
+    nbytes = [spec.numel * spec.dtype.itemsize for spec in layout.params]
+    kept = (
+        [state_tensors] * len(nbytes) if isinstance(state_tensors, int) else map(state_tensors.get, range(len(nbytes)))
+    )
+    return MemoryUse(bytes_once, bytes_once, sum(each * (num or 0) for each, num in zip(nbytes, kept, strict=True)))
 
 
 def describe_setup(
-    layout: BufferLayout, dp_rank: int, overlap: bool, state_tensors: int | None, *, receives_apart: bool = False
+    layout: BufferLayout,
+    dp_rank: int,
+    overlap: bool,
+    state_tensors: int | Mapping[int, int] | None,
+    *,
+    receives_apart: bool = False,
+    owners: Owners | None = None,
 ) -> str:
     """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's.
 
@@ -73,11 +95,13 @@ def describe_setup(
         layout: the plan.
         dp_rank: this rank.
         overlap: whether buckets are sent while backward runs.
-        state_tensors: how many numbers the optimizer keeps for each element; None if nobody knows.
+        state_tensors: as for :func:`memory_use`; None if nobody knows.
         receives_apart: whether what is exchanged comes into memory of its own.
+        owners: of parameters that are stepped whole.
     """
     numels = [bucket.numel for bucket in layout.buckets]
-    use = memory_use(layout, dp_rank, state_tensors or 0)
+    rank_of = owners.rank_of if owners is not None else {}
+    use = memory_use(layout, dp_rank, state_tensors or 0, rank_of)
     if layout.dp_size == 1:
         reduction = "nothing is sent, nothing is sharded"
     elif layout.num_shards == 1:
@@ -111,6 +135,8 @@ def describe_setup(
             (_mib(row.state_bytes), _mib(row.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
         )
         lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
+    if owners is not None and rank_of:
+        lines += _describe_owners(owners)
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
@@ -121,6 +147,22 @@ def describe_setup(
             f"  while a backward runs {_mib(use.received_bytes)} for gradients that other ranks send come on top"
         )
     return "\n".join(lines)
+
+
+def _describe_owners(owners: Owners) -> list[str]:
+    params, loads = owners.layout.params, owners.loads()
+    mean = sum(loads) / len(loads)
+    largest = params[max(owners.rank_of, key=lambda index: params[index].numel)]
+    lines = [
+        f"  {len(owners.rank_of):,} parameter(s), {sum(loads):,} elements, are stepped whole, each by one rank that "
+        f"owns it; the fullest rank has {max(loads) / max(mean, 1) - 1:+.0%}"
+    ]
+    if largest.numel > 1.1 * mean and largest.numel == max(loads):
+        lines.append(
+            f"  {largest.name!r} alone has {largest.numel:,} of them: a parameter group with an element-wise optimizer "
+            "(AdamW) would divide it among the ranks"
+        )
+    return lines
 
 
 def _mib(num_bytes: int) -> str:

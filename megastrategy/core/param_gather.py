@@ -26,6 +26,7 @@ from . import devices
 from .collectives import Collectives, Handle
 from .errors import CollectiveError
 from .events import Event, EventKind, Listener
+from .layout import Spans
 from .param_buffers import ParamBuffers
 from .profiler_ranges import profiler_range
 
@@ -61,16 +62,22 @@ class ParamGather:
         self._num_held = -1  # parameters, when these were found
         self._lock = threading.RLock()  # any thread may read a parameter first
 
-    def start(self, bucket: int) -> None:
+    def start(self, bucket: int, spans: Spans | None = None) -> None:
         """Launches a bucket's gather. Collective: the same buckets in the same order on every rank.
 
         The last buckets hold the first layers, which the next forward needs first: start them first.
+
+        Args:
+            bucket: its number.
+            spans: what each rank has of it; None for equal parts, of which each has its own.
         """
         self._emit(EventKind.GATHER_START, bucket)
         with profiler_range("gather", bucket):
             flat = self._buffers.bucket(bucket)
             self._loops_stream = devices.current_stream(flat.device)
-            self._handles[bucket] = self._collectives.all_gather(flat)
+            self._handles[bucket] = (
+                self._collectives.all_gather(flat) if spans is None else self._collectives.gather_spans(flat, spans)
+            )
         self.missing.discard(bucket)
 
     def follow(self, buffers: ParamBuffers) -> None:

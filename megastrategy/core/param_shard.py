@@ -1,4 +1,4 @@
-"""The part of one parameter that one rank steps."""
+"""The part of one parameter that one rank steps: a flat shard, or all of it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class ParamShard:
         param: index in the layout.
         start, end: the part of the parameter, in elements of its memory order.
         main: what the optimizer updates: fp32 memory of its own for 16-bit weights, else the weights themselves. Flat
-            if the parameter is sharded, of the parameter's shape if not.
-        weights: the part of the parameter that ``main`` stands for, flat, in the parameter buffer; None if the
-            parameter is not sharded and may be re-pointed at any time.
-        flat, offset: if the parameter is sharded, ``main`` is the part of this 1-D tensor that begins there, among the
+            if the parameter is cut, of the parameter's shape if not.
+        weights: the part of the parameter that ``main`` stands for, of the shape of ``main``, in the parameter buffer;
+            None if every rank has all of the parameter, which may be re-pointed at any time.
+        flat, offset: if the parameter is cut, ``main`` is the part of this 1-D tensor that begins there, among the
             mains of its neighbours.
     """
 
@@ -34,6 +34,11 @@ class ParamShard:
     @property
     def numel(self) -> int:
         return self.end - self.start
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it is a flat shard: not if it is the whole parameter, on its owner or on every rank."""
+        return self.flat is not None
 
 
 def take_outside_changes(main: Tensor, weights: Tensor) -> None:

@@ -245,6 +245,56 @@ BREAKAGES = (
         "    shift = -first\n",
         "tests/ranks/test_relayout.py",
     ),
+    # --- whole parameters --------------------------------------------------------------------------------------------
+    Breakage(
+        "an owner steps with gradients that have not arrived",
+        "core/whole_params.py",
+        "            coming.handle.wait()\n",
+        "",
+        "tests/ranks/test_whole_params.py --collectives lazy-at-wait",
+    ),
+    Breakage(
+        "weights that an owner has stepped are gathered from those that hold their gradients",
+        "core/param_gather.py",
+        "            self._handles[bucket] = (\n",
+        "            spans = None\n            self._handles[bucket] = (\n",
+        "tests/ranks/test_whole_params.py",
+    ),
+    Breakage(
+        "an owner takes its own part of a gradient for all of it",
+        "core/whole_params.py",
+        "                pieces[part.param].append((part.start, came))\n",
+        "                pieces[part.param].append((part.start, came * 0))\n",
+        "tests/ranks/test_whole_params.py",
+    ),
+    Breakage(
+        "the largest parameters are all owned by the first rank",
+        "core/owners.py",
+        "            loads[rank] += layout.params[param].numel\n        return Owners",
+        "        return Owners",
+        "tests/ranks/test_whole_params.py",
+    ),
+    Breakage(
+        "state of whole parameters is left out of a checkpoint",
+        "core/checkpoint/full_state.py",
+        "gather.whole(parts.whole) if parts.whole is not None else ()",
+        "()",
+        "tests/checkpoints/test_interchange.py",
+    ),
+    Breakage(
+        "state of whole parameters is lost when the layout changes",
+        "core/optimizer_shards.py",
+        "            if kept:\n                state[self.shards[index].main] = kept\n",
+        "",
+        "tests/ranks/test_whole_params.py",
+    ),
+    Breakage(
+        "an optimizer that estimates one number from all parameters is divided by parameters",
+        "core/trials/per_parameter.py",
+        "        return self.problem.rerun_alone(lambda: self._double(lr), whole)\n",
+        "        return [Trial(self._double(lr), [param.detach()]) for param in whole.params]\n",
+        "tests/unit/test_per_parameter.py",
+    ),
     # --- checkpoints -------------------------------------------------------------------------------------------------
     Breakage(
         "every rank loads the first part of a parameter's state",

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from tests.support.models import awkward_model, images
+from tests.support.optimizers import LambWithMoments, MatricesAndRest
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_state
 
@@ -71,8 +72,20 @@ def nadam(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.NAdam(module.parameters(), lr=0.01)
 
 
+def lamb(module: nn.Module) -> torch.optim.Optimizer:
+    """Steps whole parameters, which sharded have an owner each."""
+    return LambWithMoments(module.parameters(), lr=0.02)
+
+
+def matrices_and_rest(module: nn.Module) -> torch.optim.Optimizer:
+    """One group of whole parameters, one of shards."""
+    params = list(module.parameters())
+    matrices = [param for param in params if param.dim() > 1]
+    return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": [p for p in params if p.dim() < 2]}])
+
+
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-OPTIMIZERS: list[MakeOptimizer] = [amsgrad, momentum, adagrad, nadam]
+OPTIMIZERS: list[MakeOptimizer] = [amsgrad, momentum, adagrad, nadam, lamb, matrices_and_rest]
 
 
 class Engine:
@@ -173,7 +186,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("reader", WORLDS, ids=str)
 def test_every_reader_gathers_what_every_writer_saved(reader: World) -> None:
-    """12 writers x 12 readers x 4 optimizers. One engine reads all files, so what it had before must be gone; the
+    """12 writers x 12 readers x 6 optimizers. One engine reads all files, so what it had before must be gone; the
     weights are whole on every rank."""
     files = {(make, writer): written_by(writer, make) for make in OPTIMIZERS for writer in WORLDS}
 

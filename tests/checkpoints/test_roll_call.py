@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +20,14 @@ from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.collectives import GlooCollectives
 from megastrategy.core.errors import NotOnAllRanksError
 from tests.support.models import two_layers
+from tests.support.optimizers import Shampoo
 from tests.support.processes import run_processes
 
 
 class Training:
-    def __init__(self) -> None:
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam) -> None:
         self.model = DistributedDataParallel(two_layers().to(torch.bfloat16))
-        self.optimizer = DistributedOptimizer(torch.optim.Adam(self.model.parameters()), self.model)
+        self.optimizer = DistributedOptimizer(kind(self.model.parameters()), self.model)
         self.train(1)
 
     def train(self, steps: int, backwards: int = 0) -> None:
@@ -62,7 +64,7 @@ def main_params(optimizer: DistributedOptimizer) -> object:
     return optimizer.main_params()
 
 
-def call_on_rank_zero() -> list[str]:
+def call_on_rank_zero(kind: Any = torch.optim.Adam) -> list[str]:
     """The cases in which rank 0 alone gets what all together get, and all goes on well after that.
 
     A case is what is called, and where the other ranks are meanwhile: in the next backward, in a barrier that nothing
@@ -70,7 +72,7 @@ def call_on_rank_zero() -> list[str]:
     """
     went_well = []
     for call, then in itertools.product((state_dict, main_params), ("backward", "barrier", "late", "no_sync")):
-        training = Training()
+        training = Training(kind)
         expected = call(training.optimizer)
         if dist.get_rank() == 0:
             assert_equal(call(training.optimizer), expected)
@@ -91,13 +93,15 @@ def call_on_rank_zero() -> list[str]:
     return went_well
 
 
-def test_rank_zero_alone_gets_what_all_get() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Shampoo])
+def test_rank_zero_alone_gets_what_all_get(kind: Any) -> None:
+    """Shards, and whole parameters with lists of tensors."""
     cases = [
         f"{call} {then}"
         for call in ("state_dict", "main_params")
         for then in ("backward", "barrier", "late", "no_sync")
     ]
-    assert run_processes(3, call_on_rank_zero) == [cases] * 3
+    assert run_processes(3, call_on_rank_zero, kind) == [cases] * 3
 
 
 def call_on_rank_one() -> list[float]:

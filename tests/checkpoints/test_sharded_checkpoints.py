@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megastrategy.core import (
 from megastrategy.core.checkpoint.flat_shard import FlatShard, boxes
 from tests.checkpoints.test_checkpoint_memory import AllocationWatch
 from tests.support.models import AwkwardModel, awkward_model, images, two_layers
+from tests.support.optimizers import LambWithMoments, MatricesAndRest, Shampoo
 from tests.support.processes import run_processes
 
 # --- one tensor ------------------------------------------------------------------------------------------------------
@@ -85,6 +87,23 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
 
 
+def lamb(params: Any) -> torch.optim.Optimizer:
+    """Steps whole parameters."""
+    return LambWithMoments(params, lr=1e-2)
+
+
+def shampoo(params: Any) -> torch.optim.Optimizer:
+    """Steps whole parameters, and keeps lists and dictionaries."""
+    return Shampoo(params, lr=1e-2)
+
+
+def matrices_and_rest(params: Any) -> torch.optim.Optimizer:
+    """Steps one group whole, one as shards."""
+    every = list(params)
+    matrices = [param for param in every if param.dim() > 1]
+    return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": [p for p in every if p.dim() < 2]}])
+
+
 class Training:
     """The awkward model under the engine."""
 
@@ -95,12 +114,13 @@ class Training:
         *,
         sharded: bool = True,
         bucket_size: int = 400,
+        make: Callable[[Any], torch.optim.Optimizer] = adamw,
     ) -> None:
         self.dtype = dtype
         self.module: AwkwardModel = awkward_model().to(dtype)
         config = DistributedDataParallelConfig(bucket_size=bucket_size, use_distributed_optimizer=sharded)
         self.model = DistributedDataParallel(self.module, config, collectives=collectives)
-        self.optimizer = DistributedOptimizer(adamw(self.module.parameters()), self.model)
+        self.optimizer = DistributedOptimizer(make(self.module.parameters()), self.model)
 
     def train(self, steps: range) -> list[float]:
         losses = []
@@ -157,13 +177,13 @@ def save_after_three(path: Path) -> dict[str, Any]:
     return training.whole()
 
 
-def write_and_read(folder: Path, dtype: torch.dtype, writer_sharded: bool) -> None:
+def write_and_read(folder: Path, dtype: torch.dtype, writer_sharded: bool, make: Any = adamw) -> None:
     """On three ranks, of which two write after three of six steps, and one, two and all read and go on."""
     groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)}
     own = {size: make_collectives(groups[size], torch.device("cpu")) for size in groups if dist.get_rank() < size}
     path, saved, expected = folder / "checkpoint", {}, []
     if 2 in own:
-        writer = Training(dtype, own[2], sharded=writer_sharded)
+        writer = Training(dtype, own[2], sharded=writer_sharded, make=make)
         writer.train(range(3))
         save_directory(writer.state(), {"step": 3}, path, own[2])
         saved = writer.whole()
@@ -172,7 +192,7 @@ def write_and_read(folder: Path, dtype: torch.dtype, writer_sharded: bool) -> No
     dist.barrier()
     for size, collectives in own.items():
         for sharded in (True, False):
-            reader = Training(dtype, collectives, sharded=sharded, bucket_size=150)
+            reader = Training(dtype, collectives, sharded=sharded, bucket_size=150, make=make)
             reader.load(path)
             loaded = reader.whole()
             if dist.get_rank() == 0:
@@ -187,6 +207,16 @@ def test_resuming_is_exact_and_any_number_of_ranks_reads_it(
     tmp_path: Path, writer_sharded: bool, dtype: torch.dtype
 ) -> None:
     run_processes(3, write_and_read, tmp_path, dtype, writer_sharded)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("make", [lamb, shampoo, matrices_and_rest])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("writer_sharded", [True, False])
+def test_state_of_whole_parameters_is_read_by_any_number_of_ranks(
+    tmp_path: Path, writer_sharded: bool, dtype: torch.dtype, make: Any
+) -> None:
+    run_processes(3, write_and_read, tmp_path, dtype, writer_sharded, make)
 
 
 class Peculiar(nn.Module):

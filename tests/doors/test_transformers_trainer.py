@@ -152,12 +152,6 @@ def test_element_wise_optimizers_of_trainers_names_shard(worlds: Worlds, optim: 
     assert_same_fit(ours, theirs)
 
 
-def refusal(folder: Path) -> str:
-    with accelerators_of("megatron_ddp", {}), pytest.raises(ValueError, match="cannot be sharded") as caught:
-        make_trainer(folder, optim="adafactor").train()
-    return str(caught.value)
-
-
 def fsdp_refusal(folder: Path) -> str:
     with accelerators_of("megatron_ddp", {}), pytest.raises(ValueError, match="another engine") as caught:
         make_trainer(folder, fsdp="shard_grad_op")
@@ -169,15 +163,12 @@ def test_fsdp_among_trainers_arguments_is_refused_by_name(worlds: Worlds, tmp_pa
         assert "fsdp_plugin=" in message or "ACCELERATE_USE_FSDP" in message
 
 
-def test_adafactor_is_refused_with_the_way_out_which_works(worlds: Worlds, tmp_path: Path) -> None:
-    for message in worlds.run(refusal, tmp_path):
-        assert message.startswith("Adafactor cannot be sharded: ")
-        assert "use_distributed_optimizer=False" in message
+def test_adafactor_is_sharded_by_whole_parameters(worlds: Worlds, tmp_path: Path) -> None:
     theirs = worlds.run(fit, "ddp", {}, tmp_path / "theirs", optim="adafactor")
-    mode = MODES["all-reduce"]
-    ours = worlds.run(fit, "megatron_ddp", mode, tmp_path / "ours", optim="adafactor")
-    assert_same_fit(ours, theirs)
-    assert_sharded(ours, theirs, mode)
+    for mode in MODES.values():
+        ours = worlds.run(fit, "megatron_ddp", mode, tmp_path / "ours", optim="adafactor")
+        assert_same_fit(ours, theirs)
+        assert_sharded(ours, theirs, mode)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adam": {"lr": 0.01, "amsgrad": True},
     "RMSprop": {"lr": 0.01, "momentum": 0.5},
     "Adagrad": {"lr": 0.05},
+    "LambWithMoments": {"lr": 0.01},  # steps whole parameters
 }
 
 Used = Literal["always", "odd steps", "rank 0", "never"]

@@ -18,6 +18,7 @@ from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScal
 from megastrategy.core import read_directory, save_directory
 from megastrategy.core.collectives import make_collectives
 
+from ..support import optimizers
 from ..support.directories import gather_objects
 from ..support.doubles import EVERYTHING, DelayingCollectives
 from ..support.ranks import with_instances
@@ -74,7 +75,7 @@ def make_optimizer(case: Case, params: list[Tensor]) -> torch.optim.Optimizer:
     groups = [[param for param, layer in zip(params, case.layers, strict=True) if layer.group == g] for g in (0, 1)]
     options = OPTIMIZERS[case.optimizer]
     made = [{"params": groups[0]}, *([{"params": groups[1], "lr": options["lr"] / 4}] if groups[1] else [])]
-    kind: Any = getattr(torch.optim, case.optimizer)
+    kind: Any = getattr(torch.optim, case.optimizer, None) or getattr(optimizers, case.optimizer)
     return kind(made, **options)  # type: ignore[no-any-return]
 
 

@@ -24,6 +24,7 @@ from megastrategy.core.errors import (
     ParameterChangedError,
 )
 from tests.support.models import two_layers
+from tests.support.optimizers import GloballyNormalised
 from tests.support.ports import free_port
 from tests.support.ranks import run_ranks, try_ranks
 
@@ -70,7 +71,7 @@ def test_options_that_differ_between_ranks() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.Adafactor], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, GloballyNormalised], ids=lambda kind: kind.__name__)
 def test_optimizers_that_cannot_be_sharded_name_the_way_out(make: type[torch.optim.Optimizer]) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(two_layers(), process_group=group)

@@ -231,12 +231,31 @@ def test_recorded(row: Row) -> None:
     assert_torch_ddps(row, list(outcomes))
 
 
-def assert_torch_ddps(row: Row, ours: list[Outcome]) -> None:
-    """Weights, module buffers, losses and optimizer state are torch DDP's to the bit.
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.config.use_distributed_optimizer], ids=str)
+def test_with_whole_parameters(row: Row) -> None:
+    """All parameters are stepped by owners."""
+    lamb = {"optimizer": "LambWithMoments", "options": (("lr", 0.01),)}
+    run = dataclasses.replace(row.run, **lamb)
+
+    def train(rank: int, group: ProcessGroup) -> tuple[Outcome, int]:
+        training = start_ours(run, rank, group, row.config)
+        for step in range(run.steps):
+            training.step(step)
+        num_owned = len(training.model.engine.owners.rank_of)
+        return training.finish(), num_owned
+
+    outcomes, owned = zip(*run_ranks(row.num_ranks, train), strict=True)
+    assert min(owned) > 0
+    assert_torch_ddps(row, list(outcomes), **lamb)
+
+
+def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
+    """Weights, module buffers, losses and optimizer state are torch DDP's to the bit, of a run with ``changes``.
 
     With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding.
     """
-    run = dataclasses.replace(row.run, dtype=torch.float32)
+    run = dataclasses.replace(row.run, dtype=torch.float32, **changes)
     options = {} if row.config.broadcast_buffers else {BROADCAST_BUFFERS: False}
     reference = train_with_ddp(run, row.num_ranks, **options)
     if row.dtype == torch.bfloat16:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import os
@@ -16,8 +17,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.layout import build_layout
 from megastrategy.core.memory import describe_setup, memory_use, memory_use_of_ddp
+from megastrategy.core.module_plan import param_spec
+from megastrategy.core.owners import Owners
 from tests.support.models import two_layers
+from tests.support.optimizers import LambWithMoments
 from tests.support.ranks import run_ranks, with_instances
 
 
@@ -188,18 +193,46 @@ def test_bytes_on_the_wire_are_at_the_floor_with_instances(size: int, instances:
     check_bytes_on_the_wire(size, dtype, floor, num_distributed_optimizer_instances=instances, **options)
 
 
-def check_bytes_on_the_wire(size: int, dtype: torch.dtype, bytes_a_param: float, **options: Any) -> None:
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.real_collectives("counts what the rings send")
+def test_bytes_on_the_wire_with_whole_parameters_are_as_predicted(size: int, dtype: torch.dtype) -> None:
+    """Beside what is sent for shards, the parts of gradients that lie elsewhere than at their owners. A gather is as
+    long as there are weights, whoever has stepped how many of them."""
+    layout = build_layout(
+        [param_spec(name, param, CONFIG) for name, param in linears(dtype).named_parameters()], CONFIG, size
+    )
+    owners = Owners(layout, {}).extended_by(range(len(layout.params)))
+    parts = [
+        part.numel for param, owner in owners.rank_of.items() for rank, part in owners.holders(param) if rank != owner
+    ]
+    numel = sum(spec.numel for spec in layout.params)
+    flat = (4 + dtype.itemsize) * (size - 1) / size
+    check_bytes_on_the_wire(size, dtype, flat + 4 * sum(parts) / size / numel, kind=LambWithMoments)
+
+
+CONFIG = DistributedDataParallelConfig(bucket_size=300_000)
+
+
+def linears(dtype: torch.dtype) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).to(dtype)
+
+
+def check_bytes_on_the_wire(
+    size: int, dtype: torch.dtype, bytes_a_param: float, *, kind: Any = torch.optim.SGD, **options: Any
+) -> None:
     """What the kernel has counted in three steps, by rank and parameter."""
     steps = 3
     elsewhere = bytes_received().keys()
 
     def run(rank: int, group: ProcessGroup) -> tuple[int, int]:
-        module = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).to(dtype)
-        config = DistributedDataParallelConfig(bucket_size=300_000, **options)
+        module = linears(dtype)
+        config = dataclasses.replace(CONFIG, **options)
         instances = config.num_distributed_optimizer_instances
         collectives = with_instances(group, instances) if instances > 1 else None
         model = DistributedDataParallel(module, config, group, collectives=collectives)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        optimizer = DistributedOptimizer(kind(model.parameters(), lr=0.1), model)
         counts = []
         for number in range(steps + 1):
             optimizer.zero_grad()
@@ -214,7 +247,7 @@ def check_bytes_on_the_wire(size: int, dtype: torch.dtype, bytes_a_param: float,
         return counts[0], counts[1]
 
     before, after = run_ranks(size, run)[0]
-    numel = sum(param.numel() for param in nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).parameters())
+    numel = sum(param.numel() for param in linears(dtype).parameters())
     floor = bytes_a_param * numel
     sent = (after - before) / size / steps
     assert 1.0 <= sent / floor < 1.01, f"{sent / numel:.3f} bytes a parameter, the floor is {floor / numel:.3f}"

@@ -19,6 +19,7 @@ from megastrategy.core.collectives.roll_call import RollCall
 from megastrategy.core.errors import NotOnAllRanksError, OptimizerNotShardableError
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
+from tests.support.optimizers import Buffered
 from tests.support.optimizers_with_methods import Methods, ScheduleFree, Swapping
 from tests.support.ranks import run_ranks, with_instances
 from tests.support.training import assert_same_state
@@ -379,3 +380,30 @@ def test_a_mode_that_one_rank_alone_calls_is_refused_in_bounded_time() -> None:
                 optimizer.shrink(0.5)
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mode_that_gives_back_what_a_loaded_state_has_reaches_all_ranks(dtype: torch.dtype) -> None:
+    """``train()`` after a resume: no step makes the state that it reads, so that trial steps alone would miss it."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        first = two_layers().to(dtype)
+        model = DistributedDataParallel(first, DistributedDataParallelConfig(bucket_size=SMALL), group)
+        optimizer: Any = DistributedOptimizer(Buffered(first.parameters(), lr=0.05), model)
+        model(torch.ones(2, 10, dtype=dtype)).sum().backward()
+        optimizer.step()
+        trained = weights_of(first)
+        optimizer.eval()
+        assert not any(torch.equal(value, trained[name]) for name, value in weights_of(first).items())
+        every = model.engine.collectives.all_gather_objects((first.state_dict(), optimizer.state_dict()))
+        weights, state = every[0]
+        second = two_layers().to(dtype)
+        again = DistributedDataParallel(second, DistributedDataParallelConfig(bucket_size=77), group)
+        resumed: Any = DistributedOptimizer(Buffered(second.parameters(), lr=0.05), again)
+        second.load_state_dict(weights)
+        resumed.load_state_dict(state)
+        resumed.train()
+        for name, value in weights_of(second).items():
+            assert torch.equal(value, trained[name]), name
+
+    run_ranks(3, run)

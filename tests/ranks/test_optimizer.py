@@ -342,8 +342,9 @@ def test_a_group_added_later_is_tried_as_those_at_the_start() -> None:
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
+                norms = [param.grad.norm() for param in group["params"] if param.grad is not None]
                 for param in (param for param in group["params"] if param.grad is not None):
-                    scale = param.grad.norm() if group.get("layerwise") else 1.0
+                    scale = torch.stack(norms).norm() if group.get("normalised") else 1.0
                     param.sub_(param.grad / scale, alpha=group["lr"])
 
     def run(rank: int, group: ProcessGroup) -> None:
@@ -351,9 +352,9 @@ def test_a_group_added_later_is_tried_as_those_at_the_start() -> None:
         model = DistributedDataParallel(module, SHARDED, group)
         optimizer = DistributedOptimizer(Mixed(module[2].parameters(), lr=0.1), model)
         with pytest.raises(OptimizerNotShardableError, match="parameter group 1"):
-            optimizer.add_param_group({"params": list(module[0].parameters()), "layerwise": True})
+            optimizer.add_param_group({"params": list(module[0].parameters()), "normalised": True})
         assert len(optimizer.param_groups) == 1
-        optimizer.add_param_group({"params": list(module[0].parameters()), "layerwise": False})
+        optimizer.add_param_group({"params": list(module[0].parameters()), "normalised": False})
         before = module[0].weight.detach().clone()
         model(torch.ones(2, 10)).sum().backward()
         optimizer.step()

@@ -300,8 +300,9 @@ def test_what_cannot_be_sharded_steps_whole_main_params_and_is_saved_and_resumed
                 optimizer.step()
             return model.module.weight.detach().clone()
 
-        with pytest.raises(OptimizerNotShardableError, match=rf"{kind.__name__} cannot be sharded.*state"):
-            wrap(Scale(5000, torch.float32), group, kind)
+        if kind is not InBlocks:  # which ranks can step whole parameters with
+            with pytest.raises(OptimizerNotShardableError, match=rf"{kind.__name__} cannot be sharded.*state"):
+                wrap(Scale(5000, torch.float32), group, kind)
         model, optimizer = start()
         train(model, optimizer, range(3))
         state, mains = model.engine.collectives.all_gather_objects((optimizer.state_dict(), optimizer.main_params()))[0]

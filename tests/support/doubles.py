@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from megastrategy.core.collectives import Collectives, Handle, make_collectives
 from megastrategy.core.collectives.backend import BackendCollectives, WorkHandle
 from megastrategy.core.collectives.instanced import _Ended
+from megastrategy.core.layout import Spans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,17 @@ class _Double(Collectives):
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._do("all_gather", tensor)
+
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        return self._do("gather_spans", tensor, start=lambda sent: self._real.gather_spans(sent, spans))
+
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        def start(sent: Tensor) -> Handle:
+            return self._real.all_to_all(received, sent, received_sizes, sizes)
+
+        return self._do("all_to_all", tensor, start=start)
 
     def broadcast(self, tensor: Tensor) -> Handle:
         return self._do("broadcast", tensor)

@@ -35,6 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megastrategy.core.collectives import Collectives, Handle, interface
+from megastrategy.core.layout import Spans
 
 from . import doubles
 
@@ -337,6 +338,24 @@ class LazyCollectives(Collectives):
             others = [rank for rank in range(self.size) if rank != self.rank]
             results = [(parts[rank], sent.chunk(self.size)[rank]) for rank in others]
             return self._launched("all-gather", handle, results, [parts[rank] for rank in others], [parts[self.rank]])
+
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        with own_work():
+            sent = tensor.detach().clone()
+            handle = self.real.gather_spans(sent, spans)
+            own = [Memory(tensor[start:end]) for start, end in spans[self.rank]]
+            places = [slice(*span) for rank, of_rank in enumerate(spans) if rank != self.rank for span in of_rank]
+            results = [(Memory(tensor[place]), sent[place]) for place in places]
+            return self._launched("all-gather", handle, results, [memory for memory, _ in results], own)
+
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        with own_work():
+            sent, came = tensor.detach().clone(), torch.empty_like(received)
+            handle = self.real.all_to_all(came, sent, received_sizes, sizes)
+            memory = Memory(received)
+            return self._launched("all-to-all", handle, [(memory, came)], [memory], [Memory(tensor)])
 
     def broadcast(self, tensor: Tensor) -> Handle:
         with own_work():

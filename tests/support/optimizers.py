@@ -11,6 +11,12 @@ from torch import Tensor
 Closure = Callable[[], float] | None
 
 
+def evaluated(closure: Closure) -> float | None:
+    """The closure's result, as torch's optimizers call it before they look at any gradient."""
+    with torch.enable_grad():
+        return closure() if closure is not None else None
+
+
 class Simple(torch.optim.Optimizer):
     """``update`` of each parameter that has a gradient."""
 
@@ -18,11 +24,13 @@ class Simple(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, **options})
 
     @torch.no_grad()
-    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        loss = evaluated(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     self.update(param, param.grad, self.state[param], group)
+        return loss
 
     def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -390,3 +398,118 @@ class NeedsClosure(Simple):
 
     def step(self, closure: Callable[[], float]) -> float:  # type: ignore[override]
         return closure()
+
+
+class LambWithMoments(Simple):
+    """LAMB (You et al., 2020): Adam's step, scaled by the norm of the parameter over that of the step."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        first = state.setdefault("exp_avg", torch.zeros_like(param)).lerp_(grad, 0.1)
+        second = state.setdefault("exp_avg_sq", torch.zeros_like(param)).lerp_(grad.square(), 0.05)
+        count = state.setdefault("step", torch.zeros(())).add_(1)
+        step = (first / (1 - 0.9**count)) / ((second / (1 - 0.95**count)).sqrt() + 1e-4)
+        step = step + 0.01 * param
+        trust = param.norm() / step.norm()
+        param.sub_(step * torch.where(torch.isfinite(trust) & (trust > 0), trust, 1.0), alpha=group["lr"])
+
+
+class Shampoo(Simple):
+    """Shampoo (Gupta et al., 2018): a factor for each dimension, in a list; a root of each multiplies the step."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state["factors"] = [torch.eye(size, dtype=param.dtype) * 1e-2 for size in param.shape]
+            state["options"] = {"order": param.dim()}
+        step = grad
+        for dim, factor in enumerate(state["factors"]):
+            rows = grad.movedim(dim, 0).reshape(param.shape[dim], -1)
+            factor.add_(rows @ rows.T)
+            values, vectors = torch.linalg.eigh(factor)
+            root = vectors @ torch.diag(values.clamp_min(1e-6) ** (-0.5 / param.dim())) @ vectors.T
+            step = (
+                (root @ step.movedim(dim, 0).reshape(param.shape[dim], -1))
+                .view(step.movedim(dim, 0).shape)
+                .movedim(0, dim)
+            )
+        param.sub_(step, alpha=group["lr"])
+
+
+class WrapsState(LambWithMoments):
+    """Saves its state as bitsandbytes does: wrapped for each parameter, and unwrapped where it is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        return {**saved, "state": {number: {"wrapped": values} for number, values in saved["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = {number: dict(values["wrapped"]) for number, values in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": state})
+
+
+class Buffered(torch.optim.Optimizer):
+    """As SPlus: ``eval()`` puts the weights into the state and others in their place, ``train()`` gives them back."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "train_mode": True})
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"] if group["train_mode"] else ():
+                self.state[param]["buffer"] = param.clone()
+                param.mul_(0.5)
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for group in self.param_groups:
+            for param in [] if group["train_mode"] else group["params"]:
+                if "buffer" in self.state[param]:
+                    param.copy_(self.state[param].pop("buffer"))
+            group["train_mode"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        for param in stepped(self):
+            assert param.grad is not None
+            self.state[param]["last"] = param.grad.clone()
+            param.sub_(param.grad, alpha=self.param_groups[0]["lr"])
+
+
+class MatricesAndRest(torch.optim.Optimizer):
+    """Both recipes in one class, as people write it: a group says whether its matrices are normalised by rows."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float = 0.01) -> None:
+        super().__init__(groups, {"lr": lr, "by_row": False})
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
+        loss = evaluated(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                self.state[param].setdefault("step", torch.zeros(())).add_(1)
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                if group["by_row"]:
+                    param.sub_(momentum / (momentum.norm(dim=-1, keepdim=True) + 1e-2), alpha=group["lr"])
+                else:
+                    second = self.state[param].setdefault("square", torch.zeros_like(param)).lerp_(param.grad**2, 0.05)
+                    param.sub_(momentum / (second.sqrt() + 1e-2), alpha=group["lr"])
+        return loss
+
+
+class CountsCalls(Simple):
+    """Normalises by the norm of each parameter, less with each step of the group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr, calls=0)
+
+    @torch.no_grad()
+    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] += 1
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad / (grad.norm() + 1e-4), alpha=group["lr"] / group["calls"] ** 0.5)

@@ -17,6 +17,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.collectives import Collectives, make_collectives
 from megastrategy.core.events import Listener
 
+from . import optimizers
 from .models import WholeGrads, awkward_model, images, whole_numbers
 from .ranks import run_ranks, with_instances
 
@@ -28,6 +29,7 @@ MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 class Run:
     """Says what is trained: everything except the engine.
 
+    ``optimizer``: a class of torch.optim, or of :mod:`.optimizers`.
     ``groups``: 1 for all parameters in one group, 3 for three with hyper-parameters of their own.
     ``accumulate``: microbatches a step; every fourth step has one less, as the last window of an epoch may.
     ``used``: the parameters of a backward differ from step to step and from rank to rank ("some"), from rank to rank
@@ -57,7 +59,7 @@ class Run:
         return module
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        kind = getattr(torch.optim, self.optimizer)
+        kind = getattr(torch.optim, self.optimizer, None) or getattr(optimizers, self.optimizer)
         params = list(model.parameters())
         if self.groups == 1:
             return kind(params, **dict(self.options))

@@ -23,6 +23,7 @@ from benchmarks.cli import benchmark
 from benchmarks.engines import ENGINES
 from benchmarks.measure import Alone, Block, Timing, order_of_round
 from benchmarks.network import NetworkError, check_possible, shaped_network
+from benchmarks.recipes import RECIPES
 from benchmarks.results import Report, Spread, summarise
 from tests.support.patience import HANG_S
 
@@ -130,6 +131,38 @@ def test_it_measures_and_writes_what_it_measured(network: str, tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {f"results.{kind}" for kind in ("json", "md", "png")}
 
 
+def test_with_muon_every_engine_that_can_trains_to_the_losses_of_ddp(tmp_path: Path) -> None:
+    results = run(tmp_path, "--cases", "tiny-muon", "--engines", "bound-sharded,ddp,zero,ours,deepspeed-1")
+    assert results["failed"] == []
+    (skipped,) = results["skipped"]
+    assert (skipped["engine"], "takes matrices" in skipped["reason"]) == ("deepspeed-1", True)
+    engines = {engine["name"]: engine for engine in results["cases"][0]["engines"]}
+    assert list(engines) == ["bound-sharded", "ddp", "zero", "ours"]
+    assert [engine["losses_agree"] for engine in engines.values()] == [None, True, True, True]
+    for engine in engines.values():
+        for in_step, step in zip(engine["in_step_ms"]["samples"], engine["step_ms"]["samples"], strict=True):
+            assert 0 < in_step < step
+    model = CASES["tiny-muon"].build_model()
+    numel = sum(param.numel() for param in model.parameters())
+    matrices = sum(param.numel() for param in model.blocks.parameters() if param.ndim == 2)
+    # weights and gradients; a momentum for each element of a matrix, two moments for each of the others
+    bytes_of_ddp = 16 * numel - 4 * matrices
+    assert bytes_of_ddp <= engines["ddp"]["tensor_bytes"] < 1.01 * bytes_of_ddp
+    assert engines["bound-sharded"]["tensor_bytes"] < bytes_of_ddp - 2 * matrices + numel / 10, "half of the momenta"
+
+
+def test_a_recipe_steps_every_parameter_once_and_its_shares_are_a_partition_of_it() -> None:
+    model = CASES["tiny-muon"].build_model()
+    muon, adamw = RECIPES["muon"](model, {"foreach": True})
+    assert {id(param) for param in muon.params} == {id(p) for p in model.blocks.parameters() if p.ndim == 2}
+    assert sorted(map(id, muon.params + adamw.params)) == sorted(map(id, model.parameters()))
+    assert adamw.make().defaults["foreach"] is True
+    shares = [muon.share(rank, 3).params for rank in range(3)]
+    assert sorted(id(param) for share in shares for param in share) == sorted(map(id, muon.params))
+    numels = [sum(param.numel() for param in share) for share in shares]
+    assert max(numels) - min(numels) <= max(param.numel() for param in muon.params)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -153,7 +186,7 @@ def test_what_it_does_not_know_is_refused_before_anything_runs(
 
 def timings(**losses: list[float]) -> list[Timing]:
     """Of two ranks that saw the same."""
-    return [Timing(1.0, {name: [Block(2.0, 1.0)] for name in losses}, losses)] * 2
+    return [Timing(1.0, {name: [Block(2.0, 1.0, 0.5, 0.25)] for name in losses}, losses)] * 2
 
 
 @pytest.mark.parametrize(
@@ -187,7 +220,11 @@ def test_the_slowest_rank_makes_the_step_and_ratios_are_of_one_round() -> None:
     steps_ms = {"bound": ([1, 2], [2, 1]), "ddp": ([10, 20], [8, 40]), "ours": ([5, 9], [4, 10])}
     losses = {name: [1.0] for name in steps_ms}
     ranks = [
-        Timing(1.0, {name: [Block(ms, 2.0 + rank) for ms in both[rank]] for name, both in steps_ms.items()}, losses)
+        Timing(
+            1.0,
+            {name: [Block(ms, 2.0 + rank, ms / 2, 0.5 + rank) for ms in both[rank]] for name, both in steps_ms.items()},
+            losses,
+        )
         for rank in range(2)
     ]
     alone = {spec.name: [Alone(1, None, 1, 1.0, None, None), Alone(3, None, 2, 2.0, None, 7.0)] for spec in specs}

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core.trials.elementwise import probe, why_not_main_params
+from megastrategy.core.trials.elementwise import Findings, why_not_main_params
+from megastrategy.core.trials.per_parameter import PerParameterProbe
+from megastrategy.core.trials.probe import probe
 from tests.ranks.test_parity import OPTIMIZERS
 from tests.support import optimizers
 from tests.support.optimizers import GloballyNormalised, Lamb, Simple
@@ -41,6 +43,12 @@ class SignSGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+@pytest.fixture(autouse=True)
+def only_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether whole parameters would do is the question of test_per_parameter.py."""
+    monkeypatch.setattr(PerParameterProbe, "findings", lambda self: Findings("that is not tried here"))
 
 
 def params() -> list[Tensor]:

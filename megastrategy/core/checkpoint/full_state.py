@@ -8,6 +8,7 @@ on the number of ranks, buckets or padding.
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from ..layout import Bucket, BufferLayout, ParamSpec
 from ..param_shard import ParamShard
 from .flat_shard import FlatShard
 from .own_parts import Described, Keys, OwnParts, agreed_keys
+from .whole_state import gather_whole
 
 
 class Gather(Protocol):
@@ -37,6 +39,10 @@ class Gather(Protocol):
 
     def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
         """``flat``, with this rank's part of a bucket in it, becomes whole on the root. ``name``: whose elements."""
+
+    def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+        """The states of parameters that ranks step whole, by parameter, on the root's host; nothing elsewhere, where it
+        has to be exhausted too."""
 
 
 class CollectiveGather:
@@ -53,6 +59,10 @@ class CollectiveGather:
         self._collectives.all_gather(flat).wait()
         if self.is_root:  # which copies what has come to the host next
             self._collectives.wait_for_device(self._device, "all-gather")
+
+    def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+        wholes = gather_whole(own, self._collectives, self._device)
+        return (found for found in wholes if self.is_root)  # and not rank 0 of another instance
 
 
 MAIN_PARAM = "(main param)"
@@ -126,6 +136,8 @@ def gather_state_dict(
             for index, full in gathered:
                 if index in number_of:
                     state.setdefault(number_of[index], {})[key] = full
+    wholes = gather.whole(parts.whole) if parts.whole is not None else ()
+    state.update({number_of[index]: dict(values) for index, values in wholes if index in number_of})
     return {"state": dict(sorted(state.items())) if gather.is_root else OnRankZero(), "param_groups": groups}
 
 
@@ -160,6 +172,8 @@ def gather_main_params(
             if members:
                 name, dtype = MAIN_PARAM, torch.float32
                 main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, scratch))
+        if parts.whole is not None:
+            main_params |= {index: values[MAIN_PARAM] for index, values in gather.whole(parts.whole)}
     return {layout.params[index].name: main_params[index] for index in sorted(main_params)}
 
 
@@ -205,7 +219,7 @@ def load_full_state_dict(
     own_numbers = {number for group in groups for number in group["params"]}
     others = {key: value for key, value in state_dict["state"].items() if key not in own_numbers}
     per_element: set[str] = set()
-    if any(shard.weights is not None for shard in shards.values()):
+    if any(shard.is_cut for shard in shards.values()):
         of_params = {key: state_dict["state"][key] for key in state_dict["state"].keys() - others}
         per_element = per_element_keys(of_params, known)
     numbers = {
@@ -263,8 +277,8 @@ def load_own_state(
         for number, values in state.items():
             is_narrow = stepped[number].dtype in (torch.bfloat16, torch.float16)
             for key, value in values.items() if is_narrow else ():
-                kept = optimizer.state[stepped[number]][key]
-                if isinstance(value, Tensor) and kept.dtype != value.dtype:
+                kept = optimizer.state[stepped[number]].get(key)
+                if isinstance(value, Tensor) and isinstance(kept, Tensor) and kept.dtype != value.dtype:
                     optimizer.state[stepped[number]][key] = value.to(kept.device)
 
 
@@ -380,7 +394,7 @@ def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, know
         spec, shard: the parameter, and what is stepped.
         known: as for :func:`per_element_keys`; asked for only where something is cut.
     """
-    if shard.weights is not None:
+    if shard.is_cut:
         per_element = per_element_keys({0: values}, known)
         values = {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
     if not spec.has_main_param:
@@ -391,15 +405,24 @@ def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, know
     }
 
 
+def _cloned(value: Any) -> Any:
+    """A copy of a tensor; of a subclass by the tensors that it consists of, since it may know no ``clone``."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.clone()
+    names, context = value.__tensor_flatten__()
+    inner = {name: _cloned(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+
 def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
     if not isinstance(value, Tensor):
-        return value
+        return copy.deepcopy(value)  # with what it holds: a step changes tensors in a list in place
     if isinstance(value, FlatShard):
         return value.local  # read for this very shard
-    if shard.weights is None:  # what is kept for a whole parameter stays with it, whatever its shape
+    if not shard.is_cut:  # what is kept for a whole parameter stays with it, whatever its shape
         if type(value) is Tensor and tuple(value.shape) == spec.shape and value.stride() != spec.stride:
             return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
-        return value.clone()  # torch's load_state_dict would go on using the caller's tensor
+        return _cloned(value)  # torch's load_state_dict would go on using the caller's tensor
     if key not in per_element:  # a count, a flag: every owner has all of it
         return value.clone()
     if tuple(value.shape) != spec.shape:

@@ -46,11 +46,13 @@ from ..errors import CollectiveError, NotOnAllRanksError
 from ..layout import Bucket
 from .full_state import CollectiveGather, Gather
 from .own_parts import Described, OwnParts
+from .whole_state import packed, unpacked
 
 STATE, MAIN_PARAMS = "state_dict()", "main_params()"
 
 _POLL_S = 0.01
 _END = -1  # for a bucket's number: rank 0 has all that it wants
+_WHOLE = -2  # likewise: it wants the state of a parameter that the rank steps whole
 
 
 class Version(NamedTuple):
@@ -192,6 +194,12 @@ class Lending:
             bucket, place = wanted.tolist()
             if bucket == _END:
                 return
+            if bucket == _WHOLE:
+                assert parts.whole is not None, "it was described"
+                data = torch.frombuffer(packed([(place, parts.whole[place])]), dtype=torch.uint8)
+                pair.send(torch.tensor([data.numel()]))
+                pair.send(data)
+                continue
             pair.send(parts.part(parts.layout.buckets[bucket], *names[place]))
 
 
@@ -258,6 +266,19 @@ class HandedOver:
                 with self._every.named_failures(f"an exchange with rank {rank}"):
                     pair.send(torch.tensor(wanted, dtype=torch.int64))
                     pair.receive(parts[rank])
+
+    def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        # Copied, as if it had come: what is saved must not change with the next step.
+        yield from unpacked(packed(list(own.items())))
+        for rank, pair in self._pairs.items():
+            for index in self._described[rank].whole:
+                numel = torch.zeros(1, dtype=torch.int64)
+                with self._every.named_failures(f"an exchange with rank {rank}"):
+                    pair.send(torch.tensor([_WHOLE, index]))
+                    pair.receive(numel)
+                    data = torch.empty(int(numel.item()), dtype=torch.uint8)
+                    pair.receive(data)
+                yield from unpacked(data.numpy().tobytes())
 
     def end(self) -> None:
         """The other ranks' states may change again."""

@@ -40,6 +40,8 @@ class Described:
     """The values that belong to a parameter as a whole."""
     params_by_keys: dict[Keys, list[int]]
     """The parameters, by what they have for each of their elements."""
+    whole: tuple[int, ...] = ()
+    """The parameters that the rank owns whole, and has state of."""
 
     @functools.cached_property
     def keys(self) -> dict[int, Keys]:
@@ -91,12 +93,14 @@ class OwnParts:
         pieces: all of them, by [Note: pieces].
         layout, rank: where they lie, and which of a bucket's parts is this rank's.
         known: the names of what the optimizer keeps for each element, where that is known.
+        whole: by parameter, the state of those that this rank steps whole; None if no rank steps any so.
     """
 
     pieces: Sequence[Piece]
     layout: BufferLayout
     rank: int
     known: set[str] | None
+    whole: Mapping[int, Mapping[str, Any]] | None = None
 
     @functools.cached_property
     def _by_bucket(self) -> dict[int, list[Piece]]:
@@ -127,7 +131,8 @@ class OwnParts:
                 params_by_keys.setdefault(tuple(keys), []).extend(shard.param for shard in piece.shards)
             if kinds:
                 alike.setdefault(tuple(kinds), []).append(piece)
-        return Described([_pack(kinds, pieces) for kinds, pieces in alike.items()], params_by_keys)
+        packed = [_pack(kinds, pieces) for kinds, pieces in alike.items()]
+        return Described(packed, params_by_keys, tuple(sorted(self.whole or ())))
 
     def _known_here(self) -> set[str] | None:
         """``known``, and names that came into being later: a tensor of two elements tells what one of one cannot."""

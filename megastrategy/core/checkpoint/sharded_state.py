@@ -51,6 +51,7 @@ def sharded_state_dict(
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
     known: set[str] | None,
+    whole: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """This rank's part of the state: the tensors themselves, or :class:`FlatShard` around them; nothing is copied.
 
@@ -60,6 +61,7 @@ def sharded_state_dict(
         stepped: what is stepped in a parameter's place on this rank; None if all of it is elsewhere.
         params_by_id, shards, layout: where the parameters are.
         known: names of what has one number for each element; None if nobody knows them.
+        whole: by parameter, the state of those that this rank owns whole.
     """
     state: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
@@ -69,10 +71,11 @@ def sharded_state_dict(
         # Another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
         if tensor is None:
             continue
-        values = optimizer.state.get(tensor, {})
+        kept = whole.get(index) if index is not None else None
+        values = dict(optimizer.state.get(tensor, {}) if kept is None else kept)
         shard = shards.get(index) if index is not None else None
         if shard is not None and index is not None:
-            spec, sharded = layout.params[index], shard.weights is not None
+            spec, sharded = layout.params[index], shard.is_cut
 
             def wrap(value: Tensor, shard: ParamShard = shard, spec: ParamSpec = spec) -> Tensor:
                 whole = spec.numel == 0  # of no elements there is no part
@@ -375,8 +378,11 @@ def read_optimizer(
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
     known: set[str] | None,
+    whole: Collection[int] = (),
 ) -> dict[str, Any]:
     """An optimizer's state by parameter name, of which only this rank's parts are read: :class:`FlatShard` or whole.
+
+    ``whole``: parameters that are not cut, each of which has one owner.
 
     Raises:
         CheckpointError: if the directory cannot be read, or a parameter in it is not in ``names``, or of another shape.
@@ -398,9 +404,11 @@ def read_optimizer(
         if index is None or spec is None:  # frozen now
             return torch.empty(size, dtype=dtype)
         shard = shards.get(index)
+        if index in whole and shard is None:
+            return None
         if place[1] == "state" and what not in per_element:
             return torch.empty(size, dtype=dtype)
-        if layout.num_shards == 1:  # whatever the optimizer keeps, which need not be element-wise
+        if layout.num_shards == 1 or index in whole:  # whatever the optimizer keeps, which need not be element-wise
             same = size == spec.shape
             return torch.empty_strided(size, spec.stride, dtype=dtype) if same else torch.empty(size, dtype=dtype)
         if size != spec.shape:

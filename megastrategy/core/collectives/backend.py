@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..layout import Spans
 from .interface import Collectives, Handle, did_not_complete
 from .part_exchange import PartExchange
 from .tensor_parts import add_parts_
@@ -112,6 +113,31 @@ class BackendCollectives(Collectives):
         own = tensor.chunk(self.size)[self.rank]
         return self._start("all-gather", lambda: self.group._allgather_base(tensor, own))
 
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        # In place, without the scratch of an uneven gather: a broadcast for each span, all under way at once.
+        factor = 2 if tensor.is_complex() else 1
+        tensor = as_real(tensor)
+
+        def launch() -> Any:
+            works = []
+            for rank, of_rank in enumerate(spans):
+                options = dist.BroadcastOptions()
+                options.rootRank = rank
+                works += [self.group.broadcast([tensor[factor * a : factor * b]], options) for a, b in of_rank]
+            return _Works(works)
+
+        return self._start("all-gather", launch)
+
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        factor = 2 if tensor.is_complex() else 1
+        come, go = [factor * size for size in received_sizes], [factor * size for size in sizes]
+        received, tensor = as_real(received), as_real(tensor)
+        return self._start(
+            "all-to-all", lambda: self.group.alltoall_base(received, tensor, come, go, dist.AllToAllOptions())
+        )
+
     def broadcast(self, tensor: Tensor) -> Handle:
         tensor = as_real(tensor)
         return self._start("broadcast", lambda: self.group.broadcast([tensor], dist.BroadcastOptions()))
@@ -121,6 +147,17 @@ def as_real(tensor: Tensor) -> Tensor:
     """The same memory as real numbers, two for a complex one. NCCL has no complex numbers, and torch hides that for
     some of its collectives only; sums, real factors and copies mean the same for both."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+class _Works:
+    """Several of a backend's works as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class WorkHandle(Handle):

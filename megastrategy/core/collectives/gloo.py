@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import CollectiveError
+from ..layout import Spans
 from .backend import max_options
 from .gloo_rings import GlooRings
 from .interface import GLANCE_S, Collectives, Handle, did_not_complete
@@ -61,6 +62,15 @@ class GlooCollectives(Collectives):
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._start("all-gather", lambda: self._rings.all_gather(tensor))
+
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        return self._start("all-gather", lambda: self._rings.gather_spans(tensor, spans))
+
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        parts, coming = tensor.split(list(sizes)), received.split(list(received_sizes))
+        return self._start("all-to-all", lambda: self._rings.exchange_parts(parts, coming))
 
     def broadcast(self, tensor: Tensor) -> Handle:
         return self._start("broadcast", lambda: self._broadcast(tensor))

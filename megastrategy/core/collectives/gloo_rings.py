@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..layout import Spans
 from .lent_tensors import LentTensors
 
 SEGMENT_BYTES = 2**20
@@ -74,6 +75,26 @@ class GlooRings:
             for _ in self._exchange(_GATHER, [sent], [received]):
                 pass
 
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> None:
+        """Every rank's own elements of ``tensor``, ``spans[rank]``, reach all ranks.
+
+        The ring of :meth:`all_gather`, whose parts are packed: a rank may have a thousand spans, and each message has a
+        cost of its own.
+        """
+        parts = [[tensor[start:end] for start, end in of_rank] for of_rank in spans]
+        sizes = [sum(part.numel() for part in of_rank) for of_rank in parts]
+        most = max(sizes)
+        halves = self._get_scratch(tensor.dtype, 2 * most).split(most) if most else ()
+        for step in range(self._size - 1 if most else 0):
+            sender, source = (self._rank - step) % self._size, (self._rank - step - 1) % self._size
+            sent, received = halves[step % 2][: sizes[sender]], halves[1 - step % 2][: sizes[source]]
+            if step == 0 and parts[sender]:
+                torch.cat(parts[sender], out=sent)
+            for _ in self._exchange(_GATHER, _not_empty(sent), _not_empty(received)):
+                pass
+            for part, came in zip(parts[source], received.split([part.numel() for part in parts[source]]), strict=True):
+                part.copy_(came)
+
     def all_to_all(self, tensor: Tensor) -> Sequence[Tensor]:
         """The rank-th of ``size`` equal parts of every rank's ``tensor``, by rank: views of it and of scratch."""
         parts = tensor.chunk(self._size)
@@ -81,11 +102,15 @@ class GlooRings:
         others = self._get_scratch(tensor.dtype, (self._size - 1) * numel)
         result = [others[place * numel :][:numel] for place in range(self._size - 1)]
         result.insert(self._rank, parts[self._rank])
+        self.exchange_parts(parts, result)
+        return result
+
+    def exchange_parts(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Each of ``parts`` goes to its rank, and theirs for this one come into ``received``, but for its own."""
         for distance in range(1, self._size):
             to, source = (self._rank + distance) % self._size, (self._rank - distance) % self._size
-            for _ in self._exchange(_ALL_TO_ALL, [parts[to]], [result[source]], distance):
+            for _ in self._exchange(_ALL_TO_ALL, _not_empty(parts[to]), _not_empty(received[source]), distance):
                 pass
-        return result
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """``tensor`` becomes the element-wise maximum over ranks, in ``ceil(log2(size))`` exchanges.
@@ -150,6 +175,11 @@ class GlooRings:
         """Posts the receive of the other rank's word that it is ready for the exchange after this one."""
         tag = _NUM_KINDS * (self._num_exchanges[distance] + 1) + _READY
         self._posted[distance] = self._group.recv([self._word_received], (self._rank + distance) % self._size, tag)
+
+
+def _not_empty(message: Tensor) -> list[Tensor]:
+    """Both ends know the size of a message, and of no bytes there is none."""
+    return [message] if message.numel() else []
 
 
 def _segments(part: Tensor) -> Sequence[Tensor]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..layout import Spans
 from .interface import Collectives, Handle, Watchdog
 from .roll_call import Meeting
 from .worker import Worker
@@ -93,6 +94,18 @@ class HostStagedCollectives(Collectives):
 
     def all_gather(self, tensor: Tensor) -> Handle:
         return self._start(self.real.all_gather, (tensor, self._own(tensor), _ALL))
+
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        # All of it comes back as it went, or what no span has would be whatever was in the host's memory.
+        return self._start(lambda copy: self.real.gather_spans(copy, spans), (tensor, _ALL, _ALL))
+
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        def run(coming: Tensor, copy: Tensor) -> Handle:
+            return self.real.all_to_all(coming, copy, received_sizes, sizes)
+
+        return self._start(run, (received, slice(0), _ALL), (tensor, _ALL, slice(0)))
 
     def broadcast(self, tensor: Tensor) -> Handle:
         return self._start(self.real.broadcast, (tensor, _ALL if self.rank == 0 else slice(0), _ALL))

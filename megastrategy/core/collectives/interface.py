@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import CollectiveError, MegastrategyError
+from ..layout import Spans
 from .roll_call import Meeting, Progress, RollCall
 from .tensor_parts import chunks_by_dtype
 
@@ -231,6 +232,20 @@ class Collectives(ABC):
     def all_gather(self, tensor: Tensor) -> Handle:
         """Every rank's own part (rank-th of ``size`` equal parts) reaches all ranks; ``tensor`` is then equal
         everywhere."""
+
+    @abstractmethod
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        """Every rank's own elements of ``tensor``, ``spans[rank]``, reach all ranks; nothing else is changed.
+
+        Spans are the same on every rank, and do not overlap. They may be empty, and of any length.
+        """
+
+    @abstractmethod
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        """The parts of ``tensor``, of ``sizes`` elements by rank, go to the ranks, and theirs for this one come into
+        ``received``, of ``received_sizes`` elements by rank. A part for the rank itself has none."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> Handle:

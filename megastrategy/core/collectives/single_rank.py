@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..layout import Spans
 from .interface import Collectives, Handle
 from .roll_call import Progress
 from .tensor_parts import add_parts_
@@ -48,6 +49,14 @@ class LoneCollectives(Collectives):
         return Done()
 
     def all_gather(self, tensor: Tensor) -> Handle:
+        return Done()
+
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        return Done()
+
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
         return Done()
 
     def broadcast(self, tensor: Tensor) -> Handle:

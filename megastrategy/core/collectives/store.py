@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Store
 
+from ..layout import Spans
 from .interface import GLANCE_S, Collectives, Handle
 from .roll_call import RollCall
 from .single_rank import Done
@@ -57,6 +60,22 @@ class StoreCollectives(Collectives):
     def all_gather(self, tensor: Tensor) -> Handle:
         parts = self._exchange("all-gather", tensor.chunk(self.size)[self.rank])
         tensor.copy_(torch.cat(parts))
+        return Done()
+
+    def gather_spans(self, tensor: Tensor, spans: Spans) -> Handle:
+        parts = self._exchange("all-gather", tensor)
+        for part, of_rank in zip(parts, spans, strict=True):
+            for start, end in of_rank:
+                tensor[start:end] = part[start:end]
+        return Done()
+
+    def all_to_all(
+        self, received: Tensor, tensor: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> Handle:
+        # What all send is of one size here, and nobody knows how much others send to others.
+        everybody = self.all_gather_bytes(pickle.dumps((tensor, list(sizes))))
+        parts = [pickle.loads(data) for data in everybody]
+        received.copy_(torch.cat([sent.split(given)[self.rank] for sent, given in parts]))
         return Done()
 
     def broadcast(self, tensor: Tensor) -> Handle:

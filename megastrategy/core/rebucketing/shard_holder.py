@@ -30,6 +30,10 @@ class ShardHolder(ABC):
         A value is :class:`PerElement`, or picklable and of the parameter as a whole.
         """
 
+    def num_kept(self) -> dict[int, int] | None:
+        """The numbers that are kept for each element, by parameter; None if nobody knows before the first step."""
+        return {}
+
     @abstractmethod
     def part(self, param: int, name: str) -> Tensor | None:
         """The elements of a :class:`PerElement` that this rank owns (flat, in memory order), if it keeps them."""

@@ -14,6 +14,7 @@ learning rate is followed by one at a larger. What cannot be saved from shards i
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 import math
@@ -46,43 +47,17 @@ class Findings:
         in_parts: whether a step may be several calls, each with some of the tensors in the groups, to the bit. Not if
             the optimizer keeps anything but state of tensors: a count of its calls, in itself or in a group.
         changed_entries: the entries of groups that its steps change, beside options that the user sets.
+        whole_groups: the numbers of groups whose shards would not be, but whose parameters are stepped each by itself,
+            so that they can be divided among ranks as a whole.
+        whole_tensors: how many numbers the optimizer keeps for each element of those, at most.
     """
 
     reason: str | None
     element_names: frozenset[str] = frozenset()
     in_parts: bool = False
     changed_entries: frozenset[str] = frozenset()
-
-
-def probe(
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    dtype: torch.dtype,
-    arguments: StepArguments = StepArguments(),  # noqa: B008 - it is frozen
-) -> Findings:
-    """Steps copies of the optimizer on tensors made for it, whole, cut and in parts, and compares.
-
-    Args:
-        optimizer: left untouched; its class, hyper-parameters and other attributes are used, its state is not.
-        device, dtype: of the tensors that it will step.
-        arguments: what its ``step`` is called with, but for a closure.
-    """
-    # Before any copy is stepped: these steps would reach the model's own weights, or call what is the user's.
-    if (reason := why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
-        return Findings(reason)
-    small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
-    names, in_parts, changed = set[str](), True, set[str]()
-    for number in _distinct(optimizer.param_groups):
-        # what keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one
-        if (reason := _GroupProbe(optimizer, number, small, arguments).early_reason()) is not None:
-            return Findings(reason)
-        found = _GroupProbe(optimizer, number, problem, arguments).findings()
-        if found.reason is not None:
-            return found
-        names |= found.element_names
-        changed |= found.changed_entries
-        in_parts = in_parts and found.in_parts
-    return Findings(None, frozenset(names), in_parts, frozenset(changed))
+    whole_groups: frozenset[int] = frozenset()
+    whole_tensors: int = 0
 
 
 def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
@@ -97,7 +72,7 @@ def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         return f"its step() cannot be called without arguments ({error}), and a closure would read the 16-bit weights"
-    params = _params_of(optimizer)
+    params = params_of(optimizer)
     for name, value in optimizer.__dict__.items():
         if name not in ("param_groups", "state") and any(id(tensor) in params for tensor in tensors_in(value)):
             return f"its attribute {name!r} holds the 16-bit weights themselves, which it would step in their place"
@@ -111,7 +86,7 @@ def why_not_in_fp32(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.d
     Beside fp32 main params it would stay as it is: in bf16 a count ends at 256, and a sum where the next term is less
     than its rounding. A tensor in ``state[param]`` becomes fp32. Options are the user's, whatever their dtype.
     """
-    params = _params_of(optimizer)
+    params = params_of(optimizer)
     for name, value in _kept_elsewhere(optimizer) if dtypes else ():
         for tensor in tensors_in(value):
             if tensor.dtype in dtypes and id(tensor) not in params:
@@ -119,7 +94,8 @@ def why_not_in_fp32(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.d
     return None
 
 
-def _params_of(optimizer: torch.optim.Optimizer) -> set[int]:
+def params_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ``id`` of each parameter in its groups."""
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
@@ -149,8 +125,14 @@ def _attributes(item: Any) -> list[Any]:
     return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
 
 
-class _GroupProbe:
-    """Trials with one parameter group's options."""
+class GroupProbe:
+    """Trials with one parameter group's options, on whole tensors and on flat pieces of them.
+
+    Attributes:
+        others: the tensors of the second kind, in words.
+    """
+
+    others = "flat tensors"
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, number: int, problem: Problem, arguments: StepArguments
@@ -162,10 +144,10 @@ class _GroupProbe:
 
     def early_reason(self) -> str | None:
         """The reason that one step shows, or None."""
-        return self._compare(_trial_lr(self.group), 1)[1]
+        return self._compare(trial_lr(self.group), 1)[1]
 
     def findings(self) -> Findings:
-        lr = _trial_lr(self.group)
+        lr = trial_lr(self.group)
         whole, reason, is_exact = self._compare(lr, _NUM_STEPS)
         if whole is not None and reason is None and not (is_exact and self._moved_well(whole)):
             # rounding may hide what a larger movement shows: at the start of a warm-up, or before an estimate has grown
@@ -213,12 +195,15 @@ class _GroupProbe:
         try:
             # With the gradients of the whole tensors, though pieces may have moved otherwise: else the two would part
             # for rounding alone.
-            pieces = self.problem.rerun_cut(lambda: self._double(lr), whole)
+            pieces = self._rerun(whole, lr)
         except Exception as error:  # noqa: BLE001 - as above
-            return None, f"a trial step of {self.where} on flat tensors raised {_said(error)}", False
-        reason = self._keeps_otherwise(whole, pieces) or _saves_otherwise(whole)
+            return None, f"a trial step of {self.where} on {self.others} raised {_said(error)}", False
+        reason = self._keeps_otherwise(whole, pieces) or self._saves_otherwise(whole)
         moved, is_exact = self._moves_otherwise(whole, pieces)
         return whole, reason or moved, is_exact
+
+    def _rerun(self, whole: Trial, lr: float | None) -> list[Trial]:
+        return self.problem.rerun_cut(lambda: self._double(lr), whole)
 
     def _rounding(self, whole: Trial, number: int) -> Tensor:
         """The distance that rounding may take each element of a tensor in the trial."""
@@ -245,7 +230,7 @@ class _GroupProbe:
 
     def _moved_well(self, whole: Trial) -> bool:
         """Whether in each piece half of the larger weights moved by much more than their rounding."""
-        for number, spans in enumerate(zip(*self.problem.spans(), strict=True)):
+        for number, spans in enumerate(self._parts_to_move()):
             well = (whole.reach[number] >= _WELL_ABOVE * self._rounding(whole, number)).reshape(-1)
             # Weights of zero move exactly, and small ones nearly so: only the larger can hide a coupling in their
             # rounding.
@@ -254,6 +239,9 @@ class _GroupProbe:
                 if well[slice(*span)][large[slice(*span)]].float().mean() < 0.5:
                     return False
         return True
+
+    def _parts_to_move(self) -> Iterator[Sequence[tuple[int, int]]]:
+        return zip(*self.problem.spans(), strict=True)
 
     def _moved_too_little(self, whole: Trial) -> str:
         most = max(reach.max().item() for reach in whole.reach)
@@ -314,6 +302,24 @@ class _GroupProbe:
         than = f"and {other} for" if one != other else "than for"
         return f"after trial steps of {self.where}, {name} {differs} whole tensors {than} flat pieces of them"
 
+    def _saves_otherwise(self, whole: Trial) -> str | None:
+        """The reason, if ``state_dict`` has something else than the state of tensors, which checkpoints hold."""
+        try:
+            saved = whole.optimizer.state_dict()
+            # Keys beside torch's own, and state under numbers that no parameter has, are lost in a checkpoint.
+            more = [*(saved.keys() - {"state", "param_groups"})]
+            more += saved["state"].keys() - set(range(len(whole.params)))
+            for number in range(len(whole.params)):
+                more += self._differing_names(saved["state"].get(number, {}), whole.state(number))
+        except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
+            return f"its state_dict() raised {_said(error)}"
+        names = ", ".join(map(repr, dict.fromkeys(more)))
+        return f"its state_dict() and the state of its tensors differ in {names}" if more else None
+
+    def _differing_names(self, saved: dict[str, Any], kept: dict[str, Any]) -> list[str]:
+        """The names of one tensor's state that are not saved as they are kept."""
+        return sorted(saved.keys() ^ kept.keys(), key=str)
+
     def _steps_in_parts(self, whole: Trial, lr: float | None) -> bool:
         before = dict(values_of(self._double(lr)))
         # It counts its calls somewhere, and would count each part of a step as one.
@@ -343,42 +349,7 @@ def why_not_trialled(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _saves_otherwise(whole: Trial) -> str | None:
-    """The reason, if ``state_dict`` has something else than the state of tensors, which checkpoints of shards hold."""
-    try:
-        saved = whole.optimizer.state_dict()
-        # Keys beside torch's own, and state under numbers that no parameter has, are lost in a checkpoint of shards.
-        more = [*(saved.keys() - {"state", "param_groups"}), *(saved["state"].keys() - set(range(len(whole.params))))]
-        for number in range(len(whole.params)):
-            more += sorted(saved["state"].get(number, {}).keys() ^ whole.state(number).keys(), key=str)
-    except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-        return f"its state_dict() raised {_said(error)}"
-    names = ", ".join(map(repr, dict.fromkeys(more)))
-    return (
-        f"its state_dict() and the state of its tensors differ in {names}: shards would be saved otherwise"
-        if more
-        else None
-    )
-
-
-def _distinct(groups: Sequence[dict[str, Any]]) -> list[int]:
-    """The numbers of groups whose options differ, but for positive learning rates: of those the largest."""
-    chosen: list[tuple[int, dict[str, Any], float | None]] = []
-    for number, group in enumerate(groups):
-        options = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-        lr = _trial_lr(group)
-        for place, (_, other, other_lr) in enumerate(chosen):
-            if (lr is None) == (other_lr is None) and equal(options, other):
-                # Of groups that differ in it alone, the largest moves furthest above the rounding.
-                if lr is not None and other_lr is not None and lr > other_lr:
-                    chosen[place] = (number, options, lr)
-                break
-        else:
-            chosen.append((number, options, lr))
-    return sorted(number for number, _, _ in chosen)
-
-
-def _trial_lr(group: dict[str, Any]) -> float | None:
+def trial_lr(group: dict[str, Any]) -> float | None:
     """The group's own learning rate, from before a warm-up if that was larger; None if it has no number."""
     # Some have none (it is a schedule of their own); nothing is put in its place.
     if not isinstance(group.get("lr"), Tensor | float | int):
@@ -411,10 +382,12 @@ def equal(a: Any, b: Any) -> bool:
     """Whether two values of an optimizer's state or options are alike; what cannot be compared is not."""
     # Tensors first: a comparison by == would be a tensor, whose truth is an error.
     if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if type(a) is type(b) and hasattr(a, "__tensor_flatten__"):  # a subclass, which may know no comparison
+            return equal(*({name: getattr(value, name) for name in value.__tensor_flatten__()[0]} for value in (a, b)))
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and type(a) is type(b):
+    if isinstance(a, list | tuple | collections.deque) and type(a) is type(b):
         return len(a) == len(b) and all(map(equal, a, b))
     try:
         if a is b or bool(a == b) or (a != a and b != b):  # NaN
@@ -450,7 +423,8 @@ def why_not_saved(name: str, value: Any, shape: tuple[int, ...]) -> str | None:
     """Why a checkpoint cannot hold this state of a flat shard, in words; None if it can."""
     if not isinstance(value, Tensor):
         # In a container nothing says which elements of a tensor belong to which of the shard; numbers are of the whole.
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+        is_sequence = isinstance(value, list | tuple | set | collections.deque)
+        items = value.values() if isinstance(value, dict) else value if is_sequence else ()
         if any(isinstance(item, Tensor) or why_not_saved(name, item, shape) is not None for item in items):
             return f"state {name!r}, tensors in a {type(value).__name__}, which cannot be divided among ranks"
         return None

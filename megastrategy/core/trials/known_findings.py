@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from .elementwise import Findings, probe, why_not_trialled
+from .elementwise import Findings, why_not_trialled
+from .per_parameter import trial_shapes
+from .probe import probe
 
 _MOST = 64
 """The number that is kept: a search over learning rates makes one for each."""
@@ -53,7 +55,8 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Any:
         options = [(name, _plain(value)) for name, value in group.items() if name != "params"]
         if any(value is None for _, value in options):
             return None
-        groups.append(tuple(options))
+        # what parameters it may be given whole
+        groups.append((tuple(options), trial_shapes([tuple(param.shape) for param in group["params"]])))
     # a step that somebody has put in the class's place is another
     return cls, cls.step, tuple(groups), frozenset(optimizer.__dict__)
 

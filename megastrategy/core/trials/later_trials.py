@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from ..engine import Engine
-from .elementwise import Findings, probe
+from .elementwise import Findings
+from .probe import probe
 from .step_arguments import StepArguments
 from .trial import own
 
@@ -41,6 +42,7 @@ class LaterTrials:
         self._first: list[dict[str, Any]] = []  # by group, its options at its first trial
         self._seen: list[dict[str, Any]] = []  # by group, the options that may be set, as they were last found tried
         self._tried: set[Hashable] = {StepArguments().kind}
+        self._whole_groups = set(findings.whole_groups)
         for group in optimizer.param_groups:
             self._begin(group, findings)
 
@@ -49,6 +51,7 @@ class LaterTrials:
         if (kind := arguments.kind) in self._tried:
             return None
         findings = probe(self._optimizer, self._engine.device, self._engine.layout.main_dtype, arguments)
+        findings = self._if_divided_alike(findings)
         if findings.reason is None:
             self._tried.add(kind)
         return findings
@@ -68,6 +71,7 @@ class LaterTrials:
             for number, group in enumerate(groups)
         ]
         findings = self._engine.known_findings.probe(again, self._engine.device, self._engine.layout.main_dtype)
+        findings = self._if_divided_alike(findings)
         if findings.reason is not None:
             return Findings(self._in_words(untried) + findings.reason)
         for number in untried:
@@ -75,6 +79,16 @@ class LaterTrials:
                 self._tried.add((number, _kind(self._set_later(number, groups[number]))))
             else:
                 self._begin(groups[number], findings)
+        return findings
+
+    def _if_divided_alike(self, findings: Findings) -> Findings:
+        """The findings; a refusal where shards were cut of what now has to be whole."""
+        parted = sorted(number for number in findings.whole_groups - self._whole_groups if number < len(self._first))
+        if parted:
+            return Findings(
+                f"parameter group {parted[0]} then needs whole parameters, which were divided into flat shards"
+            )
+        self._whole_groups |= findings.whole_groups
         return findings
 
     def _begin(self, group: Mapping[str, Any], findings: Findings) -> None:

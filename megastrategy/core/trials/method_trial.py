@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -163,6 +163,21 @@ def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
                 double.optimizer.step()
     except Exception as error:
         raise NotForShardsError(f"it cannot be tried: a trial step raised {in_words(error)}") from error
+    state = dict(dict.items(double.optimizer.state))
     for tensor in contents.tensors:  # not what the last step copied from the state: a mode may copy it again
         tensor.copy_(torch.randn(TRIAL_SHAPE, generator=generator))
-    return Contents(contents.groups, dict(dict.items(double.optimizer.state)))
+        # A mode keeps what steps do not, and may give it back to the weights.
+        for name, value in _kept_beside(optimizer, state.get(tensor, {})).items():
+            state.setdefault(tensor, {})[name] = torch.randn(TRIAL_SHAPE, generator=generator).to(tensor.device, value)
+    return Contents(contents.groups, state)
+
+
+def _kept_beside(optimizer: Optimizer, found: Mapping[str, object]) -> dict[str, torch.dtype]:
+    """The names and dtypes of what the optimizer keeps for each element now, and a few steps do not bring about."""
+    return {
+        name: value.dtype
+        for tensor, values in dict.items(optimizer.state)
+        if isinstance(tensor, Tensor) and isinstance(values, dict)
+        for name, value in values.items()
+        if name not in found and isinstance(value, Tensor) and value.shape == tensor.shape and value.numel() > 1
+    }

@@ -82,20 +82,29 @@ class Trial:
 class Problem:
     """Weights and gradients for trials, the same at each call. See [Note: trial tensors]."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_small: bool = False) -> None:
-        """``is_small``: of the smaller tensor alone."""
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        is_small: bool = False,
+        shapes: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        """``is_small``: of the smaller tensor alone. ``shapes``: of tensors that are not to be cut."""
         first = 1 if is_small else 0
-        shapes, self._cuts = _SHAPES[first:], _CUTS[first:]
-        numel = sum(math.prod(shape) for shape in _SHAPES)
+        self._cuts: Sequence[int] = _CUTS[first:] if shapes is None else ()
+        shapes = _SHAPES[first:] if shapes is None else shapes
+        numel = sum(math.prod(shape) for shape in (*shapes, *_SHAPES))
         # drawn once, and read at another place for each use: drawing would be a third of a trial
         self._random = torch.randn(2 * numel, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         self.starts: list[Tensor] = []
         self._sizes: list[Tensor] = []
         for number, shape in enumerate(shapes):
-            start = self._randn(shape, 0).clone()
-            start.view(-1)[::3] = 0
-            # A third is small: rounding hides a thousandth of what it hides at the others.
-            start.view(-1)[1::3] *= 1e-3
+            start = self._randn(shape, number if not self._cuts else 0).clone()
+            if start.numel() > 2:
+                start.view(-1)[::3] = 0
+                # A third is small: rounding hides a thousandth of what it hides at the others.
+                start.view(-1)[1::3] *= 1e-3
             self.starts.append(start)
             # Growing in one tensor and shrinking in the other, so that no rank's pieces are all the larger.
             ends = (-3, -1) if number % 2 == 0 else (-1, -3)
@@ -114,12 +123,12 @@ class Problem:
             grad = (drift + noise).mul_(size)
             # [Note: trial tensors]: some updates project only where gradient and weights are nearly orthogonal.
             if step % 2 == 1:
-                rows, weights = grad.flatten(1), param.flatten(1)
+                rows, weights = _rows(grad), _rows(param)
                 squares = weights.square().sum(1, keepdim=True)
                 rows.addcmul_((rows * weights).sum(1, keepdim=True) / squares, weights, value=-1)
                 # a projection has to have something to take away
                 along = _ALONG * rows.square().sum(1, keepdim=True).div(squares * rows.shape[1]).sqrt_()
-                grad = rows.addcmul_(along, weights).view_as(grad)
+                grad = rows.addcmul_(along, weights).view(param.shape)
             grads.append(grad)
         return grads
 
@@ -161,12 +170,28 @@ class Problem:
             trials.append(trial)
         return trials
 
+    def rerun_alone(self, make_double: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
+        """Takes as many steps with the same gradients of the same tensors, each by an optimizer of its own, as plain
+        tensors, which is what owners step."""
+        trials = []
+        for number, start in enumerate(self.starts):
+            trial = Trial(make_double(), [start.clone()])
+            trial.optimizer.param_groups[0]["params"] = list(trial.params)
+            for grads in whole.grads:
+                trial.step([grads[number]])
+            trials.append(trial)
+        return trials
+
     def spans(self) -> list[list[tuple[int, int]]]:
         """The part that each rank has of each tensor, by rank."""
         by_tensor = [
             itertools.pairwise((0, place, start.numel())) for place, start in zip(self._cuts, self.starts, strict=True)
         ]
         return [list(spans) for spans in zip(*by_tensor, strict=True)]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
 def cut(tensor: Tensor, span: tuple[int, int]) -> Tensor:

@@ -1,8 +1,11 @@
-"""Optimizers with modes, as Schedule-Free's: ``train()`` and ``eval()`` move the weights."""
+"""Optimizers with modes, as Schedule-Free's, whose ``train()`` and ``eval()`` move the weights; and those that need
+whole parameters."""
 
 from __future__ import annotations
 
+import functools
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.support.optimizers import MatricesAndRest, Shampoo
 from tests.support.optimizers_with_methods import ScheduleFree
 
 from ..fabric_loops import EPOCHS, AwkwardNet, Loop, make_data, make_fabric, state_of
@@ -77,9 +81,71 @@ def loop_with_modes(name: str, strategy_options: dict[str, Any]) -> list[Any]:
     return [Loop(weights_of(net), losses, [], state_of(fabric, optimizer)), seen]
 
 
+def whole_or_not(params: Any) -> torch.optim.Optimizer:
+    """Matrices by one recipe, which needs them whole, and the rest by another, in one optimizer."""
+    trained = [param for param in params if param.requires_grad]
+    matrices = [param for param in trained if param.dim() > 1]
+    return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": [p for p in trained if p.dim() < 2]}])
+
+
+def adafactor(params: Any) -> torch.optim.Optimizer:
+    """Keeps a number for each row and each column."""
+    return torch.optim.Adafactor([param for param in params if param.requires_grad], lr=0.02)
+
+
+def shampoo(params: Any) -> torch.optim.Optimizer:
+    """Keeps lists of factors."""
+    return Shampoo([param for param in params if param.requires_grad], lr=0.02)
+
+
+def fit_and_resume(name: str, strategy_options: dict[str, Any], make: Any, **trainer_options: Any) -> list[Any]:
+    """Two epochs, saved; then a third from the file, by a new Trainer."""
+    with tempfile.TemporaryDirectory() as folder:
+        saver = ModelCheckpoint(dirpath=folder)
+        options = {"strategy_options": strategy_options, "enable_checkpointing": True, **trainer_options}
+        fits = [fit(name, module=AwkwardModule(optimizer=make), callbacks=[saver], **options)]
+        saved = torch.load(saver.best_model_path, weights_only=False)
+        resumed = {**options, "max_epochs": 3, "ckpt_path": saver.best_model_path}
+        again = ModelCheckpoint(dirpath=folder)
+        fits.append(fit(name, module=AwkwardModule(optimizer=make), callbacks=[again], **resumed))
+    state = dict(sorted(saved["optimizer_states"][0]["state"].items()))
+    assert state
+    return [fits, saved["state_dict"], state]
+
+
+def loop_with(name: str, strategy_options: dict[str, Any], make: Any) -> list[Any]:
+    fabric = make_fabric(name, strategy_options)
+    data = make_data(fabric)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, make(net.parameters()))
+    losses = []
+    for _ in range(EPOCHS):
+        for features, tokens, targets in data:
+            loss = F.cross_entropy(model(features, tokens), targets)
+            fabric.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [Loop(weights_of(net), losses, [], state_of(fabric, optimizer))]
+
+
+RESUMED: dict[str, Callable[..., Any]] = {
+    "matrices by one recipe, the rest by another, saved and resumed": whole_or_not,
+    "Adafactor, saved and resumed": adafactor,
+    "Shampoo, whose state is lists, saved and resumed": shampoo,
+}
+LOOPS: dict[str, Callable[..., Any]] = {
+    "matrices by one recipe, the rest by another, in a loop with Fabric": whole_or_not,
+    "Adafactor in a loop with Fabric": adafactor,
+}
 FEATURES = [
     Feature(
         "Optimizers with modes", "Schedule-Free's `train()` and `eval()` in hooks, saved and resumed", fit_with_modes
     ),
     Feature("Optimizers with modes", "Schedule-Free's `train()` and `eval()` in a loop with Fabric", loop_with_modes),
+    *(
+        Feature("Whole parameters", about, functools.partial(fit_and_resume, make=make))
+        for about, make in RESUMED.items()
+    ),
+    *(Feature("Whole parameters", about, functools.partial(loop_with, make=make)) for about, make in LOOPS.items()),
 ]

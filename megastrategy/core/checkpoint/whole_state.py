@@ -1,0 +1,102 @@
+"""The state of parameters that are stepped whole, on its way from their owners to rank 0.
+
+It may be anything: factors of a matrix, lists, states quantised in blocks, objects. So it travels as it would lie in a
+file, a few parameters at a time.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import Collectives
+
+_ROUND_BYTES = 2**26
+"""An owner sends at least that much in a round, if it has it, or one parameter's state."""
+
+States = list[tuple[int, Mapping[str, Any]]]
+
+
+def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> dict[int, Mapping[str, Any]]:
+    """The state of tensors as the optimizer's own ``state_dict`` has it, which may be another than it keeps
+    (bitsandbytes wraps what is quantised). Nothing is copied.
+
+    Args:
+        optimizer: left untouched, with whatever is in its groups.
+        owned: the tensors, by parameter. Those without state are left out.
+    """
+    owned = {index: tensor for index, tensor in owned.items() if tensor in optimizer.state}
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {index: optimizer.state[tensor] for index, tensor in owned.items()}
+    # One with these tensors alone, and without hooks: that of the user's object refuses to be called.
+    one = object.__new__(type(optimizer))
+    one.__dict__.update(optimizer.__dict__)
+    one.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
+    one.state = defaultdict(dict, {tensor: optimizer.state[tensor] for tensor in owned.values()})
+    one.param_groups = [{**optimizer.param_groups[0], "params": list(owned.values())}]
+    saved = one.state_dict()["state"]
+    return {index: saved[number] for number, index in enumerate(owned)}
+
+
+def packed(states: States) -> bytearray:
+    """The states of parameters, by index, to be sent."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    return bytearray(file.getbuffer())
+
+
+def unpacked(data: Any) -> States:
+    """Undoes :func:`packed`, into host memory. The bytes come from the group's own ranks and are trusted."""
+    states: States = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    return states
+
+
+def gather_whole(
+    own: Mapping[int, Mapping[str, Any]], collectives: Collectives, device: torch.device
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yields every owner's states on rank 0, by parameter, and nothing elsewhere. Collective.
+
+    Args:
+        own: this rank's states, by parameter.
+        collectives: over the owners.
+        device: from whose memory these send.
+    """
+    rounds = _rounds(own)
+    while True:
+        data = next(rounds, bytearray())
+        sizes = [
+            int.from_bytes(size, "little") for size in collectives.all_gather_bytes(len(data).to_bytes(8, "little"))
+        ]
+        if not any(sizes):
+            return
+        is_first = collectives.rank == 0
+        if is_first and data:
+            yield from unpacked(data)
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        sent = torch.frombuffer(data, dtype=torch.uint8).to(device) if data and not is_first else nothing
+        coming = [0, *sizes[1:]] if is_first else [0] * len(sizes)
+        received = nothing.new_empty(sum(coming))
+        collectives.all_to_all(received, sent, coming, [sent.numel(), *[0] * (len(sizes) - 1)]).wait()
+        if is_first:
+            collectives.wait_for_device(device, "all-to-all")
+            for part in received.cpu().split(coming):
+                if part.numel():
+                    yield from unpacked(part.numpy().tobytes())
+
+
+def _rounds(own: Mapping[int, Mapping[str, Any]]) -> Iterator[bytearray]:
+    states: States = []
+    nbytes = 0
+    for index, state in sorted(own.items()):
+        states.append((index, state))
+        nbytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+        if nbytes >= _ROUND_BYTES:
+            yield packed(states)
+            states, nbytes = [], 0
+    if states:
+        yield packed(states)

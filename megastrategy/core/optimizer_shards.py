@@ -1,0 +1,364 @@
+"""Keeps what the user's optimizer steps on this rank, shards and whole parameters, and the state of both.
+
+Between steps each shard has its own state, as checkpoints want it; in a step neighbours are one tensor
+(step_tensors' [Note: runs]). When the layout changes, what was cut moves with it; a whole parameter stays at its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .checkpoint.full_state import MAIN_PARAM, shard_state
+from .checkpoint.hand_over import STATE, AtRest, Version
+from .checkpoint.own_parts import OwnParts, Piece
+from .checkpoint.whole_state import as_saved
+from .collectives import Collectives
+from .engine import Engine
+from .layout import BufferLayout
+from .param_buffers import ParamBuffers
+from .param_shard import ParamShard
+from .rebucketing.shard_holder import Contents, PerElement, ShardHolder
+from .step_tensors import CHUNK_NUMEL, Run, build_runs, cut_shards, own_state
+from .strangers import Strangers
+from .trials.elementwise import Findings, is_per_element
+from .whole_params import WholeParams
+
+
+class OptimizerShards(ShardHolder):
+    """An optimizer, its model, and what this rank steps between them. ``findings`` are there if it is sharded.
+
+    Attributes:
+        element_names: of the state that has one number for each element, as far as trials and steps have shown; None if
+            nothing is sharded.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
+        self.inner = optimizer
+        self.engine = engine
+        self.strangers = Strangers(optimizer, engine)
+        self.check_groups()
+        engine.shard_holders.append(weakref.ref(self))
+        self.sharded = self.layout.num_shards > 1
+        self.shards: dict[int, ParamShard] = {}
+        self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
+        self._passing_through = False
+        self._grad_views: dict[int, Tensor] = {}
+        self.num_steps_begun = self.num_steps_done = 0
+        self._reductions: dict[int, int] = {}  # by parameter, how often its gradient was reduced before the last step
+        self._runs: list[Run] = []
+        self._members: list[list[int]] = []  # by group, the parameters of which there are runs
+        self._groups: dict[int, int] = {}  # by parameter, its group's number
+        self._is_joined = False  # whether state is that of the runs
+        self.at_rest = AtRest()
+        self._is_on_cpu = engine.device.type == "cpu"
+        self.element_names = set(findings.element_names) if findings is not None else None
+        self._keeps_state_only = findings is not None and findings.in_parts
+        self._whole_groups = set(findings.whole_groups) if findings is not None else set[int]()
+        self._whole = WholeParams(engine)
+        self._num_whole_tensors = findings.whole_tensors if findings is not None else 0
+        self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
+        self.follow_model(together=True)
+
+    @property
+    def layout(self) -> BufferLayout:
+        """The model's; it grows when parameters join."""
+        return self.engine.layout
+
+    @property
+    def index_by_id(self) -> dict[int, int]:
+        return self.engine.index_by_id
+
+    @property
+    def owner_collectives(self) -> Collectives | None:
+        """The ranks among which elements are divided; None where every rank has all of them."""
+        return self.engine.shard_collectives if self.sharded else None
+
+    @property
+    def whole_params(self) -> Collection[int]:
+        """The parameters that are stepped whole, each by its owner, whoever that is."""
+        return self._whole.indices
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether stepping goes through tensors other than the model's Parameters."""
+        return not self.engine.steps_params_themselves
+
+    def check_groups(self) -> None:
+        """Looks for parameters that the model has not; see :meth:`Strangers.find`."""
+        self.strangers.find()
+
+    def follow_model(self, *, together: bool = False) -> None:
+        """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
+
+        State that was there before, made when the optimizer was constructed or loaded while a parameter was frozen, is
+        from then on that of its shard.
+
+        Args:
+            together: all ranks call this at the same place, so that parameters which are stepped whole may be given
+                owners. Else these wait for the next such call: a rank that reads its state alone would wait for others.
+        """
+        if not self.has_shards or self.engine.is_closed:
+            return
+        params, whole = self._not_followed()
+        if whole and together:
+            self._whole.add(whole)
+        elif whole:
+            params = {index: param for index, param in params.items() if index not in whole}
+        if not params:
+            return
+        buffers = self.engine.param_buffers
+        if buffers is None:
+            for index, param in params.items():
+                spec = self.layout.params[index]
+                main = param.detach().to(torch.float32, copy=True) if spec.has_main_param else param
+                self.shards[index] = ParamShard(index, 0, spec.numel, main, None)
+        else:
+            self._add_shards(params, buffers)
+        for index, param in params.items():
+            state = self.inner.state.pop(param, None)
+            if state and index in self.shards:
+                shard = self.shards[index]
+                self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, self.element_names)
+        self._followed.update(params)
+
+    def _not_followed(self) -> tuple[dict[int, Parameter], set[int]]:
+        """The parameters in the groups that have no shards yet, by index, and which of them are stepped whole."""
+        params: dict[int, Parameter] = {}
+        whole = set[int]()
+        for number, group in enumerate(self.inner.param_groups):
+            for param in group["params"]:
+                index = self.index_by_id.get(id(param))
+                if index is not None and index not in self._followed:
+                    params[index] = param
+                    whole.update({index} if number in self._whole_groups else ())
+        return params, whole
+
+    def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
+        grads, layout, rank = self.engine.grad_buffers, self.layout, self.engine.collectives.rank
+        for index in indices:
+            if (owned := layout.owned_range(index, rank)) is not None:
+                self._grad_views[index] = grads.reduced(layout.slots[index].bucket, *owned)
+        flat = [index for index in indices if index not in self._whole.indices]
+        self.shards |= cut_shards(flat, layout, rank, buffers.flats)
+        self.shards |= self._whole.own_shards(self._whole.indices.intersection(indices))
+
+    def num_kept(self) -> dict[int, int] | None:
+        if self.element_names is None:
+            return None
+        num_flat, num_whole = len(self.element_names), self._num_whole_tensors
+        return {i: num_whole if i in self._whole.indices else num_flat for i in self.param_indices()}
+
+    def start_gather(self, bucket: int, indices: Sequence[int]) -> None:
+        """Starts to bring each rank what others have stepped of a bucket; ``indices``: of this optimizer's parameters.
+
+        Where shards and whole parameters lie side by side those alone are sent: the rest is another optimizer's.
+        """
+        self.engine.param_gather.start(bucket, self._whole.spans(bucket, indices))
+
+    def names_by_id(self) -> dict[int, str]:
+        """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
+        return {id(param): name for name, param in self.engine.module.named_parameters()} | self.strangers.names_by_id()
+
+    def param_indices(self) -> list[int]:
+        """The layout's indices of this optimizer's parameters."""
+        index_by_id = self.index_by_id
+        ids = {id(param): None for group in self.inner.param_groups for param in group["params"]}
+        return [index_by_id[key] for key in ids if key in index_by_id]
+
+    def may_step(self, index: int) -> bool:
+        """Whether the next step has a gradient of this sharded parameter to step with."""
+        return self.engine.grad_buffers.has_grad[index] and self._may_change(index)
+
+    def _may_change(self, index: int) -> bool:
+        """Whether some rank may step the parameter, the same on all ranks, whatever they do to ``.grad``.
+
+        What was frozen after its gradient was reduced is stepped once more, with that gradient.
+        """
+        reductions = self.engine.reducer.num_reductions[index]
+        return self.engine.params[index].requires_grad or reductions != self._reductions.get(index, 0)
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def stepped_tensor(self, param: Parameter) -> Tensor | None:
+        """The tensor in its place: this rank's shard, itself if frozen, None if all of it is elsewhere."""
+        index = self.index_by_id.get(id(param))
+        if index is None:
+            return param
+        return self.shards[index].main if index in self.shards else None
+
+    def groups_of_shards(self) -> contextlib.AbstractContextManager[None]:
+        """The optimizer's groups hold this rank's shards while this is open; a group may be empty, none is missing."""
+        groups = [group["params"] for group in self.inner.param_groups]
+        stepped = [[tensor for p in params if (tensor := self.stepped_tensor(p)) is not None] for params in groups]
+        return self._groups_of(stepped)
+
+    @contextlib.contextmanager
+    def _groups_of(self, tensors: Sequence[list[Any]]) -> Iterator[None]:
+        whole = [group["params"] for group in self.inner.param_groups]
+        for group, params in zip(self.inner.param_groups, tensors, strict=True):
+            group["params"] = params
+        self._passing_through = True
+        try:
+            yield
+        finally:
+            self._passing_through = False
+            # asked for again: load_state_dict makes new group dictionaries
+            for group, params in zip(self.inner.param_groups, whole, strict=True):
+                group["params"] = params
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def split_state(self, *, replace: bool = False) -> None:
+        """The optimizer's state is that of single shards until the next step.
+
+        Args:
+            replace: another state is about to be loaded.
+        """
+        with self.at_rest.lock:
+            self.follow_model()
+            if self._is_joined:
+                for run in self._runs:
+                    run.split_state(self.inner.state, self.element_names)
+                    if self.element_names is not None:  # state may come into being later than the probe's first step
+                        self.element_names |= run.element_names(self.element_names)
+                self._is_joined = False
+            if replace:
+                for run in self._runs:
+                    run.forget_state()
+
+    def whole_states(self) -> dict[int, Mapping[str, Any]]:
+        """The state of parameters that this rank owns whole, by parameter, as it is saved."""
+        owned = self._whole.indices & self.shards.keys()
+        return as_saved(self.inner, {index: self.shards[index].main for index in owned})
+
+    def version(self) -> Version:
+        rest, size = self.at_rest, len(self.layout.params)
+        return Version(self.num_steps_begun, self.num_steps_done, rest.num_replaced, rest.num_moves, size)
+
+    def own_parts(self, what: str) -> OwnParts:
+        state, shards, names = self.inner.state, dict(self.shards), self.element_names
+        pieces: list[Piece] = []
+        whole: dict[int, Mapping[str, Any]] | None = None
+        if self._whole.indices:
+            owned = {index: shards.pop(index) for index in self._whole.indices & shards.keys()}
+            specs = self.layout.params
+            if what == STATE:
+                whole = self.whole_states()
+            else:
+                whole = {i: {MAIN_PARAM: shard.main} for i, shard in owned.items() if specs[i].has_main_param}
+        if what == STATE:
+            for run in self._runs if self._is_joined else ():
+                pieces.append(Piece(run.shards, run.main.numel(), run.joined_state(state, names)))
+                for shard in run.shards:
+                    shards.pop(shard.param, None)
+            pieces += [Piece((shard,), shard.numel, state.get(shard.main, {})) for shard in shards.values()]
+        else:
+            own, names = self.param_indices(), {MAIN_PARAM}
+            with_main = [shards[i] for i in own if i in shards and self.layout.params[i].has_main_param]
+            pieces += [Piece((shard,), shard.numel, {MAIN_PARAM: shard.main}) for shard in with_main]
+        return OwnParts(pieces, self.layout, self.engine.shard_collectives.rank, names, whole)
+
+    def _join_state(self) -> list[Run]:
+        """Makes the state that of the runs, and returns those that have gradients to step with."""
+        groups, index_by_id, may_step = self.inner.param_groups, self.index_by_id, self.may_step
+        members = [[index_by_id.get(id(param), -1) for param in group["params"]] for group in groups]
+        shards = self.shards
+        if self._whole.indices:
+            shards = {index: shard for index, shard in shards.items() if shard.is_cut}
+        stepping = {index for indices in members for index in indices if index in shards and may_step(index)}
+        state, names = self.inner.state, self.element_names
+        # other runs: groups or layout changed, one shard of a run has a gradient and its neighbour none, or state was
+        # loaded that tells them apart
+        if members != self._members or any(
+            len({shard.param in stepping for shard in run.shards}) > 1
+            or (not self._is_joined and not run.has_one_history(state, names))
+            for run in self._runs
+        ):
+            self.split_state()
+            self._members = members
+            self._groups = {index: number for number, indices in enumerate(members) for index in indices}
+            buffers, grads = self.engine.param_buffers, self.engine.grad_buffers
+            assert buffers is not None
+            by_group = [[shards[index] for index in indices if index in shards] for indices in members]
+            apart = {number for number, group in enumerate(groups) if not self._may_join(group)}
+            was_joined = {shard.param for run in self._runs if len(run.shards) > 1 for shard in run.shards}
+            self._runs = build_runs(by_group, apart, stepping, self.layout, buffers.flats, grads.reduced, state, names)
+            for run in self._runs:  # a shard that is alone now has a part of the run's state, and keeps all of it alive
+                if len(run.shards) == 1 and run.shards[0].param in was_joined:
+                    own_state(state.get(run.main, {}))
+        if not self._is_joined:
+            for run in self._runs:
+                run.join_state(state, names, self._chunk_numel(run))
+            self._is_joined = True
+        return [run for run in self._runs if run.shards[0].param in stepping]
+
+    def _may_join(self, group: dict[str, Any]) -> bool:
+        """Whether shards may be stepped as one tensor: not if the optimizer may know tensors by their identity."""
+        return self._keeps_state_only and not (group.get("fused") and self._is_on_cpu)
+
+    def _chunk_numel(self, run: Run) -> int:
+        """The most elements stepped at once: all, unless the optimizer does single operations on the CPU."""
+        group = self.inner.param_groups[run.group]
+        in_chunks = self._may_join(group) and self._is_on_cpu and not group.get("foreach")
+        return CHUNK_NUMEL if in_chunks else run.main.numel()
+
+    # --- another layout ----------------------------------------------------------------------------------------------
+
+    def describe(self) -> Contents | None:
+        if not self._keeps_state_only:
+            return None
+        self.split_state()
+        contents: Contents = {}
+        for index, shard in self.shards.items():
+            if not shard.is_cut:
+                continue
+            contents[index] = (
+                {MAIN_PARAM: PerElement(torch.float32)} if self.layout.params[index].has_main_param else {}
+            )
+            for name, value in self.inner.state.get(shard.main, {}).items():
+                if is_per_element(name, value, shard.main.shape, self.element_names):
+                    value = PerElement(value.dtype)
+                elif isinstance(value, Tensor) and value.numel() > 1:
+                    return None  # no part of it is known to be this shard's
+                elif not isinstance(value, Tensor | int | float | str | None):
+                    return None  # an object, which may not be one rank's to give or to copy
+                contents[index][name] = value
+        return contents
+
+    def part(self, param: int, name: str) -> Tensor | None:
+        shard = self.shards.get(param)
+        if shard is None or name == MAIN_PARAM:
+            return shard.main if shard is not None else None
+        part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
+        return part
+
+    def release(self) -> None:
+        self.at_rest.num_moves += 1
+        states = {index: self.inner.state.pop(shard.main, None) for index, shard in self.shards.items()}
+        self._staying = {index: (self.shards[index], states[index]) for index in self._whole.indices & states.keys()}
+        self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
+
+    def take(self, contents: Contents) -> None:
+        buffers, state = self.engine.param_buffers, self.inner.state
+        assert buffers is not None, "sharded"
+        self._add_shards(contents.keys() | self._whole.indices, buffers)
+        for index, values in contents.items():
+            if (main := values.pop(MAIN_PARAM, None)) is not None:
+                self.shards[index].main.copy_(main)
+            if values:
+                state[self.shards[index].main] = values
+        # An owner keeps its parameters in every layout; the memory that the model reads is another.
+        for index, (before, kept) in self._staying.items():
+            if self.layout.params[index].has_main_param:
+                self.shards[index].main.copy_(before.main)
+            if kept:
+                state[self.shards[index].main] = kept
+        self._staying = {}
+        self.at_rest.num_moves += 1

@@ -1,0 +1,156 @@
+"""Does an optimizer step each parameter by itself? A numerical probe, for those that are not element-wise.
+
+Muon orthogonalises a matrix, Shampoo multiplies by factors of it, LAMB divides by its norm: such an update needs the
+whole parameter, but no other one. Ranks may then step some of the parameters each. What is estimated from all of them
+(Prodigy's distance, a global norm inside the step) changes with the parameters that a rank has.
+
+[Note: trials of whole parameters]
+One copy of the optimizer steps several tensors together, others step one each with the same gradients, and everything
+is compared as for flat pieces. The tensors have the numbers of dimensions that the group's parameters have, since an
+update may refuse others; two have one shape, which an optimizer may step as a batch; and two are as large as states in
+blocks need, if a parameter is. What is kept of a parameter may be anything that can be saved: its owner has all of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .elementwise import Findings, GroupProbe, equal, params_of
+from .step_arguments import StepArguments
+from .trial import Problem, Trial, tensors_in
+
+_RELATIVE = 1e-5  # as for flat pieces: far less than a coupling changes
+_LARGE = 4_096  # states in blocks begin there
+
+
+def trial_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a trial for parameters of these shapes; see [Note: trials of whole parameters]."""
+    found: list[tuple[int, ...]] = []
+    for dim in sorted({len(shape) for shape in shapes}):
+        largest = max(math.prod(shape) for shape in shapes if len(shape) == dim)
+        small, other = _SMALL.get(dim, ((6, 5, *(3,) * (dim - 2)), (5, 8, *(2,) * (dim - 2))))
+        found += [small, other, small]
+        if dim > 0 and largest >= _LARGE:
+            found += 2 * [(_LARGE,) if dim == 1 else (128, 32 // 2 ** (dim - 2), *(2,) * (dim - 2))]
+    return tuple(found)
+
+
+_SMALL: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    0: ((), ()),
+    1: ((61,), (40,)),
+    2: ((12, 33), (40, 16)),
+}
+
+
+class PerParameterProbe(GroupProbe):
+    """Trials with the options of one parameter group, on tensors together and on each of them alone.
+
+    Args:
+        optimizer: left untouched.
+        numbers: of groups with these options; the first one's are used.
+        device, dtype: of the tensors that it will step.
+        arguments: what its ``step`` is called with, but for a closure.
+    """
+
+    others = "one tensor alone"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        numbers: Sequence[int],
+        device: torch.device,
+        dtype: torch.dtype,
+        arguments: StepArguments,
+    ) -> None:
+        groups = [optimizer.param_groups[number] for number in numbers]
+        shapes = trial_shapes([tuple(param.shape) for group in groups for param in group["params"]] or [(12, 33)])
+        super().__init__(optimizer, numbers[0], Problem(device, dtype, shapes=shapes), arguments)
+        self._device = device
+
+    def findings(self) -> Findings:
+        # A trial copies what the optimizer keeps, but not parameters, which are the model's: it would step those.
+        params = params_of(self.optimizer)
+        for name, value in self.optimizer.__dict__.items():
+            if name not in ("param_groups", "state") and any(id(tensor) in params for tensor in tensors_in(value)):
+                return Findings(
+                    f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone"
+                )
+        is_on_host = self._device.type == "cpu"
+        # An update may draw random numbers, and the user's come after it.
+        with torch.random.fork_rng([] if is_on_host else [self._device], device_type=_device_type(self._device)):
+            # the same on all ranks, which have to find the same
+            (torch.default_generator if is_on_host else torch.get_device_module(self._device)).manual_seed(0)
+            return super().findings()
+
+    def _rerun(self, whole: Trial, lr: float | None) -> list[Trial]:
+        return self.problem.rerun_alone(lambda: self._double(lr), whole)
+
+    def _moves_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> tuple[str | None, bool]:
+        is_exact = True
+        for number, (param, alone) in enumerate(zip(whole.params, pieces, strict=True)):
+            difference, moved = (param.detach() - alone.params[0]).abs_(), whole.reach[number]
+            if bool((difference <= _RELATIVE * moved).all()):
+                continue
+            is_exact = False
+            if not bool((difference <= _RELATIVE * moved.max() + self._rounding(whole, number)).all()):
+                return (
+                    f"a trial tensor of shape {tuple(param.shape)} in {self.where} became another when it was stepped "
+                    f"without the others of the group (largest difference {difference.max().item():.3g} where the step "
+                    f"was {moved.max().item():.3g})"
+                ), is_exact
+        return None, is_exact
+
+    def _keeps_otherwise(self, whole: Trial, pieces: Sequence[Trial]) -> str | None:
+        for number, alone in enumerate(pieces):
+            kept, found = whole.state(number), alone.state(0)
+            for name in dict.fromkeys((*kept, *found)):
+                if name not in kept or name not in found or not _alike(kept[name], found[name]):
+                    return f"after trial steps of {self.where}, state {name!r} of a tensor depends on the others"
+            if (reason := self._values_differ(whole, alone, ())) is not None:
+                return reason.replace("flat pieces of them", "each of them alone")
+            if (reason := _why_not_saved(found)) is not None:
+                return reason
+        return None
+
+    def _differing_names(self, saved: dict[str, Any], kept: dict[str, Any]) -> list[str]:
+        return []  # its own state_dict() writes them, and its load_state_dict() reads them
+
+    def _parts_to_move(self) -> Iterator[Sequence[tuple[int, int]]]:
+        return ([(0, start.numel())] for start in self.problem.starts)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Equal, but for the rounding of a kernel that takes several tensors at once."""
+    if type(a) is Tensor and type(b) is Tensor and a.is_floating_point():
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        size = a.abs().max() if a.numel() else a.new_zeros(())
+        return bool(((a - b).abs() <= max(_RELATIVE, 4 * torch.finfo(a.dtype).eps) * size).all())
+    if isinstance(a, list | tuple | collections.deque) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    return equal(a, b)
+
+
+def _why_not_saved(state: dict[str, Any]) -> str | None:
+    for name, value in state.items():
+        if any(isinstance(tensor, Parameter) for tensor in tensors_in(value)):
+            return f"it keeps parameters in state {name!r}, which a checkpoint would copy"
+        try:
+            torch.save(value, io.BytesIO())
+        except Exception as error:  # noqa: BLE001 - whatever an unknown object raises, it is an answer
+            return f"state {name!r} cannot be saved ({type(error).__name__}: {error})"
+    return None
+
+
+def _device_type(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type  # torch asks for a device, also where none is to be forked

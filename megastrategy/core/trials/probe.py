@@ -1,0 +1,79 @@
+"""Finds out how the groups of an optimizer can be divided among ranks: a numerical probe, never a list of names.
+
+A group whose update is element-wise (:mod:`.elementwise`) is stepped as flat shards. One that steps each parameter by
+itself (:mod:`.per_parameter`) is stepped as whole parameters, each by an owner. What is neither cannot be sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .elementwise import Findings, GroupProbe, equal, trial_lr, why_not_trialled
+from .per_parameter import PerParameterProbe
+from .step_arguments import StepArguments
+from .trial import Problem
+
+
+def probe(
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    arguments: StepArguments = StepArguments(),  # noqa: B008 - it is frozen
+) -> Findings:
+    """Steps copies of the optimizer on tensors made for it, together, alone, cut and in parts, and compares.
+
+    Args:
+        optimizer: left untouched; its class, hyper-parameters and other attributes are used, its state is not.
+        device, dtype: of the tensors that it will step.
+        arguments: what its ``step`` is called with, but for a closure.
+    """
+    # Before any copy is stepped: these steps would reach the model's own weights, or call what is the user's.
+    if (reason := why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
+        return Findings(reason)
+    small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
+    flat: list[Findings] = []
+    whole: list[Findings] = []
+    whole_groups = set[int]()
+    for numbers in _alike(optimizer.param_groups):
+        # what keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one
+        reason = GroupProbe(optimizer, numbers[0], small, arguments).early_reason()
+        found = Findings(reason) if reason else GroupProbe(optimizer, numbers[0], problem, arguments).findings()
+        if found.reason is None:
+            flat.append(found)
+            continue
+        whole.append(PerParameterProbe(optimizer, numbers, device, dtype, arguments).findings())
+        whole_groups.update(numbers)
+        if whole[-1].reason is not None:
+            if whole[-1].reason == found.reason:  # said once
+                return found
+            return Findings(f"{found.reason}; nor can ranks step whole parameters each: {whole[-1].reason}")
+    return Findings(
+        None,
+        frozenset[str]().union(*(one.element_names for one in flat)),
+        all(one.in_parts for one in flat + whole),
+        frozenset[str]().union(*(one.changed_entries for one in flat + whole)),
+        frozenset(whole_groups),
+        max((len(one.element_names) for one in whole), default=0),
+    )
+
+
+def _alike(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The numbers of groups whose options are alike but for positive learning rates; the first has the largest."""
+    chosen: list[tuple[list[int], dict[str, Any], float | None]] = []
+    for number, group in enumerate(groups):
+        options = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+        lr = trial_lr(group)
+        for place, (numbers, other, other_lr) in enumerate(chosen):
+            if (lr is None) == (other_lr is None) and equal(options, other):
+                # Of groups that differ in it alone, the largest moves furthest above the rounding.
+                if lr is not None and other_lr is not None and lr > other_lr:
+                    chosen[place] = ([number, *numbers], options, lr)
+                else:
+                    numbers.append(number)
+                break
+        else:
+            chosen.append(([number], options, lr))
+    return sorted(numbers for numbers, _, _ in chosen)

@@ -1,0 +1,123 @@
+"""What ranks have of a tensor in parts of any size: gathered, and sent to each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroup
+
+from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
+from megastrategy.core.collectives.store import StoreCollectives
+from megastrategy.core.layout import Spans
+from tests.support.doubles import RecordingCollectives
+from tests.support.ranks import run_ranks
+
+NUMEL = 1000
+
+
+def cut_at_random(size: int, seed: int, numel: int = NUMEL) -> Spans:
+    """Who has which elements: gaps, spans of one element, ranks without any."""
+    generator = random.Random(seed)
+    ends = sorted(generator.sample(range(numel + 1), 24))
+    spans: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    having = generator.sample(range(size), generator.randint(1, size))
+    for start, end in zip(ends[:-1:2], ends[1::2], strict=True):
+        spans[generator.choice(having)].append((start, end))
+    return spans
+
+
+def kinds(store: HashStore) -> dict[str, Callable[[ProcessGroup], Collectives]]:
+    return {
+        "rings": GlooCollectives,
+        "backend": BackendCollectives,
+        "store": lambda group: StoreCollectives(group, store),
+        "recording": RecordingCollectives,
+    }
+
+
+def element(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Other numbers on each rank, exact in every dtype."""
+    return ((torch.arange(numel) + 31 * rank) % 100).to(dtype)
+
+
+@pytest.mark.parametrize("kind", ["rings", "backend", "store", "recording"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_gather_of_spans(kind: str, size: int, dtype: torch.dtype) -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=60))
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = kinds(store)[kind](group)
+        for seed in range(4):
+            spans = cut_at_random(size, seed)
+            tensor = element(rank, NUMEL, dtype)
+            expected = tensor.clone()
+            for other, of_rank in enumerate(spans):
+                for start, end in of_rank:
+                    expected[start:end] = element(other, NUMEL, dtype)[start:end]
+            collectives.gather_spans(tensor, spans).wait()
+            assert torch.equal(tensor, expected)
+        nothing = element(rank, NUMEL, dtype)
+        collectives.gather_spans(nothing, [[] for _ in range(size)]).wait()
+        assert torch.equal(nothing, element(rank, NUMEL, dtype))
+        collectives.close()
+
+    run_ranks(size, run)
+
+
+@pytest.mark.parametrize("kind", ["rings", "backend", "store", "recording"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_all_to_all(kind: str, size: int, dtype: torch.dtype) -> None:
+    """The rank-th part of every rank, of which many are empty."""
+    store = HashStore()
+
+    def sizes(source: int, seed: int) -> list[int]:
+        generator = random.Random(f"{source} {seed}")
+        return [0 if to == source or generator.random() < 0.4 else generator.randint(1, 300) for to in range(size)]
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = kinds(store)[kind](group)
+        for seed in range(4):
+            sent = element(rank, sum(sizes(rank, seed)), dtype)
+            coming = [sizes(source, seed)[rank] for source in range(size)]
+            received = torch.zeros(sum(coming), dtype=dtype)
+            collectives.all_to_all(received, sent, coming, sizes(rank, seed)).wait()
+            expected = [
+                element(source, sum(sizes(source, seed)), dtype).split(sizes(source, seed))[rank]
+                for source in range(size)
+            ]
+            assert torch.equal(received, torch.cat(expected))
+        collectives.close()
+
+    run_ranks(size, run)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_gather_of_spans_sends_what_there_is_and_no_more(size: int) -> None:
+    """Each rank forwards all parts but that of the rank behind it, as in any ring."""
+    spans: list[list[tuple[int, int]]] = [[(10 * rank, 10 * rank + rank + 1)] for rank in range(size)]
+
+    def run(rank: int, group: ProcessGroup) -> int:
+        collectives = GlooCollectives(group)
+        numels: list[int] = []
+        exchange = collectives._rings._exchange
+
+        def counted(kind: int, sent: list[Tensor], received: list[Tensor], distance: int = 1) -> object:
+            numels.extend(message.numel() for message in sent)
+            return exchange(kind, sent, received, distance)
+
+        collectives._rings._exchange = counted  # type: ignore[method-assign, assignment]
+        collectives.gather_spans(torch.zeros(100), spans).wait()
+        collectives.close()
+        return sum(numels)
+
+    total = sum(range(1, size + 1))
+    for rank, sent in enumerate(run_ranks(size, run)):
+        assert sent == total - ((rank + 1) % size + 1)
