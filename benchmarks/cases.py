@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +130,8 @@ class Case:
     vocabulary: int = 256
     dtype: str = "fp32"
     """Dtype of the weights: a key of :data:`DTYPES`."""
+    recipe: Literal["adamw", "muon"] = "adamw"
+    """Which optimizers train it: a key of :data:`.recipes.RECIPES`."""
     accumulate: int = 1
     """Microbatches a step; all but the last are not synchronised."""
     microbatch: int = 2
@@ -168,6 +171,15 @@ _ALL = (
         build=_gpt_14m_registered_in_reverse,
     ),
     Case(name="gpt-124m", about="GPT, 124M parameters, fp32", build=_gpt_124m, vocabulary=50257),
+    Case(name="gpt-14m-muon", about="gpt-14m trained with Muon and AdamW, fp32", build=_gpt_14m, recipe="muon"),
+    Case(
+        name="gpt-124m-muon",
+        about="gpt-124m trained with Muon and AdamW, fp32",
+        build=_gpt_124m,
+        vocabulary=50257,
+        recipe="muon",
+    ),
     Case(name="tiny", about="to try the program", build=_tiny, vocabulary=64, context=16),
+    Case(name="tiny-muon", about="to try it with Muon", build=_tiny, vocabulary=64, context=16, recipe="muon"),
 )
 CASES: Mapping[str, Case] = MappingProxyType({case.name: case for case in _ALL})

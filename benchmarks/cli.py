@@ -29,7 +29,7 @@ from .report import print_case, write
 from .results import Report, Skipped, summarise
 
 _QUICK_CASES = ("gpt-14m", "gpt-14m-accumulate-4", "gpt-14m-bf16", "small-2000")
-_FULL_CASES = (*_QUICK_CASES, "gpt-14m-registered-in-reverse", "gpt-124m")
+_FULL_CASES = (*_QUICK_CASES, "gpt-14m-registered-in-reverse", "gpt-14m-muon", "gpt-124m", "gpt-124m-muon")
 _FULL_ONLY_ENGINES = (
     "bound-sharded",
     "ddp-view",
@@ -180,7 +180,7 @@ def benchmark(
     )
     console = Console(stderr=True)
     if not console.is_terminal:
-        console = Console(stderr=True, width=140)
+        console = Console(stderr=True, width=160)
     report = Report(_environment(plan))
     try:
         for num_ranks in plan.ranks:
@@ -221,7 +221,7 @@ def _run_case(plan: Plan, case: Case, places: list[Place], report: Report, conso
         with console.status(where) as status:
             for spec in plan.engines:
                 if reason := spec.why_skipped(case):
-                    if spec.only_dtype in (None, case.dtype):  # else nobody would expect it here
+                    if spec.is_for(case):
                         leave_out(report.skipped, spec.name, reason)
                     continue
                 status.update(f"{where}: bytes of {spec.name}")

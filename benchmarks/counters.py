@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _TCPI_BYTES_RECEIVED = 128
@@ -54,8 +55,10 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """
     spans = set()
     for tensor in [*tensors, *(obj for obj in gc.get_objects() if issubclass(type(obj), Tensor))]:
-        # A DTensor holds nothing itself. What has a history belongs to a graph, which dies with its backward.
-        if not is_traceable_wrapper_subclass(tensor) and tensor.grad_fn is None:
+        # A DTensor holds nothing itself, and neither do the tensors that torch.compile traces with. What has a history
+        # belongs to a graph, which dies with its backward.
+        holds_memory = not (is_traceable_wrapper_subclass(tensor) or isinstance(tensor, FakeTensor))
+        if holds_memory and tensor.grad_fn is None:
             storage = tensor.untyped_storage()
             spans.add((storage.data_ptr(), storage.nbytes()))
     total, reached = 0, 0

@@ -1,4 +1,5 @@
-"""The engines that are compared: each wraps the same model and the same AdamW, at its best settings for this work."""
+"""The engines that are compared: each wraps the same model and the same optimizers, at its best settings for this
+work."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,8 @@ import megastrategy
 from megastrategy.core import Event
 
 from .cases import Case, LanguageModel
-from .peers import LR, Stepper, build_deepspeed, build_megatron_core
+from .peers import LR, Stepper, build_deepspeed, build_dion, build_megatron_core
+from .recipes import RECIPES, Part
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"adamw": {}, "adamw-foreach": {"foreach": True}, "adamw-fused": {"fused": True}}
@@ -38,6 +40,8 @@ class Engine:
         not_synced: a context for forward and backward of a microbatch whose gradients are only accumulated.
         settle: returns when nothing of this engine is in flight.
         close: ends its threads and groups.
+        in_step_ns: time spent in the optimizer's ``step()`` so far.
+        in_step_cpu_ns: of it, processor time of the thread that called it.
     """
 
     model: nn.Module
@@ -45,6 +49,8 @@ class Engine:
     not_synced: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     settle: Callable[[Tensor], None] = lambda tokens: None
     close: Callable[[], None] = lambda: None
+    in_step_ns: int = 0
+    in_step_cpu_ns: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +64,8 @@ class EngineSpec:
         options: the builder's.
         dtype: of the weights, if not the case's.
         only_dtype: the dtype of the cases that it is for, if not all.
-        rounds: it sends less than it has computed, so that its losses are its own.
+        only_recipe: their recipe, if not all.
+        rounds: it sends less than it has computed, or computes otherwise, so that its losses are its own.
     """
 
     name: str
@@ -67,6 +74,7 @@ class EngineSpec:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dtype: str | None = None
     only_dtype: str | None = None
+    only_recipe: str | None = None
     rounds: bool = False
 
     @property
@@ -79,10 +87,16 @@ class EngineSpec:
         """Whether its losses have to be those of torch DDP."""
         return self.communicates and not self.rounds
 
+    def is_for(self, case: Case) -> bool:
+        """Whether anybody would expect it in this case."""
+        return self.only_dtype in (None, case.dtype) and self.only_recipe in (None, case.recipe)
+
     def why_skipped(self, case: Case) -> str | None:
         """Why it cannot run this case here."""
-        if self.only_dtype not in (None, case.dtype):
-            return f"is for {self.only_dtype} cases"
+        if not self.is_for(case):
+            return f"is for {self.only_dtype or self.only_recipe} cases"
+        if case.recipe != "adamw" and self.kind in _ONLY_ADAMW:
+            return _ONLY_ADAMW[self.kind]
         if self.kind in _PACKAGES and not _is_installed(_PACKAGES[self.kind]):
             return f"{_PACKAGES[self.kind]} is not installed"
         if self.kind == "ours":
@@ -101,27 +115,45 @@ class EngineSpec:
         return _BUILDERS[self.kind](module, case, OPTIMIZERS[optimizer], self.options, listener)
 
 
-def _adamw(params: Any, options: Mapping[str, Any]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(params, lr=LR, **options)
+def _parts(module: LanguageModel, case: Case, adamw: Mapping[str, Any]) -> list[Part]:
+    return RECIPES[case.recipe](module, adamw)
+
+
+def _together(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer | Stepper:
+    """Steps all of them, one after the other."""
+    if len(optimizers) == 1:
+        return optimizers[0]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def zero_grad() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    return Stepper(step, zero_grad)
+
+
+def _optimizers(module: LanguageModel, case: Case, adamw: Mapping[str, Any]) -> torch.optim.Optimizer | Stepper:
+    return _together([part.make() for part in _parts(module, case, adamw)])
 
 
 def _bound(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
-    return Engine(model=module, optimizer=_adamw(module.parameters(), adamw))
+    return Engine(model=module, optimizer=_optimizers(module, case, adamw))
 
 
 def _bound_sharded(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
-    """Steps what one rank of a sharded optimizer steps: whole parameters, about 1/d of the elements."""
-    shares: list[list[nn.Parameter]] = [[] for _ in range(torch.distributed.get_world_size())]
-    for param in sorted(module.parameters(), key=lambda param: -param.numel()):
-        min(shares, key=lambda share: sum(other.numel() for other in share)).append(param)
-    optimizer = _adamw(shares[torch.distributed.get_rank()] or list(module.parameters())[:1], adamw)
-    optimizer.register_step_post_hook(lambda *_: module.zero_grad())  # of all, not only of this share
-    return Engine(model=module, optimizer=optimizer)
+    """Steps what one rank of a sharded optimizer steps: whole parameters, about 1/d of the elements of each part."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    shares = [part.share(rank, size) for part in _parts(module, case, adamw)]
+    stepper = _together([share.make() for share in shares if share.params])
+    return Engine(model=module, optimizer=Stepper(stepper.step, module.zero_grad))  # of all, not only of its share
 
 
 def _ddp(module: LanguageModel, case: Case, adamw: Mapping[str, Any], options: Mapping[str, Any], *_: Any) -> Engine:
     model = TorchDDP(module, **options)
-    return Engine(model=model, optimizer=_adamw(model.parameters(), adamw), not_synced=model.no_sync)
+    return Engine(model=model, optimizer=_optimizers(module, case, adamw), not_synced=model.no_sync)
 
 
 def _ddp_hook(
@@ -139,6 +171,13 @@ def _ddp_hook(
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=options["rank"], start_powerSGD_iter=2)
         engine.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return engine
+
+
+def _ddp_dion(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
+    model = TorchDDP(module)
+    muon, rest = _parts(module, case, adamw)
+    optimizer = _together([build_dion(muon.params), rest.make()])
+    return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync)
 
 
 def _replicate(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
@@ -160,17 +199,18 @@ def _replicate(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: 
             root.set_requires_gradient_sync(True)
             root.set_is_last_backward(True)
 
-    return Engine(model=module, optimizer=_adamw(module.parameters(), adamw), not_synced=not_synced)
+    return Engine(model=module, optimizer=_optimizers(module, case, adamw), not_synced=not_synced)
 
 
 def _zero(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of its own use of torch.jit when imported
 
     model = TorchDDP(module, gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, **adamw
-    )
-    return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync)
+    optimizers = [
+        ZeroRedundancyOptimizer(part.params, part.kind, parameters_as_bucket_view=True, **part.options)
+        for part in _parts(module, case, adamw)
+    ]
+    return Engine(model=model, optimizer=_together(optimizers), not_synced=model.no_sync)
 
 
 def _fsdp2(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
@@ -199,7 +239,7 @@ def _fsdp2(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any)
         finally:
             set_last(True)
 
-    return Engine(model=module, optimizer=_adamw(module.parameters(), adamw), not_synced=not_synced)
+    return Engine(model=module, optimizer=_optimizers(module, case, adamw), not_synced=not_synced)
 
 
 def _read_params(model: nn.Module, tokens: Tensor) -> None:
@@ -217,12 +257,13 @@ def _ours(
 ) -> Engine:
     config = megastrategy.DistributedDataParallelConfig(**options)
     model = megastrategy.DistributedDataParallel(module, config, listener=listener)
-    optimizer = megastrategy.DistributedOptimizer(_adamw(model.parameters(), adamw), model)
+    optimizers = [megastrategy.DistributedOptimizer(part.make(), model) for part in _parts(module, case, adamw)]
 
     def settle(tokens: Tensor) -> None:
         if getattr(config, "overlap_param_gather", False) == "forward":
             _read_params(model, tokens)
 
+    optimizer = _together(optimizers)
     return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync, settle=settle, close=model.close)
 
 
@@ -237,7 +278,7 @@ def _ours_as_registered(*arguments: Any) -> Engine:
 def _deepspeed(
     module: LanguageModel, case: Case, adamw: Mapping[str, Any], options: Mapping[str, Any], *_: Any
 ) -> Engine:
-    optimizer = _adamw(module.parameters(), adamw)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, **adamw)
     stage = options["stage"]
     model, stepper, not_last = build_deepspeed(module, stage, case.microbatch, case.accumulate, case.dtype, optimizer)
     return Engine(model=model, optimizer=stepper, not_synced=not_last)
@@ -255,6 +296,7 @@ _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
         "bound-sharded": _bound_sharded,
         "ddp": _ddp,
         "ddp-hook": _ddp_hook,
+        "ddp-dion": _ddp_dion,
         "replicate": _replicate,
         "zero": _zero,
         "fsdp2": _fsdp2,
@@ -264,8 +306,17 @@ _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
         "ours-as-registered": _ours_as_registered,
     }
 )
-_PACKAGES: Mapping[str, str] = MappingProxyType({"deepspeed": "deepspeed", "megatron-core": "megatron.core"})
+_PACKAGES: Mapping[str, str] = MappingProxyType(
+    {"deepspeed": "deepspeed", "megatron-core": "megatron.core", "ddp-dion": "dion"}
+)
 """Names what has to be installed, by kind."""
+_ONLY_ADAMW: Mapping[str, str] = MappingProxyType(
+    {
+        "deepspeed": "its ZeRO hands an optimizer flat parts of parameters, and torch.optim.Muon takes matrices",
+        "megatron-core": "it refuses Muon with its distributed optimizer, and cannot be given torch's",
+    }
+)
+"""Says why an engine trains with AdamW alone, by kind."""
 
 
 def _is_installed(module: str) -> bool:
@@ -324,6 +375,7 @@ _SPECS = (
         only_dtype="fp32",
         rounds=True,
     ),
+    EngineSpec(name="ddp-dion", about="torch DDP + Dion's Muon", kind="ddp-dion", only_recipe="muon", rounds=True),
     EngineSpec(name="replicate", about="replicate of FSDP2's parts", kind="replicate"),
     EngineSpec(name="zero", about="torch DDP + ZeroRedundancyOptimizer", kind="zero"),
     EngineSpec(name="fsdp2", about="FSDP2, reshard_after_forward=False", kind="fsdp2"),

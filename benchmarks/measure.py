@@ -27,10 +27,18 @@ _PROBE_BYTES = 8 * 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Consecutive steps of one engine: means over them."""
+    """Consecutive steps of one engine: means over them.
+
+    Attributes:
+        cpu_ms: processor time of all threads.
+        in_step_ms: in the optimizer's ``step()``.
+        in_step_cpu_ms: of it, processor time of the thread that called it: neither waiting nor sending.
+    """
 
     step_ms: float
     cpu_ms: float
+    in_step_ms: float = math.nan
+    in_step_cpu_ms: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +82,10 @@ def train_step(engine: Engine, microbatches: Tensor, observe: Callable[[], None]
         else:
             losses.append(_forward_backward(engine, tokens, len(microbatches), observe))
     observe()
+    start_ns, start_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
     engine.optimizer.step()
+    engine.in_step_ns += time.perf_counter_ns() - start_ns
+    engine.in_step_cpu_ns += time.thread_time_ns() - start_cpu_ns
     observe()
     return torch.stack(losses).mean()
 
@@ -119,6 +130,10 @@ def time_in_turns(
     gc.collect()
     gc.freeze()  # a collection in a block then looks at what the block made, not at all engines
 
+    def clocks_ns(engine: Engine) -> tuple[int, int, int, int]:
+        """In the order of a block's fields."""
+        return time.perf_counter_ns(), time.process_time_ns(), engine.in_step_ns, engine.in_step_cpu_ns
+
     def step(name: str) -> None:
         losses[name].append(train_step(engines[name], batches[len(losses[name]) % len(batches)]))
 
@@ -127,12 +142,12 @@ def time_in_turns(
             rank.say(f"round {number + 1} of {num_rounds}: {name}")
             dist.barrier()
             step(name)
-            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            before_ns = clocks_ns(engines[name])
             for _ in range(num_steps):
                 step(name)
-            elapsed_s, elapsed_cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+            elapsed_ns = [after - before for after, before in zip(clocks_ns(engines[name]), before_ns, strict=True)]
             engines[name].settle(batches[0, 0, :, :-1])
-            blocks[name].append(Block(1e3 * elapsed_s / num_steps, 1e3 * elapsed_cpu_s / num_steps))
+            blocks[name].append(Block(*(1e-6 * elapsed / num_steps for elapsed in elapsed_ns)))
     dist.barrier()
     for engine in engines.values():
         engine.close()

@@ -1,4 +1,4 @@
-"""Finds out which optimizers may be sharded: each is trained on two ranks under torch DDP and here, saved and resumed.
+"""Finds out how optimizers are sharded: each is trained on two ranks under torch DDP and here, saved and resumed.
 
     python -m benchmarks.optimizers --help
 
@@ -13,13 +13,14 @@ import dataclasses
 import datetime
 import importlib
 import importlib.metadata
+import io
 import logging
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -46,11 +47,13 @@ class Library:
         package: what pip installs.
         module: what is imported.
         names: of its optimizers; with the options of a constructor in brackets where they are not its defaults.
+        muons: those of them that are given the matrices apart.
     """
 
     package: str
     module: str
     names: tuple[str, ...]
+    muons: tuple[str, ...] = ()
 
     @property
     def version(self) -> str | None:
@@ -70,6 +73,7 @@ LIBRARIES = (
             *("AdamW", "AdamW(foreach=True)", "AdamW(fused=True)", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax"),
             *("RMSprop(momentum=0.9, centered=True)", "Rprop", "ASGD", "Adafactor", "Muon", "LBFGS", "SparseAdam"),
         ),
+        muons=("Muon",),
     ),
     Library(
         "timm",
@@ -81,6 +85,7 @@ LIBRARIES = (
                 "LaProp",
                 "LaProp(caution=True)",
                 "Lamb",
+                "Lamb(max_grad_norm=None)",
                 "Lars",
                 "Lars(weight_decay=0.01)",
                 "Lion",
@@ -106,7 +111,7 @@ LIBRARIES = (
             ),
         ),
     ),
-    Library("torchao", "torchao.optim", ("AdamW8bit", "Adam4bit", "AdamWFp8", "_AdamW")),
+    Library("torchao", "torchao.optim", ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamWFp8", "_AdamW")),
     Library("schedulefree", "schedulefree", ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")),
     Library("prodigyopt", "prodigyopt", ("Prodigy",)),
     Library(
@@ -144,7 +149,11 @@ LIBRARIES = (
             ),
             *("SPAM", "SRMM", "SWATS", "Shampoo", "SignSGD", "SimplifiedAdEMAMix", "StableAdamW", "StableSPAM"),
             *("TAM", "Tiger", "VSGD", "Yogi", "Lookahead"),
+            *("APOLLO", "AdaGO", "AdaMuon", "AdamWSN", "Alice", "Ano", "BCOS", "Conda", "DualAdam", "Fira"),
+            *("FlashAdamW", "GaLore", "Kron", "Magma", "Muon", "NorMuon", "RACS", "ROSE", "SCIONLight", "SaRA"),
+            *("SPlus", "ScalableShampoo", "SophiaH", "SpectralSphere"),
         ),
+        muons=("AdaGO", "AdaMuon", "Muon", "NorMuon"),
     ),
 )
 
@@ -189,41 +198,81 @@ def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One rank's weights and one state when it saved, and its weights after it had resumed."""
+    """One rank's weights and one state when it saved, and its weights after it had resumed.
+
+    Attributes:
+        how: "flat", "whole" or "mixed": what of the parameters the ranks step; "" under torch DDP.
+    """
 
     saved: dict[str, Tensor]
     state: dict[str, Any]
     resumed: dict[str, Tensor]
+    how: str = ""
+
+
+class Found(NamedTuple):
+    """What became of an optimizer.
+
+    Attributes:
+        how: "flat", "whole", "mixed" or "refused"; "" where nobody came to know.
+        result: in words; begins with "DIFFERENT" or "FAILED" where it should not be as it is.
+    """
+
+    how: str
+    result: str
+
+    @property
+    def cells(self) -> str:
+        """Of the table's row."""
+        result = " ".join(self.result.split()).replace("|", "\\|")
+        return f"{self.how} | {result}"
 
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 Wrap = Callable[[_Model, Make], tuple[nn.Module, Any]]
 
 
-def _train(make: Make, wrap: Wrap, rank: int, share: Callable[[Any], Any]) -> Outcome:
+def _train(make: Make, wrap: Wrap, rank: int, share: Callable[[bytes], bytes]) -> Outcome:
     """Some steps, a checkpoint, and as many more with what is built anew and loaded."""
-    weights, state = _model().state_dict(), None
+    weights, file, how = _model().state_dict(), None, ""
     seen: list[dict[str, Tensor]] = []
     for first in (0, _NUM_STEPS):
         module = _model()
         module.load_state_dict(weights)
         model, optimizer = wrap(module, make)
-        if state is not None:
-            optimizer.load_state_dict(copy.deepcopy(state))
+        if file is not None:
+            optimizer.load_state_dict(_read(file))
         _call_if_there(optimizer, "train")
         for step in range(first, first + _NUM_STEPS):
             optimizer.zero_grad()
             _loss(model, rank, step).backward()
             optimizer.step()
         _call_if_there(optimizer, "eval")
-        if state is None:
-            state = share(optimizer.state_dict())
+        if file is None:
+            file = share(_written(optimizer.state_dict()))
         weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
         seen.append(weights)
         if isinstance(model, DistributedDataParallel):
+            how = _how(optimizer)
             model.close()
-    assert state is not None
-    return Outcome(seen[0], state, seen[1])
+    assert file is not None
+    return Outcome(seen[0], _read(file), seen[1], how)
+
+
+def _written(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _read(file: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(file), weights_only=False)
+    return state
+
+
+def _how(optimizer: DistributedOptimizer) -> str:
+    own, whole = set(optimizer._impl.param_indices()), set(optimizer._impl.whole_params)
+    return "whole" if whole == own else "mixed" if whole else "flat"
 
 
 def _call_if_there(optimizer: Any, name: str) -> None:
@@ -236,7 +285,7 @@ def _under_ddp(make: Make) -> list[Outcome]:
         def wrap(module: _Model, make: Make) -> tuple[nn.Module, Any]:
             return TorchDDP(module, process_group=group), make(list(module.parameters()))
 
-        return _train(make, wrap, rank, lambda state: copy.deepcopy(state))
+        return _train(make, wrap, rank, lambda file: file)
 
     return _on_ranks(run)
 
@@ -250,8 +299,8 @@ def _under_ours(make: Make) -> list[Outcome]:
             collectives[:] = [model.engine.collectives]
             return model, DistributedOptimizer(make(list(module.parameters())), model)
 
-        def share(state: Any) -> Any:
-            return collectives[0].all_gather_objects(state)[0]
+        def share(file: bytes) -> bytes:
+            return bytes(collectives[0].all_gather_bytes(file)[0])
 
         return _train(make, wrap, rank, share)
 
@@ -263,9 +312,10 @@ _retired: collections.deque[ProcessGroup] = collections.deque(maxlen=16)
 
 
 def _on_ranks(run: Callable[[int, ProcessGroup], Outcome]) -> list[Outcome]:
-    """``run(rank, group)`` on threads, each over a gloo group of its own; raises what the lowest rank raised."""
+    """``run(rank, group)`` on threads, each over a gloo group of its own; raises what was raised first."""
     store = HashStore()
     outcomes: list[Any] = [None] * NUM_RANKS
+    errors: list[Exception] = []
 
     def target(rank: int) -> None:
         options = ProcessGroupGloo._Options()
@@ -278,7 +328,7 @@ def _on_ranks(run: Callable[[int, ProcessGroup], Outcome]) -> list[Outcome]:
         try:
             outcomes[rank] = run(rank, group)
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-            outcomes[rank] = error
+            errors.append(error)  # the other rank's comes later: it waited for this one
         _retired.append(group)
 
     threads = [threading.Thread(target=target, args=(rank,), daemon=True) for rank in range(NUM_RANKS)]
@@ -286,9 +336,8 @@ def _on_ranks(run: Callable[[int, ProcessGroup], Outcome]) -> list[Outcome]:
         thread.start()
     for thread in threads:
         thread.join()
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
+    if errors:
+        raise errors[0]
     return outcomes
 
 
@@ -302,33 +351,36 @@ def _make(library: Library, name: str) -> Make:
 
     def make(params: Iterable[Any]) -> torch.optim.Optimizer:
         params = list(params)
-        if library.module == "torch.optim" and kind == "Muon":  # takes matrices only
-            params = [param for param in params if param.dim() == 2]
+        if kind in library.muons:
+            matrices, others = ([param for param in params if (param.dim() == 2) is is_one] for is_one in (True, False))
+            # torch's takes nothing else; the other libraries' step the rest as AdamW does
+            groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+            params = matrices if library.module == "torch.optim" else groups
         optimizer: torch.optim.Optimizer = found(params, **options)
         return optimizer
 
     return make
 
 
-def try_optimizer(library: Library, name: str) -> str:
-    """The result in words; begins with "DIFFERENT" or "FAILED" where it should not be as it is."""
+def try_optimizer(library: Library, name: str) -> Found:
+    """Trains with it here and under torch DDP, and compares."""
     try:
         make = _make(library, name)
         make(list(_model().parameters()))
     except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-        return f"cannot be built here: {_said(error)}"
+        return Found("", f"cannot be built here: {_said(error)}")
     try:
         ours = _under_ours(make)
     except OptimizerNotShardableError as error:
         reason = str(error).partition(" cannot be sharded: ")[2].partition(". Pass ")[0]
-        return f"refused at wrap: {reason}"
+        return Found("refused", reason)
     except Exception as error:  # noqa: BLE001 - as above
-        return f"FAILED after it was wrapped: {_said(error)}"
+        return Found("", f"FAILED after it was wrapped: {_said(error)}")
     try:
         theirs = _under_ddp(make)
     except Exception as error:  # noqa: BLE001 - as above
-        return f"FAILED under torch DDP, and not here: {_said(error)}"
-    return compare(ours, theirs)
+        return Found(ours[0].how, f"FAILED under torch DDP, and not here: {_said(error)}")
+    return Found(ours[0].how, compare(ours, theirs))
 
 
 def compare(ours: list[Outcome], theirs: list[Outcome]) -> str:
@@ -352,21 +404,34 @@ def _of_what_is_kept(state: dict[str, Any]) -> dict[str, Any]:
 def _distance(mine: Any, other: Any) -> float:
     """The largest difference of two nested values, relative to each tensor's largest element; infinite if their
     structures differ."""
-    if isinstance(mine, Tensor) and isinstance(other, Tensor):
-        if mine.shape != other.shape or mine.dtype != other.dtype:
-            return float("inf")
-        if torch.equal(mine, other):
-            return 0.0
-        one, two = mine.double(), other.double()
-        distance = float((one - two).abs().max() / two.abs().max().clamp(min=1e-300))
-        return distance if math.isfinite(distance) else float("inf")
-    if isinstance(mine, dict) and isinstance(other, dict):
-        if mine.keys() != other.keys():
-            return float("inf")
-        return max((_distance(mine[key], other[key]) for key in mine), default=0.0)
-    if isinstance(mine, list | tuple) and type(mine) is type(other) and len(mine) == len(other):
-        return max((_distance(a, b) for a, b in zip(mine, other, strict=True)), default=0.0)
-    return 0.0 if mine == other else float("inf")
+    one, two = _inside(mine), _inside(other)
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return _distance_of_tensors(one, two)
+    if isinstance(one, dict) and isinstance(two, dict):
+        return (
+            max((_distance(one[key], two[key]) for key in one), default=0.0) if one.keys() == two.keys() else math.inf
+        )
+    return 0.0 if type(one) is type(two) and one == two else math.inf
+
+
+def _inside(value: Any) -> Any:
+    """What has an inside, by name or place: containers, tensors of another kind, objects of an optimizer's own."""
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
+    if isinstance(value, list | tuple | collections.deque):
+        return {(type(value), place): item for place, item in enumerate(value)}
+    is_own = hasattr(value, "__dict__") and not isinstance(value, Tensor | type) and not callable(value)
+    return dict(vars(value)) if is_own else value
+
+
+def _distance_of_tensors(mine: Tensor, other: Tensor) -> float:
+    if mine.shape != other.shape or mine.dtype != other.dtype:
+        return math.inf
+    one, two = mine.double(), other.double()  # of 8 bits too, which know no comparison
+    if torch.equal(one, two):
+        return 0.0
+    distance = float((one - two).abs().max() / two.abs().max().clamp(min=1e-300))
+    return distance if math.isfinite(distance) else math.inf
 
 
 def _said(error: Exception) -> str:
@@ -381,17 +446,42 @@ def rows_of(library: Library) -> Iterator[str]:
     version = library.version
     assert version is not None, "installed"
     for name in library.names:
-        result = " ".join(try_optimizer(library, name).split()).replace("|", "\\|")
-        yield f"| `{name}` | {library.package} {version} | {result} |"
+        yield f"| `{name}` | {library.package} {version} | {try_optimizer(library, name).cells} |"
 
 
 def page(rows: list[str], command: str) -> str:
     """The document."""
-    results = [row.rsplit(" | ", 1)[1].removesuffix(" |") for row in rows]
-    counts = collections.Counter(result.split(":")[0] for result in results)
-    counted = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    cells = [row.replace(r"\|", "").split(" | ") for row in rows]
+    hows = collections.Counter(cell[2] for cell in cells)
+    results = collections.Counter(cell[3].removesuffix(" |") for cell in cells if cell[2] != "refused")
+    counted, compared = (
+        ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) for counts in (hows, results)
+    )
     others = " ".join(library.package for library in LIBRARIES[1:])
     head = f"""# Optimizers
+
+An optimizer is sharded in one of two ways, and each parameter group by itself: one optimizer may have both, and a model
+may have several optimizers.
+
+| how | what a rank steps | memory and time of the step |
+|---|---|---|
+| flat | its part of every parameter, cut anywhere, as one dimension | divided evenly |
+| whole | all of some parameters, which it owns, in their own shape | divided evenly to within the largest parameter |
+| mixed | flat parts in some groups and whole parameters in others | as of its groups |
+| refused | nothing: building the `DistributedOptimizer` raises an error with the reason | |
+
+[Trial steps](../megastrategy/core/trials/probe.py) decide which it is, never a name: what is not in the table is
+treated alike. A group whose update is element-wise is stepped flat. Where the update of a parameter depends on its
+shape, rows, norms or blocks, but on no other parameter (Muon, Shampoo, Adafactor, LAMB, states quantised in blocks),
+the group is stepped whole. Three kinds are refused: an update that depends on several parameters at once (a norm over
+all of them, D-Adaptation, Prodigy, DoG), one that wants a closure or second derivatives, and one that moves so little
+in trials that they tell nothing. `use_distributed_optimizer=False` is the way out: every rank then steps all parameters
+whole, as under torch DDP.
+
+Owners are the ranks that have the least by then, bucket by bucket. An owner gets the reduced gradients of what it owns
+before the step, and sends its weights after it with the gather that all ranks have anyway:
+[how](design/whole_parameters.md). With several optimizers on one model, step the one of most parameters last: the
+others wait for what it has sent.
 
 Each optimizer is trained on two ranks under torch DDP and under a sharded `DistributedOptimizer`, saved, built anew,
 resumed and trained on. Weights before and after, on both ranks, and what was saved are compared.
@@ -400,21 +490,21 @@ resumed and trained on. Weights before and after, on both ranks, and what was sa
 |---|---|
 | equal to the bit | no bit differs |
 | within 1e-6 | differs by less than a millionth of a tensor's largest element |
-| refused at wrap | building the `DistributedOptimizer` raises an error with this reason, and with the way out: \
-`use_distributed_optimizer=False`, with which every rank steps whole parameters, as under torch DDP |
+| of those refused | the reason that the error gives |
 
-[Trial steps](../megastrategy/core/trials/elementwise.py) decide which it is, never a name: what is not in the table is
-treated alike.
+The model has a convolution, matrices, a norm, biases and a scalar. A `Muon` of torch has its matrices, another
+library's the others too, as a group of its own with `use_muon=False`.
 
-Of {len(rows)}: {counted}. Written on {datetime.date.today()}, on a CPU, with torch {_release(torch.__version__)}, by
+Of {len(rows)}: {counted}; {compared}.
+Written on {datetime.date.today()}, on a CPU, with torch {_release(torch.__version__)}, by
 
 ```bash
 pip install {others}
 {command}
 ```
 
-| optimizer | library | result |
-|---|---|---|
+| optimizer | library | how | result |
+|---|---|---|---|
 """
     return head + "".join(f"{row}\n" for row in rows)
 

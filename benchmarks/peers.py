@@ -1,4 +1,4 @@
-"""Engines of other projects that are measured where they are installed: DeepSpeed and Megatron-core, on gloo."""
+"""Engines of other projects that are measured where they are installed: DeepSpeed, Megatron-core and Dion, on gloo."""
 
 from __future__ import annotations
 
@@ -91,6 +91,20 @@ def build_megatron_core(module: nn.Module, dtype: str) -> Peer:
             optimizer.step()
 
     return model, Stepper(step, zero_grad), model.no_sync
+
+
+def build_dion(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Its Muon for torch DDP: each rank orthogonalises a part of the matrices of one shape, and gathers the updates.
+
+    The recipe's settings, but for the coefficients of the iteration, which are its own.
+    """
+    import dion
+
+    group = torch.distributed.group.WORLD
+    optimizer: torch.optim.Optimizer = dion.Muon(
+        matrices, distributed_mesh=group, lr=LR, nesterov=True, weight_decay=0.1, adjust_lr="rms_norm"
+    )
+    return optimizer
 
 
 class OnHost(TorchFunctionMode):

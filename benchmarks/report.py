@@ -16,7 +16,8 @@ from .results import CaseResult, EngineResult, Report, Spread
 _CLAIMS = (
     "CPU and gloo only. Gloo's reduce-scatter is emulated (an all-reduce inside, twice the bytes), which is what the "
     "sharded peers use here and would not use on NCCL: nothing is claimed about NCCL. CUDA is unmeasured.",
-    "bf16 arithmetic may be emulated on this processor: bf16 rows are for bytes, and for times only beside each other.",
+    "bf16 arithmetic may be emulated on this processor: bf16 rows are for bytes, and for times only beside each other; "
+    "so are Muon's, which iterates in bf16.",
     "`bound` communicates nothing and takes the whole optimizer step, of which a sharded engine takes 1/d; so a "
     "sharded engine may be faster than it.",
 )
@@ -30,6 +31,7 @@ _COLUMNS: Mapping[str, _Cell] = MappingProxyType(
         "over bound, ms": lambda _, engine: _spread(engine.over_bound_ms, 1),
         "reported waits, ms": lambda _, engine: _number(engine.reported_wait_ms, 1),
         "CPU a rank, ms": lambda _, engine: _spread(engine.cpu_ms, _digits(engine.cpu_ms)),
+        "step(), ms / CPU": lambda _, engine: _in_step(engine),
         "received, B/param": lambda case, engine: _number(engine.received_bytes / case.num_elements, 3),
         "tensors, B/param": lambda case, engine: _number(engine.tensor_bytes / case.num_elements, 2),
         "heap, MiB": lambda _, engine: _number(_mib(engine.heap_bytes), 1),
@@ -157,6 +159,10 @@ def _verdict(engine: EngineResult) -> str:
     if engine.losses_agree is None:  # what it sends is rounded, so it has losses of its own
         return f"off by {engine.loss_difference[1]:.0e}"
     return f"{'equal' if engine.losses_agree else 'DIFFER'} ({engine.loss_difference[0]:.0e})"
+
+
+def _in_step(engine: EngineResult) -> str:
+    return " / ".join(_number(of.median, _digits(of)) for of in (engine.in_step_ms, engine.in_step_cpu_ms))
 
 
 def _median(spread: Spread | None) -> float | None:

@@ -47,6 +47,8 @@ class EngineResult:
         ratio: to torch DDP, by round.
         over_bound_ms: step time less that of the engine without communication, by round.
         cpu_ms: processor time a step of one rank, all threads, by round: the ranks' mean.
+        in_step_ms: of a step, the time in the optimizer's ``step()``, by round: the rank's with the most.
+        in_step_cpu_ms: of that, processor time of the thread that called it.
         reported_wait_ms: a step, from the engine's own events, when it runs alone.
         received_bytes: payload a step a rank; what is received is what is sent.
         losses: rank 0's, by step.
@@ -60,6 +62,8 @@ class EngineResult:
     ratio: Spread
     over_bound_ms: Spread | None
     cpu_ms: Spread
+    in_step_ms: Spread
+    in_step_cpu_ms: Spread
     reported_wait_ms: float | None
     received_bytes: float
     interface_bytes: float | None
@@ -171,18 +175,22 @@ def _engine_result(
     ratios: list[float] = []
     over_bound_ms: list[float] = []
     cpu_ms: list[float] = []
+    in_step_ms: list[float] = []
+    in_step_cpu_ms: list[float] = []
     differences: list[tuple[float, float]] = []
     losses: list[float] = []
     for ranks in groups:
         if name not in ranks[0].blocks:
             continue
-        own, baseline = _slowest(ranks, name), _slowest(ranks, BASELINE)
+        own, baseline = _most(ranks, name), _most(ranks, BASELINE)
         step_ms += own
         ratios += [mine / theirs for mine, theirs in zip(own, baseline, strict=True)]
         bound = "bound-fp32" if spec.dtype == "fp32" else "bound"
         if bound in ranks[0].blocks:
-            over_bound_ms += [mine - floor for mine, floor in zip(own, _slowest(ranks, bound), strict=True)]
+            over_bound_ms += [mine - floor for mine, floor in zip(own, _most(ranks, bound), strict=True)]
         cpu_ms += [statistics.fmean(blocks) for blocks in _by_round(ranks, name, "cpu_ms")]
+        in_step_ms += _most(ranks, name, "in_step_ms")
+        in_step_cpu_ms += _most(ranks, name, "in_step_cpu_ms")
         losses = ranks[0].losses[name]
         differences += [_difference(rank.losses[name], rank.losses[BASELINE]) for rank in ranks]
     worst = (max(first for first, _ in differences), max(all_ for _, all_ in differences))
@@ -197,6 +205,8 @@ def _engine_result(
         ratio=Spread.of(ratios),
         over_bound_ms=Spread.of(over_bound_ms) if over_bound_ms else None,
         cpu_ms=Spread.of(cpu_ms),
+        in_step_ms=Spread.of(in_step_ms),
+        in_step_cpu_ms=Spread.of(in_step_cpu_ms),
         reported_wait_ms=max(waits) if waits else None,
         received_bytes=statistics.fmean(rank.received_bytes for rank in alone),
         interface_bytes=statistics.fmean(interface) if interface else None,
@@ -215,8 +225,9 @@ def _by_round(ranks: Sequence[Timing], name: str, field: str) -> list[list[float
     return [[getattr(block, field) for block in blocks] for blocks in rounds]
 
 
-def _slowest(ranks: Sequence[Timing], name: str) -> list[float]:
-    return [max(blocks) for blocks in _by_round(ranks, name, "step_ms")]
+def _most(ranks: Sequence[Timing], name: str, field: str = "step_ms") -> list[float]:
+    """Returns for each round that of the rank with the most."""
+    return [max(blocks) for blocks in _by_round(ranks, name, field)]
 
 
 def _difference(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:

@@ -73,6 +73,9 @@ def compare_alone(rank: Rank, recipes: dict[str, Recipe]) -> dict[str, tuple[int
 
 _SGD: dict[str, Any] = {"optimizer": "SGD", "options": (("lr", 0.05), ("momentum", 0.9))}
 
+_ADAFACTOR: dict[str, Any] = {"optimizer": "Adafactor", "options": (("lr", 0.02),)}
+"""Steps whole parameters, each on its owner."""
+
 
 def _recipe(
     model: str = "awkward", *, bucket_size: int = 200, how: dict[str, Any] | None = None, **config: Any
@@ -98,6 +101,8 @@ RECIPES: dict[str, Recipe] = {
     "checked": _recipe(check_for_nan_in_grad=True),
     "late-bucket": _recipe("twice", how=_SGD),
     "moved-buckets": _recipe("gpt-reversed", bucket_size=20_000),
+    "whole-params": _recipe(how=_ADAFACTOR),
+    "whole-params-forward": _recipe(how=_ADAFACTOR, overlap_param_gather="forward"),
     "instances": _recipe(how=_SGD, num_distributed_optimizer_instances=2),
 }
 """What the page of options promises, once each."""
