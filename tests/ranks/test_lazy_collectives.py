@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
 from megastrategy.core.errors import CollectiveError
+from megastrategy.core.layout import Spans
 from megastrategy.core.param_gather import ParamGather
 from megastrategy.core.reducer import Reducer
 from tests.support.chosen_collectives import Choice, choosing
@@ -275,8 +276,8 @@ def forget_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait for the first bucket's parameters is missing."""
     start = ParamGather.start
 
-    def start_and_forget(self: ParamGather, bucket: int) -> None:
-        start(self, bucket)
+    def start_and_forget(self: ParamGather, bucket: int, spans: Spans | None = None) -> None:
+        start(self, bucket, spans)
         if bucket == 0:
             self._handles[bucket] = Forgotten(self._handles[bucket])
 

@@ -153,7 +153,7 @@ def test_with_muon_every_engine_that_can_trains_to_the_losses_of_ddp(tmp_path: P
 
 def test_a_recipe_steps_every_parameter_once_and_its_shares_are_a_partition_of_it() -> None:
     model = CASES["tiny-muon"].build_model()
-    muon, adamw = RECIPES["muon"](model, {"foreach": True})
+    adamw, muon = RECIPES["muon"](model, {"foreach": True})
     assert {id(param) for param in muon.params} == {id(p) for p in model.blocks.parameters() if p.ndim == 2}
     assert sorted(map(id, muon.params + adamw.params)) == sorted(map(id, model.parameters()))
     assert adamw.make().defaults["foreach"] is True
