@@ -291,7 +291,8 @@ def test_a_missing_wait_is_seen(
     monkeypatch: pytest.MonkeyPatch, overlap: str, forget: Callable[[pytest.MonkeyPatch], None], is_guarded: bool
 ) -> None:
     """By the poison in the weights, and by the guard at the line."""
-    run, choice, options = Run(steps=1), Choice("at-wait"), {"overlap_param_gather": overlap}
+    # The guard watches steps, and it is the next one's forward that reads weights; the poison is looked at in the end.
+    run, choice, options = Run(steps=1 + is_guarded), Choice("at-wait"), {"overlap_param_gather": overlap}
     assert_same_bits(train(choice, run, options), train_with_ddp(run, 2))
     forget(monkeypatch)
     with pytest.raises(AssertionError) as caught:
