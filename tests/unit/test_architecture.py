@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -130,11 +131,12 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> set[str]:
-    """What the file imports when it runs: absolute names, and relative ones with their dots."""
+def imports(path: Path, *, for_types: bool = False) -> set[str]:
+    """What the file imports when it runs: absolute names, and relative ones with their dots. ``for_types``: also what
+    a type checker sees alone."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for child in ast.walk(node):
                 child.typing_only = True  # type: ignore[attr-defined]
         if getattr(node, "typing_only", False):
@@ -145,6 +147,17 @@ def imports(path: Path) -> set[str]:
             dots = "." * node.level
             found |= {dots + node.module} if node.module else {dots + alias.name for alias in node.names}
     return found
+
+
+def test_no_file_imports_itself_by_way_of_others_also_for_types_alone() -> None:
+    """A circle that a type checker alone sees is one of the reader's all the same."""
+    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in FILES}
+    files |= {name.removesuffix(".__init__"): path for name, path in files.items()}
+    edges: dict[Path, set[Path]] = {}
+    for path in FILES:
+        names = (resolved(path, name) for name in imports(path, for_types=True) if name.startswith("."))
+        edges[path] = {files[name] for name in names if name in files} - {path}
+    graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, with the circle
 
 
 @pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
