@@ -245,6 +245,18 @@ class BufferLayout:
         start, end = max(slot.start, shard_start), min(slot.end, shard_end)
         return (start, end) if start < end else None
 
+    def holders(self, param: int) -> Iterator[tuple[int, int, int]]:
+        """The ranks of an instance that own a part of parameter ``param``'s slot, by address: (rank, start, end), in
+        buffer offsets. None of them for a parameter without elements."""
+        slot = self.slots[param]
+        bucket = self.buckets[slot.bucket]
+        shard_numel, start = bucket.numel // self.num_shards, slot.start
+        while start < slot.end:
+            rank = (start - bucket.start) // shard_numel
+            end = min(slot.end, bucket.start + (rank + 1) * shard_numel)
+            yield rank, start, end
+            start = end
+
     @property
     def param_order(self) -> list[int]:
         """All parameters, bucket after bucket in launch order, and in each by address."""

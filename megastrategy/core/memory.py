@@ -60,24 +60,24 @@ def memory_use(
         numel = owned[1] - owned[0] if owned is not None else 0
         if owner is not None:
             numel = spec.numel if owner == dp_rank % layout.num_shards else 0
-        num_tensors = state_tensors if isinstance(state_tensors, int) else state_tensors.get(index, 0)
         # State has the dtype of what is stepped: fp32 for 16-bit weights, and never less than that.
         main_itemsize = max(spec.dtype.itemsize, 4)
         # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
         main_param_numel = numel if spec.has_main_param else 0
-        state_bytes += main_itemsize * (main_param_numel + num_tensors * numel)
+        state_bytes += main_itemsize * (main_param_numel + _num_kept(state_tensors, index) * numel)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes), sum(layout.received_nbytes))
 
 
 def memory_use_of_ddp(layout: BufferLayout, state_tensors: int | Mapping[int, int]) -> MemoryUse:
     """Counts what torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds
     gradients twice)."""
-    bytes_once = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
     nbytes = [spec.numel * spec.dtype.itemsize for spec in layout.params]
-    kept = (
-        [state_tensors] * len(nbytes) if isinstance(state_tensors, int) else map(state_tensors.get, range(len(nbytes)))
-    )
-    return MemoryUse(bytes_once, bytes_once, sum(each * (num or 0) for each, num in zip(nbytes, kept, strict=True)))
+    state_bytes = sum(_num_kept(state_tensors, index) * each for index, each in enumerate(nbytes))
+    return MemoryUse(sum(nbytes), sum(nbytes), state_bytes)
+
+
+def _num_kept(state_tensors: int | Mapping[int, int], index: int) -> int:
+    return state_tensors if isinstance(state_tensors, int) else state_tensors.get(index, 0)
 
 
 def describe_setup(

@@ -130,12 +130,13 @@ class OptimizerShards(ShardHolder):
 
     def _not_followed(self) -> tuple[dict[int, Parameter], set[int]]:
         """The parameters in the groups that have no shards yet, by index, and which of them are stepped whole."""
+        index_by_id, followed = self.index_by_id, self._followed  # asked in each step, for each parameter
         params: dict[int, Parameter] = {}
         whole = set[int]()
         for number, group in enumerate(self.inner.param_groups):
             for param in group["params"]:
-                index = self.index_by_id.get(id(param))
-                if index is not None and index not in self._followed:
+                index = index_by_id.get(id(param))
+                if index is not None and index not in followed:
                     params[index] = param
                     whole.update({index} if number in self._whole_groups else ())
         return params, whole

@@ -70,15 +70,7 @@ class Owners:
 
     def holders(self, param: int) -> Iterator[tuple[int, Part]]:
         """The ranks that hold a part of its reduced gradient, in the order of addresses, and the part of each."""
-        slot = self.layout.slots[param]
-        bucket = self.layout.buckets[slot.bucket]
-        shard_numel = bucket.numel // self.layout.num_shards
-        start = slot.start
-        while start < slot.end:
-            rank = (start - bucket.start) // shard_numel
-            end = min(slot.end, bucket.start + (rank + 1) * shard_numel)
-            yield rank, Part(param, start, end)
-            start = end
+        return ((rank, Part(param, start, end)) for rank, start, end in self.layout.holders(param))
 
     def stepped(self, bucket: Bucket, params: Collection[int]) -> Spans:
         """By rank, the parts of the bucket, from its start, whose weights it steps of ``params``: those that it owns,

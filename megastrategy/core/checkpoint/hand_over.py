@@ -183,10 +183,7 @@ class Lending:
             # Another name means that rank 0 gave the last connection up, so it is dropped here too.
             self._pairs = {name: Pair(store, name, 1, timeout)}
         pair, names = self._pairs[name], names_of(described)
-        header = torch.frombuffer(bytearray(pickle.dumps(described)), dtype=torch.uint8)
-        # The size first: gloo ends a process that receives another number of bytes than it expects.
-        pair.send(torch.tensor([header.numel()]))
-        pair.send(header)
+        _send_bytes(pair, bytearray(pickle.dumps(described)))
         wanted = torch.zeros(2, dtype=torch.int64)
         while True:
             # Rank 0 asks bucket by bucket, so neither side holds more than one beside its own state.
@@ -196,11 +193,23 @@ class Lending:
                 return
             if bucket == _WHOLE:
                 assert parts.whole is not None, "it was described"
-                data = torch.frombuffer(packed([(place, parts.whole[place])]), dtype=torch.uint8)
-                pair.send(torch.tensor([data.numel()]))
-                pair.send(data)
+                _send_bytes(pair, packed([(place, parts.whole[place])]))
                 continue
             pair.send(parts.part(parts.layout.buckets[bucket], *names[place]))
+
+
+def _send_bytes(pair: Pair, data: bytearray) -> None:
+    # The size first: gloo ends a process that receives another number of bytes than it expects.
+    pair.send(torch.tensor([len(data)]))
+    pair.send(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def _receive_bytes(pair: Pair) -> bytes:
+    numel = torch.zeros(1, dtype=torch.int64)
+    pair.receive(numel)
+    data = torch.empty(int(numel.item()), dtype=torch.uint8)
+    pair.receive(data)
+    return data.numpy().tobytes()
 
 
 def _when_at_rest(lender: Lender, request: dict[str, Any]) -> str:
@@ -247,11 +256,7 @@ class HandedOver:
     def receive_descriptions(self) -> None:
         """Receives what the others say that they have, which comes before any tensor."""
         for rank, pair in self._pairs.items():
-            numel = torch.zeros(1, dtype=torch.int64)
-            pair.receive(numel)
-            header = torch.empty(int(numel.item()), dtype=torch.uint8)
-            pair.receive(header)
-            self._described[rank] = pickle.loads(header.numpy().tobytes())
+            self._described[rank] = pickle.loads(_receive_bytes(pair))
 
     def everybody(self, own: Any) -> list[Any]:
         return [own, *self._described.values()]
@@ -272,13 +277,10 @@ class HandedOver:
         yield from unpacked(packed(list(own.items())))
         for rank, pair in self._pairs.items():
             for index in self._described[rank].whole:
-                numel = torch.zeros(1, dtype=torch.int64)
                 with self._every.named_failures(f"an exchange with rank {rank}"):
                     pair.send(torch.tensor([_WHOLE, index]))
-                    pair.receive(numel)
-                    data = torch.empty(int(numel.item()), dtype=torch.uint8)
-                    pair.receive(data)
-                yield from unpacked(data.numpy().tobytes())
+                    data = _receive_bytes(pair)
+                yield from unpacked(data)
 
     def end(self) -> None:
         """The other ranks' states may change again."""

@@ -199,13 +199,10 @@ def agreed_keys(everybody: Sequence[Described], layout: BufferLayout) -> dict[in
 
 def _divided(layout: BufferLayout) -> Iterator[tuple[int, range]]:
     """The parameters that have several owners, with these."""
-    for bucket in layout.buckets:
-        numel = bucket.numel // layout.num_shards
-        for index in bucket.params:
-            slot = layout.slots[index]
-            first, last = (slot.start - bucket.start) // numel, (slot.end - 1 - bucket.start) // numel
-            if first < last:
-                yield index, range(first, last + 1)
+    for index in layout.param_order:
+        owners = [rank for rank, _, _ in layout.holders(index)]
+        if len(owners) > 1:
+            yield index, range(owners[0], owners[-1] + 1)
 
 
 def _agree(

@@ -72,7 +72,7 @@ def sharded_state_dict(
         if tensor is None:
             continue
         kept = whole.get(index) if index is not None else None
-        values = dict(optimizer.state.get(tensor, {}) if kept is None else kept)
+        values = optimizer.state.get(tensor, {}) if kept is None else kept
         shard = shards.get(index) if index is not None else None
         if shard is not None and index is not None:
             spec, sharded = layout.params[index], shard.is_cut

@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import inspect
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -378,21 +378,28 @@ def _in_words(value: Any) -> str:
     return str(value)[:40] if isinstance(value, int | str | None) else f"a {type(value).__name__}"
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Whether two values of an optimizer's state or options are alike; what cannot be compared is not."""
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have one dtype, shape and content."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def equal(a: Any, b: Any, same: Callable[[Tensor, Tensor], bool] = same_bits) -> bool:
+    """Whether two values of an optimizer's state or options are alike; what cannot be compared is not. ``same``: when
+    two tensors are."""
     # Tensors first: a comparison by == would be a tensor, whose truth is an error.
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         if type(a) is type(b) and hasattr(a, "__tensor_flatten__"):  # a subclass, which may know no comparison
-            return equal(*({name: getattr(value, name) for name in value.__tensor_flatten__()[0]} for value in (a, b)))
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+            one, other = ({name: getattr(value, name) for name in value.__tensor_flatten__()[0]} for value in (a, b))
+            return equal(one, other, same)
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and same(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(equal(a[key], b[key], same) for key in a)
     if isinstance(a, list | tuple | collections.deque) and type(a) is type(b):
-        return len(a) == len(b) and all(map(equal, a, b))
+        return len(a) == len(b) and all(equal(one, other, same) for one, other in zip(a, b, strict=True))
     try:
         if a is b or bool(a == b) or (a != a and b != b):  # NaN
             return True
-        return type(a) is type(b) and hasattr(a, "__dict__") and not callable(a) and equal(vars(a), vars(b))
+        return type(a) is type(b) and hasattr(a, "__dict__") and not callable(a) and equal(vars(a), vars(b), same)
     except (TypeError, ValueError, RuntimeError):
         return False
 

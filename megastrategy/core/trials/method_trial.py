@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .optimizer_double import TRIAL_SHAPE, Call, Contents, Double, Found, NotForShardsError, in_words
-from .trial import enter_training
+from .trial import enter_training, random_numbers_of_its_own
 
 _STEPS = 3  # state has then grown from zero, and sums differ from the last gradient
 _LR = 0.01  # weights of size 1 move by more than rounding hides
@@ -59,7 +59,7 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
 @contextlib.contextmanager
 def _without_trace(device: torch.device) -> Iterator[None]:
     # The user's next random number must not depend on whether an optimizer was tried.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+    with random_numbers_of_its_own(device), torch.no_grad():
         yield
 
 

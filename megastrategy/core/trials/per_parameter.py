@@ -13,7 +13,6 @@ blocks need, if a parameter is. What is kept of a parameter may be anything that
 
 from __future__ import annotations
 
-import collections
 import io
 import math
 from collections.abc import Iterator, Sequence
@@ -23,12 +22,19 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .elementwise import Findings, GroupProbe, equal, params_of
+from .elementwise import Findings, GroupProbe, equal, params_of, same_bits
 from .step_arguments import StepArguments
-from .trial import Problem, Trial, tensors_in
+from .trial import Problem, Trial, random_numbers_of_its_own, tensors_in
 
 _RELATIVE = 1e-5  # as for flat pieces: far less than a coupling changes
 _LARGE = 4_096  # states in blocks begin there
+
+
+_SMALL: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    0: ((), ()),
+    1: ((61,), (40,)),
+    2: ((12, 33), (40, 16)),
+}
 
 
 def trial_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -39,15 +45,8 @@ def trial_shapes(shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ..
         small, other = _SMALL.get(dim, ((6, 5, *(3,) * (dim - 2)), (5, 8, *(2,) * (dim - 2))))
         found += [small, other, small]
         if dim > 0 and largest >= _LARGE:
-            found += 2 * [(_LARGE,) if dim == 1 else (128, 32 // 2 ** (dim - 2), *(2,) * (dim - 2))]
+            found += 2 * [(_LARGE,) if dim == 1 else (128, 2 ** max(7 - dim, 0), *(2,) * (dim - 2))]
     return tuple(found)
-
-
-_SMALL: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    0: ((), ()),
-    1: ((61,), (40,)),
-    2: ((12, 33), (40, 16)),
-}
 
 
 class PerParameterProbe(GroupProbe):
@@ -83,10 +82,9 @@ class PerParameterProbe(GroupProbe):
                 return Findings(
                     f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone"
                 )
-        is_on_host = self._device.type == "cpu"
-        # An update may draw random numbers, and the user's come after it.
-        with torch.random.fork_rng([] if is_on_host else [self._device], device_type=_device_type(self._device)):
+        with random_numbers_of_its_own(self._device):
             # the same on all ranks, which have to find the same
+            is_on_host = self._device.type == "cpu"
             (torch.default_generator if is_on_host else torch.get_device_module(self._device)).manual_seed(0)
             return super().findings()
 
@@ -112,7 +110,7 @@ class PerParameterProbe(GroupProbe):
         for number, alone in enumerate(pieces):
             kept, found = whole.state(number), alone.state(0)
             for name in dict.fromkeys((*kept, *found)):
-                if name not in kept or name not in found or not _alike(kept[name], found[name]):
+                if name not in kept or name not in found or not equal(kept[name], found[name], _close):
                     return f"after trial steps of {self.where}, state {name!r} of a tensor depends on the others"
             if (reason := self._values_differ(whole, alone, ())) is not None:
                 return reason.replace("flat pieces of them", "each of them alone")
@@ -127,18 +125,13 @@ class PerParameterProbe(GroupProbe):
         return ([(0, start.numel())] for start in self.problem.starts)
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _close(a: Tensor, b: Tensor) -> bool:
     """Equal, but for the rounding of a kernel that takes several tensors at once."""
-    if type(a) is Tensor and type(b) is Tensor and a.is_floating_point():
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        size = a.abs().max() if a.numel() else a.new_zeros(())
-        return bool(((a - b).abs() <= max(_RELATIVE, 4 * torch.finfo(a.dtype).eps) * size).all())
-    if isinstance(a, list | tuple | collections.deque) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
-    return equal(a, b)
+    if type(a) is not Tensor or type(b) is not Tensor or not a.is_floating_point() or not a.numel():
+        return same_bits(a, b)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a - b).abs() <= max(_RELATIVE, 4 * torch.finfo(a.dtype).eps) * a.abs().max()).all())
 
 
 def _why_not_saved(state: dict[str, Any]) -> str | None:
@@ -150,7 +143,3 @@ def _why_not_saved(state: dict[str, Any]) -> str | None:
         except Exception as error:  # noqa: BLE001 - whatever an unknown object raises, it is an answer
             return f"state {name!r} cannot be saved ({type(error).__name__}: {error})"
     return None
-
-
-def _device_type(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type  # torch asks for a device, also where none is to be forked

@@ -17,6 +17,7 @@ What a trial can see depends on its tensors and gradients:
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -283,6 +284,15 @@ def _state_at_construction(
     except Exception:  # noqa: BLE001 - whatever an unknown constructor raises, there is other state to try with
         return {}
     return dict(another.state.get(param, {}))
+
+
+@contextlib.contextmanager
+def random_numbers_of_its_own(device: torch.device) -> Iterator[None]:
+    """Leaves the program's next random number as it is, on the host and on the device, whatever is drawn in it."""
+    others = [] if device.type == "cpu" else [device]
+    # torch asks for a kind of device, also where none is to be forked
+    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
+        yield
 
 
 def enter_training(optimizer: torch.optim.Optimizer) -> None:
