@@ -61,21 +61,29 @@ def fit_with_modes(name: str, strategy_options: dict[str, Any], **trainer_option
     return [fits, first.seen, second.seen, saved["state_dict"], dict(sorted(state["state"].items()))]
 
 
+def epoch(fabric: Any, model: Any, optimizer: Any, data: Any) -> list[float]:
+    """Trains once through the data; the losses."""
+    losses = []
+    for features, tokens, targets in data:
+        loss = F.cross_entropy(model(features, tokens), targets)
+        fabric.backward(loss)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def loop_with_modes(name: str, strategy_options: dict[str, Any]) -> list[Any]:
     fabric = make_fabric(name, strategy_options)
     data = make_data(fabric)
     net = AwkwardNet()
     model, optimizer = fabric.setup(net, schedule_free(net.parameters()))
-    losses, seen = [], []
+    losses: list[float] = []
+    seen = []
     for _ in range(EPOCHS):
         optimizer.train()
         seen.append(weights_of(net))
-        for features, tokens, targets in data:
-            loss = F.cross_entropy(model(features, tokens), targets)
-            fabric.backward(loss)
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
+        losses += epoch(fabric, model, optimizer, data)
         optimizer.eval()
         seen.append(weights_of(net))
     return [Loop(weights_of(net), losses, [], state_of(fabric, optimizer)), seen]
@@ -118,14 +126,9 @@ def loop_with(name: str, strategy_options: dict[str, Any], make: Any) -> list[An
     data = make_data(fabric)
     net = AwkwardNet()
     model, optimizer = fabric.setup(net, make(net.parameters()))
-    losses = []
+    losses: list[float] = []
     for _ in range(EPOCHS):
-        for features, tokens, targets in data:
-            loss = F.cross_entropy(model(features, tokens), targets)
-            fabric.backward(loss)
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
+        losses += epoch(fabric, model, optimizer, data)
     return [Loop(weights_of(net), losses, [], state_of(fabric, optimizer))]
 
 
