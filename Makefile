@@ -68,7 +68,8 @@ fuzz: $(STAMP)  ## random programs against torch DDP and plain torch, a minute (
 test-rest: $(STAMP)  ## what `make test` leaves out, or a part of it (ARGS="--part 2/7"; ARGS go to pytest)
 	$(PYTEST) -m long $(ARGS)
 
-DOORS_PARITY := tests/doors/test_lightning_parity.py tests/doors/test_fabric.py tests/doors/test_accelerate.py
+DOORS_PARITY := tests/doors/test_lightning_parity.py tests/doors/test_fabric.py tests/doors/test_fabric_precision.py \
+  tests/doors/test_accelerate.py
 test-lazy: $(STAMP)  ## the engine and the doors' parity with results that come late, early or at random (ARGS go to pytest)
 	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
 	  $(PYTEST) tests/ranks $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from benchmarks.optimizer_libraries import LIBRARIES, Library, release
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import OptimizerNotShardableError
 
@@ -37,129 +38,6 @@ _NUM_STEPS = 6
 """Steps before a checkpoint, and after it."""
 _TIMEOUT = datetime.timedelta(seconds=60)
 CLOSE = 1e-6
-
-
-@dataclasses.dataclass(frozen=True)
-class Library:
-    """A package that optimizers come from.
-
-    Attributes:
-        package: what pip installs.
-        module: what is imported.
-        names: of its optimizers; with the options of a constructor in brackets where they are not its defaults.
-        muons: those of them that are given the matrices apart.
-    """
-
-    package: str
-    module: str
-    names: tuple[str, ...]
-    muons: tuple[str, ...] = ()
-
-    @property
-    def version(self) -> str | None:
-        """The installed one; None if there is none."""
-        try:
-            return _release(importlib.metadata.version(self.package))
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-
-LIBRARIES = (
-    Library(
-        "torch",
-        "torch.optim",
-        (
-            *("SGD", "SGD(momentum=0.9, nesterov=True)", "SGD(momentum=0.9, fused=True)", "Adam", "Adam(amsgrad=True)"),
-            *("AdamW", "AdamW(foreach=True)", "AdamW(fused=True)", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax"),
-            *("RMSprop(momentum=0.9, centered=True)", "Rprop", "ASGD", "Adafactor", "Muon", "LBFGS", "SparseAdam"),
-        ),
-        muons=("Muon",),
-    ),
-    Library(
-        "timm",
-        "timm.optim",
-        (
-            *("AdaBelief", "Adafactor", "AdafactorBigVision", "Adahessian", "AdamP", "Adan"),
-            *(
-                "Adopt",
-                "LaProp",
-                "LaProp(caution=True)",
-                "Lamb",
-                "Lamb(max_grad_norm=None)",
-                "Lars",
-                "Lars(weight_decay=0.01)",
-                "Lion",
-                "Lion(caution=True)",
-                "MADGRAD",
-                "Mars",
-                "Muon",
-            ),
-            *("NAdamW", "NvNovoGrad", "RAdam", "RMSpropTF", "SGDP(lr=0.01, momentum=0.9)", "SGDW(momentum=0.9)"),
-        ),
-    ),
-    Library(
-        "bitsandbytes",
-        "bitsandbytes.optim",
-        (
-            *("Adagrad", "Adam", "AdamW", "AdamW8bit", "AdEMAMix8bit", "Lion", "Lion8bit", "PagedAdamW8bit"),
-            *(
-                "RMSprop",
-                "SGD(lr=0.01, momentum=0.9)",
-                "SGD8bit(lr=0.01, momentum=0.9)",
-                "LAMB",
-                "LARS(lr=0.01, momentum=0.9)",
-            ),
-        ),
-    ),
-    Library("torchao", "torchao.optim", ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamWFp8", "_AdamW")),
-    Library("schedulefree", "schedulefree", ("AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree")),
-    Library("prodigyopt", "prodigyopt", ("Prodigy",)),
-    Library(
-        "dadaptation",
-        "dadaptation",
-        ("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD(momentum=0.9)"),
-    ),
-    Library("dog-optimizer", "dog", ("DoG", "LDoG")),
-    Library(
-        "lion-pytorch",
-        "lion_pytorch",
-        ("Lion", "Lion(weight_decay=0.1)", "Lion(decoupled_weight_decay=True, weight_decay=0.1)"),
-    ),
-    Library(
-        "pytorch_optimizer",
-        "pytorch_optimizer",
-        (
-            *("A2Grad", "ADOPT", "AccSGD", "AdEMAMix", "AdaBelief", "AdaBound", "AdaFactor", "AdaGC", "AdaHessian"),
-            *("AdaMod", "AdaNorm", "AdaPNM", "AdaShift", "AdaSmooth", "AdaTAM", "Adai", "Adalite", "AdamC", "AdamG"),
-            *("AdamP", "AdamS", "Adan", "AggMo", "Aida", "Amos", "ApolloDQN", "AvaGrad", "CAME"),
-            *("DiffGrad", "EXAdam", "FAdam", "FOCUS", "FTRL", "Fromage", "Grams", "Gravity", "GrokFastAdamW", "Kate"),
-            *("LARS", "LaProp", "Lamb", "Lion", "MADGRAD", "MARS", "MSVAG", "Nero", "NovoGrad", "PAdam", "PID", "PNM"),
-            *(
-                "Prodigy",
-                "QHAdam",
-                "QHM",
-                "Ranger",
-                "Ranger21(num_iterations=100)",
-                "SCION",
-                "SGDP",
-                "SGDSaI",
-                "SGDW",
-                "SM3",
-                "SOAP",
-            ),
-            *("SPAM", "SRMM", "SWATS", "Shampoo", "SignSGD", "SimplifiedAdEMAMix", "StableAdamW", "StableSPAM"),
-            *("TAM", "Tiger", "VSGD", "Yogi", "Lookahead"),
-            *("APOLLO", "AdaGO", "AdaMuon", "AdamWSN", "Alice", "Ano", "BCOS", "Conda", "DualAdam", "Fira"),
-            *("FlashAdamW", "GaLore", "Kron", "Magma", "Muon", "NorMuon", "RACS", "ROSE", "SCIONLight", "SaRA"),
-            *("SPlus", "ScalableShampoo", "SophiaH", "SpectralSphere"),
-        ),
-        muons=("AdaGO", "AdaMuon", "Muon", "NorMuon"),
-    ),
-)
-
-
-def _release(version: str) -> str:
-    return version.split("+")[0]
 
 
 # --- one optimizer ---------------------------------------------------------------------------------------------------
@@ -496,7 +374,7 @@ The model has a convolution, matrices, a norm, biases and a scalar. A `Muon` of 
 library's the others too, as a group of its own with `use_muon=False`.
 
 Of {len(rows)}: {counted}; {compared}.
-Written on {datetime.date.today()}, on a CPU, with torch {_release(torch.__version__)}, by
+Written on {datetime.date.today()}, on a CPU, with torch {release(torch.__version__)}, by
 
 ```bash
 pip install {others}

@@ -17,9 +17,9 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core import host_collectives, read_directory, save_directory, to_host
 from megastrategy.core.checkpoint.flat_shard import FlatShard
 from megastrategy.core.checkpoint.sharded_state import read_metadata
-from tests.checkpoints.test_sharded_checkpoints import adamw, assert_same
 from tests.support.models import awkward_model, images, two_layers
 from tests.support.processes import run_processes
+from tests.support.sharded_training import adamw, assert_same
 
 WAYS: dict[str, dict[str, Any]] = {
     "two instances": {"num_distributed_optimizer_instances": 2},

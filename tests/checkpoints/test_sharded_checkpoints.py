@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,168 +11,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import (
     CheckpointError,
-    Collectives,
     host_collectives,
     make_collectives,
     read_directory,
     save_directory,
     to_host,
 )
-from megastrategy.core.checkpoint.flat_shard import FlatShard, boxes
+from megastrategy.core.checkpoint.flat_shard import FlatShard
 from tests.checkpoints.test_checkpoint_memory import AllocationWatch
-from tests.support.models import AwkwardModel, awkward_model, images, two_layers
-from tests.support.optimizers import LambWithMoments, MatricesAndRest, Shampoo
+from tests.support.models import images
 from tests.support.processes import run_processes
-
-# --- one tensor ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 5)])
-def test_a_range_is_cut_into_boxes_that_are_all_of_it_in_order(shape: tuple[int, ...]) -> None:
-    numel = math.prod(shape)
-    whole = torch.arange(numel).view(shape)
-    for start in range(numel + 1):
-        for end in range(start, numel + 1):
-            parts = list(boxes(shape, start, end))
-            assert len(parts) <= max(1, 2 * len(shape) - 1)
-            elements: list[int] = []
-            for offsets, sizes in parts:
-                part = whole
-                for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                    part = part.narrow(dim, offset, size)
-                elements += part.reshape(-1).tolist()
-            assert elements == list(range(start, end))
-
-
-def test_a_shard_of_a_channels_last_tensor_is_found_by_its_place() -> None:
-    whole = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    in_memory = whole.as_strided((whole.numel(),), (1,))
-    seen = torch.full_like(whole, -1)
-    for start, end in [(0, 37), (37, 38), (38, 120)]:
-        shard = FlatShard(in_memory[start:end], start, tuple(whole.shape), whole.stride())
-        for item in shard.__create_write_items__("weight", shard):
-            part = shard.__get_tensor_shard__(item.index)
-            offsets, sizes = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
-            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "not a copy"
-            slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-            assert seen[slices].eq(-1).all()
-            seen[slices] = part
-    assert torch.equal(seen, whole)
-
-
-def test_computing_with_a_shard_is_refused_by_name() -> None:
-    shard = FlatShard(torch.ones(3), 2, (2, 4), (4, 1))
-    with pytest.raises(NotImplementedError, match=r"aten.add.*FlatShard\(\[2, 5\) of \(2, 4\).*state_dict\(\)"):
-        shard + 1
-    copy = shard.clone()
-    copy.local += 1
-    assert shard.local.tolist() == [1, 1, 1]
-
+from tests.support.sharded_training import Training, adamw, assert_same, lamb, matrices_and_rest, shampoo
 
 # --- training, saved and gone on with --------------------------------------------------------------------------------
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    first, second, *rest = params
-    groups = [{"params": [second, first], "lr": 3e-3}, {"params": rest}, {"params": []}]
-    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
-
-
-def lamb(params: Any) -> torch.optim.Optimizer:
-    """Steps whole parameters."""
-    return LambWithMoments(params, lr=1e-2)
-
-
-def shampoo(params: Any) -> torch.optim.Optimizer:
-    """Steps whole parameters, and keeps lists and dictionaries."""
-    return Shampoo(params, lr=1e-2)
-
-
-def matrices_and_rest(params: Any) -> torch.optim.Optimizer:
-    """Steps one group whole, one as shards."""
-    every = list(params)
-    matrices = [param for param in every if param.dim() > 1]
-    return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": [p for p in every if p.dim() < 2]}])
-
-
-class Training:
-    """The awkward model under the engine."""
-
-    def __init__(
-        self,
-        dtype: torch.dtype = torch.float32,
-        collectives: Collectives | None = None,
-        *,
-        sharded: bool = True,
-        bucket_size: int = 400,
-        make: Callable[[Any], torch.optim.Optimizer] = adamw,
-    ) -> None:
-        self.dtype = dtype
-        self.module: AwkwardModel = awkward_model().to(dtype)
-        config = DistributedDataParallelConfig(bucket_size=bucket_size, use_distributed_optimizer=sharded)
-        self.model = DistributedDataParallel(self.module, config, collectives=collectives)
-        self.optimizer = DistributedOptimizer(make(self.module.parameters()), self.model)
-
-    def train(self, steps: range) -> list[float]:
-        losses = []
-        rank = dist.get_rank()
-        for step in steps:
-            loss = self.model(images(rank, step, 0, self.dtype), step, rank)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    def state(self) -> dict[str, Any]:
-        return {"model": self.module.state_dict(), "optimizer": self.optimizer.sharded_state_dict()}
-
-    def load(self, path: Path) -> None:
-        self.module.load_state_dict(read_directory(path, "model"))
-        self.optimizer.load_sharded(path)
-
-    def whole(self) -> dict[str, Any]:
-        """Everything there is, on rank 0."""
-        return to_host(
-            {
-                "weights": self.module.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "main_params": self.optimizer.main_params(),
-            }
-        )
-
-
-def assert_same(actual: Any, expected: Any, where: str = "", *, strides: bool = True) -> None:
-    """Equal in structure, and in every bit of every tensor."""
-    assert type(actual) is type(expected), where
-    if isinstance(expected, dict):
-        assert set(actual) == set(expected), where
-        for key, value in expected.items():
-            assert_same(actual[key], value, f"{where}[{key!r}]", strides=strides)
-    elif isinstance(expected, list):
-        assert len(actual) == len(expected), where
-        for place, value in enumerate(expected):
-            assert_same(actual[place], value, f"{where}[{place}]", strides=strides)
-    elif isinstance(expected, Tensor):
-        assert not strides or actual.stride() == expected.stride(), where
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{where}: {text}")
-    else:
-        assert actual == expected, where
-
-
-def save_after_three(path: Path) -> dict[str, Any]:
-    """Saves after three steps; what was saved."""
-    training = Training()
-    training.train(range(3))
-    save_directory(training.state(), {"step": 3}, path, host_collectives())
-    return training.whole()
 
 
 def write_and_read(folder: Path, dtype: torch.dtype, writer_sharded: bool, make: Any = adamw) -> None:
@@ -317,93 +170,6 @@ def test_a_copy_in_host_memory_is_a_snapshot_of_everything() -> None:
     assert type(copied["by_name"]) is collections.OrderedDict
     assert copied["by_name"]["a"][0].item() == 0
     assert copied["point"].y.tolist() == [1, 1]
-
-
-# --- other people's readers ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A directory that two ranks wrote, and what is in it."""
-    path = tmp_path_factory.mktemp("written") / "checkpoint"
-    return path, run_processes(2, save_after_three, path)[0]
-
-
-def test_every_reader_of_the_format_finds_whole_tensors_by_name(
-    tmp_path: Path, written: tuple[Path, dict[str, Any]]
-) -> None:
-    path, saved = written
-    dcp_to_torch_save(path, tmp_path / "whole.pt")
-    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    assert_same(dict(whole["model"]), dict(saved["weights"]), strides=False)  # which the format does not know
-    plain = awkward_model()
-    optimizer = adamw(plain.parameters())
-    optimizer.load_state_dict(whole["optimizer"])  # torch's own takes names for numbers
-    assert_same(optimizer.state_dict()["state"], saved["optimizer"]["state"], strides=False)
-    names = {name for name, _ in plain.named_parameters()}
-    assert {name for name, values in whole["optimizer"]["state"].items() if values} < names
-
-
-def test_the_directory_holds_each_element_once(written: tuple[Path, dict[str, Any]]) -> None:
-    path, _ = written
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    nbytes = sum(info.length for info in metadata.storage_data.values())
-    assert nbytes == sum(file.stat().st_size for file in path.glob("*.distcp")), "and nothing that is not listed"
-    tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
-    assert len(tensors) > 40
-    for name, entry in tensors.items():
-        assert sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size), name
-
-
-def plain_model() -> nn.Sequential:
-    return two_layers().append(nn.Linear(7, 3, bias=False))
-
-
-def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        data = torch.randn(4, 10, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        model(data).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def exchange_with_fsdp(folder: Path) -> None:
-    """Three steps under one, saved as it saves, read by the other: the same weights and state, and so on from there."""
-    ours = plain_model()
-    engine = DistributedDataParallel(ours, DistributedDataParallelConfig(bucket_size=150))
-    optimizer = DistributedOptimizer(torch.optim.AdamW(ours.parameters(), lr=1e-2), engine)
-    train_plain(engine, optimizer, range(3))
-    save_directory(
-        {"model": ours.state_dict(), "optimizer": optimizer.sharded_state_dict()},
-        {},
-        folder / "ours",
-        host_collectives(),
-    )
-    before = optimizer.state_dict()
-
-    theirs = fully_shard(plain_model())
-    other = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
-    weights, state = get_state_dict(theirs, other)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / "ours")
-    set_state_dict(theirs, other, model_state_dict=weights, optim_state_dict=state)
-    for param, expected in zip(theirs.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(param.full_tensor(), expected)
-        assert other.state[param]["exp_avg"].full_tensor().any()
-        assert other.state[param]["step"].item() == 3
-    assert other.param_groups[0]["lr"] == 1e-2
-
-    weights, state = get_state_dict(theirs, other)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "theirs")
-    train_plain(engine, optimizer, range(3, 5))  # away from it
-    ours.load_state_dict(read_directory(folder / "theirs", "model"))
-    optimizer.load_sharded(folder / "theirs")
-    after = optimizer.state_dict()
-    assert_same(after["state"], before["state"])
-    assert after["param_groups"][0]["lr"] == 1e-2
-
-
-def test_fsdp2_reads_ours_and_we_read_fsdp2s(tmp_path: Path) -> None:
-    run_processes(2, exchange_with_fsdp, tmp_path)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

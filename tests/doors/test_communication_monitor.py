@@ -1,14 +1,12 @@
-"""What a user sees of communication: the CommunicationMonitor's numbers in the log, and the end of a fit with NaN."""
+"""The CommunicationMonitor's numbers in the log: when they come, and what bytes and buckets they count."""
 
 from __future__ import annotations
 
 import csv
 import importlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -16,108 +14,26 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import megastrategy
-from megastrategy import CommunicationMonitor, MegatronDDPStrategy
-from megastrategy._lightning.communication_monitor import _KEPT_INTERVALS, _Record
-from megastrategy.core import Event, EventKind, private_group
-from megastrategy.core.errors import NonFiniteGradError
+from megastrategy import CommunicationMonitor
 
-from ..support.doubles import DelayingCollectives
-from .fits import (
-    BATCHES_PER_EPOCH,
-    AwkwardModule,
-    Fit,
-    MemoryLogger,
-    adamw,
-    assert_same_fit,
-    fit,
-    loader,
-    make_strategy,
-    make_trainer,
+from .fits import BATCHES_PER_EPOCH, AwkwardModule, MemoryLogger, fit, loader, make_strategy, make_trainer
+from .monitored_fits import (
+    MODES,
+    NET_NUMEL,
+    SENT_BYTES,
+    Lines,
+    Net,
+    Overflows,
+    column,
+    half_precision,
+    lines_of,
+    monitored,
+    padded_numel,
+    steps_of,
 )
 from .rank_processes import SIZE, Ranks
-
-MODES: dict[str, dict[str, Any]] = {
-    "reduce-scatter": {},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "flattened": {
-        "use_distributed_optimizer": False,
-        "use_contiguous_buffers": False,
-        "overlap_grad_reduce": False,
-    },
-}
-ALIGNMENT = 128
-"""A bucket's elements are rounded up to a multiple of it, with two ranks."""
-
-Lines = list[tuple[int | None, dict[str, float]]]
-
-
-class Net(pl.LightningModule):
-    """With ``bucket_size=1`` each of its tensors is a bucket, of sizes known without asking the engine."""
-
-    def __init__(self, hidden: int = 128, bias: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inputs = nn.Linear(5, hidden, bias=bias)
-        self.outputs = nn.Linear(hidden, 11, bias=bias)
-
-    def loss(self, batch: Any) -> Tensor:
-        features, _, targets = batch
-        return F.cross_entropy(self.outputs(torch.tanh(self.inputs(features.to(self.dtype)))).float(), targets)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        loss = self.loss(batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def padded_numel(*numels: int) -> int:
-    return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels)
-
-
-NET_NUMEL = padded_numel(5 * 128, 128 * 11)
-assert NET_NUMEL == 5 * 128 + 128 * 11, "no padding"
-SENT_BYTES = 8 * NET_NUMEL * (SIZE - 1) / SIZE
-"""A step of Net in fp32, reduce-scattered and gathered, or all-reduced."""
-
-
-def monitored(
-    module: Callable[[], pl.LightningModule] = Net, strategy_options: dict[str, Any] | None = None, **options: Any
-) -> Lines:
-    """What the monitor logged on this rank, without its prefix."""
-    result = fit(
-        "megatron_ddp",
-        strategy_options={"bucket_size": 1, **(strategy_options or {})},
-        module=module(),
-        callbacks=[CommunicationMonitor(), *options.pop("callbacks", [])],
-        **options,
-    )
-    return lines_of(result.logged)
-
-
-def lines_of(logged: Lines) -> Lines:
-    prefix = "communication/"
-    return [
-        (step, {key.removeprefix(prefix): value for key, value in values.items()})
-        for step, values in logged
-        if any(key.startswith(prefix) for key in values)
-    ]
-
-
-def column(lines: Lines, name: str) -> list[float]:
-    return [values[name] for _, values in lines]
-
-
-def steps_of(lines: Lines) -> list[int | None]:
-    return [step for step, _ in lines]
-
 
 # --- bytes and buckets -----------------------------------------------------------------------------------------------
 
@@ -393,21 +309,6 @@ def test_manual_optimization_is_counted_by_optimizer_steps(
 # --- skipped steps ---------------------------------------------------------------------------------------------------
 
 
-class Overflows(Net):
-    """The gradient of one element is infinite on rank 1 in the fourth batch of the first epoch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_rank == 1 and batch_idx == 3 and self.current_epoch == 0:
-            loss = loss + torch.tensor(float("inf")) * self.outputs.weight[0, 0]
-        return loss
-
-
-def half_precision(**options: Any) -> MixedPrecision:
-    """On CPU Lightning makes bf16 of "16-mixed" unless it is given a plugin with a scaler."""
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, **options}))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_that_a_grad_scaler_skips_are_counted(ranks: Ranks, mode: str) -> None:
     """Gradients were sent for nothing, and no weights."""
@@ -421,211 +322,6 @@ def test_steps_that_a_grad_scaler_skips_are_counted(ranks: Ranks, mode: str) -> 
 
 def monitored_with_overflow(strategy_options: dict[str, Any]) -> Lines:
     return monitored(Overflows, strategy_options, plugins=[half_precision()])
-
-
-# --- exposed communication -------------------------------------------------------------------------------------------
-
-DELAY_S = 0.02
-
-
-class DelayingGathers(DelayingCollectives):
-    """The gather of parameters is late too."""
-
-    def all_gather(self, tensor: Tensor) -> Any:
-        start = getattr(self._real, "_start")  # noqa: B009 - the worker of the real one, on purpose
-        start("delay", lambda: time.sleep(self._delay_s))
-        return super().all_gather(tensor)
-
-
-@pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
-def test_exposed_communication_is_what_training_waits_for(ranks: Ranks, mode: str) -> None:
-    """The first of two buckets may hide behind the launch of the second; the delay of the second cannot hide."""
-    for lines, seconds in ranks.run(monitored_with_delays, MODES[mode], log_every_n_steps=2):
-        assert len(lines) == 2
-        for _, values in lines:
-            assert values["exposed_gradients_ms"] >= DELAY_S * 1e3
-            if mode == "reduce-scatter":
-                assert values["exposed_parameters_ms"] >= DELAY_S * 1e3
-            else:
-                assert values["exposed_parameters_ms"] == 0
-            assert values["exposed_ms"] == values["exposed_gradients_ms"] + values["exposed_parameters_ms"]
-            assert 0 < values["exposed_share"] <= 1
-        assert 2 * lines[0][1]["exposed_ms"] + lines[1][1]["exposed_ms"] < seconds * 1e3, "steps of 2 and of 1"
-
-
-def test_the_share_is_of_the_time_in_batches(ranks: Ranks) -> None:
-    """What a batch computes belongs to it, what happens between two batches does not."""
-    for lines, seconds in ranks.run(monitored_with_delays, {}, module=Sleeps):
-        batches_ms = [values["exposed_ms"] / values["exposed_share"] for _, values in lines]
-        for (_, values), batch_ms in zip(lines, batches_ms, strict=True):
-            assert batch_ms >= values["exposed_ms"] + SLEEP_S * 1e3
-        assert sum(batches_ms) <= (seconds - len(lines) * SLEEP_S) * 1e3
-
-
-def test_the_share_of_several_steps_is_of_all_their_batches(ranks: Ranks) -> None:
-    for lines, seconds in ranks.run(monitored_with_delays, {}, module=Sleeps, log_every_n_steps=2):
-        steps = [2, 1]
-        shares = [values["exposed_ms"] / values["exposed_share"] for _, values in lines]
-        batches_ms = [count * share for count, share in zip(steps, shares, strict=True)]
-        for (_, values), batch_ms, count in zip(lines, batches_ms, steps, strict=True):
-            assert batch_ms >= count * (values["exposed_ms"] + SLEEP_S * 1e3)
-        assert sum(batches_ms) <= (seconds - sum(steps) * SLEEP_S) * 1e3
-
-
-SLEEP_S = 0.1
-
-
-class Sleeps(Net):
-    """In its batches, and between them."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        time.sleep(SLEEP_S)
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        time.sleep(SLEEP_S)
-
-
-def monitored_with_delays(
-    strategy_options: dict[str, Any], module: Callable[[], pl.LightningModule] = Net, **options: Any
-) -> tuple[Lines, float]:
-    """What was logged, and the seconds that the fit took."""
-
-    def collectives(device: torch.device, agreed: bool) -> DelayingCollectives:
-        return DelayingGathers(private_group(None, device), DELAY_S)
-
-    start = time.perf_counter()
-    with mock.patch("megastrategy._lightning.trainer_strategy.engine_collectives", collectives):
-        lines = monitored(module, strategy_options, max_epochs=1, limit_train_batches=3, **options)
-    return lines, time.perf_counter() - start
-
-
-class CountingClock:
-    """A millisecond passes with every look."""
-
-    def __init__(self) -> None:
-        self.time = 0
-
-    def now(self) -> int:
-        self.time += 1
-        return self.time
-
-    def elapsed_ms(self, start: int, end: int) -> float:
-        return end - start
-
-
-def test_a_collective_is_charged_by_the_buckets_of_its_time() -> None:
-    """Of three buckets there are two when the step is logged."""
-    numels = [128, 256, 640]
-    record = _Record(CountingClock(), lambda kind, bucket: numels[bucket])  # type: ignore[arg-type]
-    for bucket in range(3):
-        record(Event(EventKind.REDUCE_START, bucket))
-    numels[:] = [896, 128]
-    record(Event(EventKind.LAYOUT_CHANGED, 2))
-    for bucket in range(2):
-        record(Event(EventKind.GATHER_START, bucket))
-    assert record.take()[1] == 2 * 1024
-
-
-def test_a_rare_log_keeps_no_more_intervals_and_adds_up_all() -> None:
-    """On CUDA each holds two events."""
-    record = _Record(CountingClock(), lambda kind, bucket: 0)  # type: ignore[arg-type]
-    for _ in range(5 * _KEPT_INTERVALS):
-        record(Event(EventKind.WAIT_START, 1))
-        record(Event(EventKind.WAIT_END, 1))
-        assert len(record._intervals) < 2 * _KEPT_INTERVALS
-    assert record.take()[0] == {"gradients": 0, "parameters": 5 * _KEPT_INTERVALS, "batch": 0}
-    assert record.take()[0] == {"gradients": 0, "parameters": 0, "batch": 0}
-
-
-# --- listeners -------------------------------------------------------------------------------------------------------
-
-
-class SeesListeners(pl.Callback):
-    """What the engine calls with its events, in a fit."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        model: Any = trainer.strategy.model
-        self.seen += [model.engine._listener, model.engine.reducer._listener, model.engine.param_gather._listener]
-
-
-class AddsListener(pl.Callback):
-    """Listens by itself, as a profiler would."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[EventKind, int]] = []
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        trainer.strategy.add_listener(lambda event: self.events.append((event.kind, event.index)))  # type: ignore[attr-defined]
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with pytest.raises(RuntimeError, match="set up already: add listeners before"):
-            trainer.strategy.add_listener(print)  # type: ignore[attr-defined]
-
-
-def test_without_the_monitor_the_engine_makes_no_events(ranks: Ranks) -> None:
-    """Before, after, and after an exception in a fit that was monitored, with the same strategy object."""
-    ranks.run(look_for_listeners)
-
-
-def look_for_listeners() -> None:
-    trainer = make_trainer(make_strategy("megatron_ddp"), max_epochs=0, logger=MemoryLogger())
-    usual = trainer.callbacks
-    for module, monitors in (
-        (Net(), []),
-        (Net(), [CommunicationMonitor()]),
-        (Net(), []),
-        (Raises(), [CommunicationMonitor()]),
-        (Net(), []),
-    ):
-        sees = SeesListeners()
-        trainer.callbacks = [*usual, sees, *monitors]
-        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
-        if isinstance(module, Raises):
-            with pytest.raises(ZeroDivisionError, match="on purpose"):
-                trainer.fit(module, loader())
-        else:
-            trainer.fit(module, loader())
-        assert [listener is None for listener in sees.seen] == [not monitors] * 3
-
-
-class Raises(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        if batch_idx == 2:
-            raise ZeroDivisionError("on purpose")
-        return super().training_step(batch, batch_idx)
-
-
-def test_several_listeners_hear_the_same(ranks: Ranks) -> None:
-    for lines, first, second in ranks.run(fit_with_three_listeners):
-        assert column(lines, "sent_bytes") == [SENT_BYTES] * 7
-        assert first == second
-        assert first.count((EventKind.STEP_END, 0)) == 7
-
-
-def fit_with_three_listeners() -> tuple[Lines, Any, Any]:
-    others = [AddsListener(), AddsListener()]
-    lines = monitored(callbacks=others, max_epochs=1)
-    return lines, others[0].events, others[1].events
-
-
-@pytest.mark.parametrize("mode", ["reduce-scatter", "all-reduce"])
-def test_a_fit_that_is_watched_is_the_same_fit(ranks: Ranks, mode: str) -> None:
-    """To the bit."""
-    watched, plain = (ranks.run(fit_awkward, MODES[mode], monitor) for monitor in (True, False))
-    for mine, other in zip(watched, plain, strict=True):
-        mine.logged = [
-            (step, values) for step, values in mine.logged if not any(key.startswith("communication") for key in values)
-        ]
-        assert_same_fit(mine, other)
-
-
-def fit_awkward(strategy_options: dict[str, Any], monitor: bool) -> Fit:
-    callbacks = [CommunicationMonitor()] if monitor else []
-    return fit("megatron_ddp", strategy_options=strategy_options, module=AwkwardModule(adamw), callbacks=callbacks)
 
 
 # --- what it refuses -------------------------------------------------------------------------------------------------
@@ -688,76 +384,3 @@ def fit_in_pytorch_lightning() -> Lines:
     with pytest.raises(exceptions.MisconfigurationException, match="logger=False"):
         unlogged.fit(net, loader())
     return lines_of(logger.history)
-
-
-# --- check_for_nan_in_grad -------------------------------------------------------------------------------------------
-
-
-class BecomesNaN(AwkwardModule):
-    """On rank 1 one element of a gradient is NaN in the fourth batch, and nothing else is, on any rank."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if self.trainer.global_rank == 1 and batch_idx == 3:
-            self.out.bias.register_hook(poison)
-        return loss
-
-
-def poison(grad: Tensor) -> Tensor:
-    spoiled = grad.clone()
-    spoiled[2] = float("nan")
-    return spoiled
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_a_nan_on_one_rank_ends_the_fit_on_all_with_its_place(ranks: Ranks, mode: str, accumulate: int) -> None:
-    """Also if it came in a microbatch that was not sent; and the next fit in the same processes works."""
-    (message, bucket, clean), (other, _, other_clean) = ranks.run(fit_until_nan, MODES[mode], accumulate)
-    assert message == other
-    assert f"before they were reduced: rank 1, parameter 'out.bias' (bucket {bucket}): 1 of 7 elements. Look" in message
-    assert_same_fit(clean, ranks.run(fit, "megatron_ddp", strategy_options=MODES[mode])[0])
-    assert all(torch.equal(clean.weights[name], weight) for name, weight in other_clean.weights.items())
-
-
-def fit_until_nan(mode: dict[str, Any], accumulate: int) -> tuple[str, int, Fit]:
-    options = {**mode, "check_for_nan_in_grad": True}
-    places = FindsBucket()
-    with pytest.raises(NonFiniteGradError) as caught:
-        fit(
-            "megatron_ddp",
-            strategy_options=options,
-            module=BecomesNaN(),
-            accumulate_grad_batches=accumulate,
-            callbacks=[places],
-        )
-    return str(caught.value), places.bucket, fit("megatron_ddp", strategy_options=options)
-
-
-class FindsBucket(pl.Callback):
-    """The bucket of ``out.bias``, which the first step's order of arrival may change."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        layout: Any = trainer.strategy.model.layout  # type: ignore[union-attr]
-        [self.bucket] = [
-            slot.bucket for spec, slot in zip(layout.params, layout.slots, strict=True) if spec.name == "out.bias"
-        ]
-
-
-def test_looking_for_nan_is_refused_beside_a_grad_scaler(ranks: Ranks) -> None:
-    """The scaler provokes infinite gradients and skips their steps; the check would end the fit at the first."""
-    ranks.run(fit_with_check_and_scaler)
-
-
-def fit_with_check_and_scaler() -> None:
-    plugin = half_precision()
-    scaler = plugin.scaler
-    trainer = make_trainer(MegatronDDPStrategy(check_for_nan_in_grad=True), plugins=[plugin])
-    with pytest.raises(ValueError, match="check_for_nan_in_grad=True contradicts the GradScaler of MixedPrecision"):
-        trainer.fit(Net(), loader())
-    assert plugin.scaler is scaler
-    assert type(plugin) is MixedPrecision
-    for allowed in ({"precision": "bf16-mixed"}, {"plugins": [half_precision(enabled=False)]}):
-        trainer = make_trainer(MegatronDDPStrategy(check_for_nan_in_grad=True), max_epochs=1, **allowed)
-        trainer.fit(Net(), loader())
-        assert trainer.global_step == BATCHES_PER_EPOCH

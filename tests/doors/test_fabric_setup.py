@@ -2,56 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import importlib
-import io
 import itertools
-import os
-import pickle
-import subprocess
-import sys
 import warnings
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megastrategy import DistributedDataParallel
-from megastrategy.fabric import MegatronDDPStrategy
 
-from ..support.patience import HANG_S
-from .fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, make_strategy, sgd, state_of
+from .fabric_comparison import assert_like_ddp, both_modes
+from .fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, state_of
+from .fabric_steps import step_with
 from .fits import weights_of
 from .matrix import MODES, assert_equal
 from .rank_processes import Ranks
-
-both_modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-
-
-def assert_like_ddp(ranks: Ranks, job: Any, options: dict[str, Any], **arguments: Any) -> None:
-    """``job`` gives the same bits on every rank under both strategies."""
-    assert_equal(ranks.run(job, "megatron_ddp", options, **arguments), ranks.run(job, "ddp", {}, **arguments))
-
-
-def step_with(fabric: Fabric, model: Any, *optimizers: Any, batches: int = 3) -> list[float]:
-    """A few steps of all the optimizers; the losses."""
-    losses = []
-    for features, tokens, targets in itertools.islice(make_data(fabric), batches):
-        loss = F.cross_entropy(model(features, tokens), targets)
-        fabric.backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
 
 # --- together and apart ---------------------------------------------------------------------------------------------
 
@@ -380,182 +349,3 @@ def set_up_and_forget() -> None:
 def test_what_the_user_drops_is_freed(ranks: Ranks) -> None:
     """A Fabric has no end, and may set up a model for each of many trials."""
     ranks.run(set_up_and_forget)
-
-
-# --- the module afterwards ------------------------------------------------------------------------------------------
-
-
-def copies(name: str, strategy_options: dict[str, Any], folder: str) -> Any:
-    """An average of the weights made from the module in mid-training, a pickled copy, and unwrapping."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    assert is_wrapped(model)
-    assert is_wrapped(optimizer)
-    assert not is_wrapped(net)
-    assert isinstance(optimizer, torch.optim.SGD)
-    average = torch.optim.swa_utils.AveragedModel(model.module)
-    for _ in range(3):
-        step_with(fabric, model, optimizer, batches=1)
-        average.update_parameters(model)
-    copied, pickled = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
-    step_with(fabric, model, optimizer, batches=1)
-    path = Path(folder) / f"{name}{fabric.global_rank}.pt"
-    torch.save(net.inputs.weight, path)
-    return weights_of(average), weights_of(copied), weights_of(pickled), weights_of(net), path.stat().st_size
-
-
-@both_modes
-def test_copies_are_made_in_mid_training(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
-    """Copies own their memory, and a saved parameter does not bring the buffer it lies in."""
-    ours = ranks.run(copies, "megatron_ddp", options, folder=str(tmp_path))
-    theirs = ranks.run(copies, "ddp", {}, folder=str(tmp_path))
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_equal(mine[:-1], other[:-1])
-        assert mine[-1] == pytest.approx(other[-1], abs=64), "the file's name stands in the file"
-
-
-def average_of_the_wrapper(name: str, strategy_options: dict[str, Any], use_buffers: bool) -> Any:
-    """A moving average made from what fabric.setup returned, and evaluated, while training goes on."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.7), use_buffers=use_buffers
-    )
-    losses, outputs = [], []
-    for _ in range(3):
-        losses += step_with(fabric, model, optimizer, batches=1)
-        average.update_parameters(model)
-        with torch.no_grad():
-            outputs.append(average.eval()(torch.ones(2, 5), torch.tensor([0, 1])))
-    # torch DDP's copy is one that communicates: its forward overwrites rank 1's BatchNorm statistics by rank 0's
-    of_rank_0 = (outputs, weights_of(average)) if fabric.is_global_zero else None
-    return losses, [param.detach() for param in average.parameters()], weights_of(net), of_rank_0
-
-
-@both_modes
-@pytest.mark.parametrize("use_buffers", [False, True])
-def test_an_average_of_what_setup_returns(ranks: Ranks, options: dict[str, Any], use_buffers: bool) -> None:
-    assert_like_ddp(ranks, average_of_the_wrapper, options, use_buffers=use_buffers)
-
-
-def copies_of_the_wrapper(name: str, strategy_options: dict[str, Any]) -> Any:
-    """What fabric.setup returned is copied, pickled and saved whole; the copies are evaluated, and trained on."""
-    fabric = make_fabric(name, strategy_options)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    step_with(fabric, model, optimizer)
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
-    step_with(fabric, model, optimizer)
-    results = [weights_of(net), *map(weights_of, twins)]
-    for twin in twins:
-        assert is_wrapped(twin)
-        with torch.no_grad():
-            outputs = twin.eval()(torch.ones(2, 5), torch.tensor([0, 1]))
-        results.append(outputs if fabric.is_global_zero else None)  # see average_of_the_wrapper
-        again, own = fabric.setup(twin.module.train(), sgd(twin.module.parameters()))
-        results += [step_with(fabric, again, own), weights_of(again)]
-    return results
-
-
-@both_modes
-def test_what_setup_returns_may_be_copied(ranks: Ranks, options: dict[str, Any]) -> None:
-    assert_like_ddp(ranks, copies_of_the_wrapper, options)
-
-
-# --- options and launching ------------------------------------------------------------------------------------------
-
-
-def test_options_are_those_of_the_trainer() -> None:
-    strategy = MegatronDDPStrategy(bucket_cap_mb=1, find_unused_parameters=False)
-    assert strategy.config.bucket_size == 2**18
-    assert not strategy.config.find_unused_parameters
-    with pytest.raises(ValueError, match="did you mean 'bucket_size'"):
-        MegatronDDPStrategy(bucket_siz=3)
-    with pytest.raises(ValueError, match="ddp_comm_hook"):
-        MegatronDDPStrategy(ddp_comm_hook=print)
-
-
-def test_a_strategy_that_was_not_used_yet_can_be_pickled() -> None:
-    """The launchers that spawn processes send it there."""
-    assert pickle.loads(pickle.dumps(make_strategy("megatron_ddp"))).config == make_strategy("megatron_ddp").config
-
-
-def train_by_name(package: str) -> Any:
-    """The strategy's name is enough; in either of the packages, which refuse each other's strategies."""
-    fabrics = importlib.import_module(package)
-    fabric = fabrics.Fabric(accelerator="cpu", devices=2, strategy="megatron_ddp")
-    fabric.launch()
-    assert isinstance(fabric.strategy, fabrics.strategies.DDPStrategy)
-    net = AwkwardNet()
-    model, optimizer = fabric.setup(net, sgd(net.parameters()))
-    return step_with(fabric, model, optimizer), weights_of(net), type(fabric.strategy).__module__
-
-
-def test_both_packages_train_alike_by_the_strategys_name(ranks: Ranks) -> None:
-    *ours, module = ranks.run(train_by_name, "lightning.fabric")[0]
-    *mirrored, other_module = ranks.run(train_by_name, "lightning_fabric")[0]
-    assert_equal(mirrored, ours)
-    assert (module, other_module) == ("megastrategy.fabric", "megastrategy.lightning_fabric")
-
-
-SCRIPT = """
-import sys
-import torch
-from lightning.fabric import Fabric
-from megastrategy.fabric import MegatronDDPStrategy
-
-
-def train(fabric, steps):
-    torch.manual_seed(fabric.global_rank)
-    net = torch.nn.Linear(3, 5)
-    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
-    for _ in range(steps):
-        fabric.backward(model(torch.ones(2, 3)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    total = fabric.all_reduce(net.weight.detach().clone(), reduce_op="sum")
-    assert torch.equal(total, 2 * net.weight), "the ranks have the same weights"
-    fabric.backward(model(torch.ones(2, 3)).square().mean())
-    optimizer.step()
-    fabric.print(f"{fabric.world_size} ranks")
-    if sys.argv[2:] == ["fails"]:
-        raise SystemExit(3)
-    return fabric.world_size
-
-
-if __name__ == "__main__":
-    strategy = MegatronDDPStrategy(start_method=sys.argv[1])
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    if sys.argv[1] == "popen":
-        fabric.launch()
-        train(fabric, 2)
-    else:
-        assert fabric.launch(train, 2) == 2
-    print("end")
-"""
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("start_method", "ends"), [("fork", 1), ("popen", 2), ("spawn", 1)])
-def test_a_script_ends_by_itself(tmp_path: Path, start_method: str, ends: int) -> None:
-    """Nobody tears a Fabric down: the engine's threads must not keep a process from ending, nor fail at its end.
-
-    The script's last collective is not one of the default group's: gloo's threads of that are torch's to end, and may
-    abort a process that ends right after one (under "ddp" too).
-    """
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if name not in ("LOCAL_RANK", "NODE_RANK")}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, str(script), start_method], env=environment, capture_output=True, text=True, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 ranks") == 1
-    assert done.stdout.count("end") == ends  # the processes share a stream: lines may run together
-    assert "Traceback" not in done.stderr

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from .features.callbacks import SameOnEveryRank, Watched, watched
-from .features.modules import wrap_again
+from .features.callbacks import SameOnEveryRank
+from .features.classifiers import wrap_again
+from .features.watched_fits import Watched, watched
 from .fits import NUM_TOKENS, assert_same_tensors, loader, make_strategy, make_trainer, weights_of
 from .matrix import MODES, assert_equal
 from .rank_processes import Failure, Ranks

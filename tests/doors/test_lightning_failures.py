@@ -5,13 +5,8 @@ The limit of each job is far below the process group's timeout (half an hour), s
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,99 +15,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from megastrategy import MegatronDDPStrategy
-from megastrategy._faults.deadlocks import WaitsInVain
 from megastrategy.core.errors import CollectiveError
 
-from .features.manual import Manual, manual
-from .fits import (
-    BATCHES_PER_EPOCH,
-    AwkwardModule,
-    assert_same_fit,
-    assert_same_tensors,
-    fit,
-    loader,
-    make_strategy,
-    make_trainer,
-)
+from .failing_fits import BATCH, PLACES, OnPurposeError, assert_whole, fit_raising, fit_saving_on_exception, short_grace
+from .fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer
 from .rank_processes import Failure, Ranks
-
-BATCH = 3
-"""The batch in which things happen: two after the first, so that states exist, and some before the epoch's end."""
-
-
-class OnPurposeError(Exception):
-    """What the tests raise."""
-
-
-# --- where -----------------------------------------------------------------------------------------------------------
-
-
-def raise_on(module: pl.LightningModule, rank: int | None, batch_idx: int) -> None:
-    if batch_idx == BATCH and rank in (None, module.trainer.global_rank):
-        raise OnPurposeError(f"rank {module.trainer.global_rank}")
-
-
-class RaisesIn(AwkwardModule):
-    """Raises in batch 3, in the place called ``where``, on one rank or on all (None)."""
-
-    def __init__(self, where: str, rank: int | None) -> None:
-        super().__init__()
-        self.where, self.rank = where, rank
-
-    def _raise(self, where: str, batch_idx: int) -> None:
-        if where == self.where:
-            raise_on(self, self.rank, batch_idx)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self._raise("forward", batch_idx)
-        loss = super().training_step(batch, batch_idx)
-        if self.where == "backward":
-            loss.register_hook(lambda grad: self._raise("backward", batch_idx))
-        return loss
-
-    def on_after_backward(self) -> None:
-        self._raise("on_after_backward", self.trainer.fit_loop.batch_idx)
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._raise("on_before_optimizer_step", self.trainer.fit_loop.batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        module = self
-
-        class Raising(torch.optim.AdamW):
-            def step(self, closure: Any = None) -> Any:
-                if module.trainer.training:  # not in the trial step of the probe
-                    module._raise("step", module.trainer.fit_loop.batch_idx)
-                return super().step(closure)
-
-        return Raising(self.parameters(), lr=1e-2)
-
-
-class RaisesInCallback(pl.Callback):
-    def __init__(self, rank: int | None) -> None:
-        self.rank = rank
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        raise_on(pl_module, self.rank, batch_idx)
-
-
-PLACES = ["forward", "backward", "on_after_backward", "on_before_optimizer_step", "step", "callback"]
-
-
-def fit_raising(place: str, rank: int | None, sharded: bool, callbacks: tuple[pl.Callback, ...] = ()) -> pl.Trainer:
-    """Fits, and lets the exception out."""
-    if place == "callback":
-        callbacks = (*callbacks, RaisesInCallback(rank))
-    strategy = make_strategy("megatron_ddp", use_distributed_optimizer=sharded)
-    saving = bool([callback for callback in callbacks if isinstance(callback, ModelCheckpoint)])
-    trainer = make_trainer(strategy, callbacks=list(callbacks), enable_checkpointing=saving)
-    trainer.fit(RaisesIn(place, rank), loader())
-    return trainer
-
 
 # --- one rank alone --------------------------------------------------------------------------------------------------
 
@@ -130,15 +40,6 @@ def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: b
     assert "another rank ended with an error" in waiting.message
     assert "the first failure among the ranks: rank 1: OnPurposeError: rank 1" in waiting.traceback
     assert waiting.seconds < 30
-
-
-def assert_whole(directory: Path, global_step: int) -> None:
-    """The one checkpoint there is of this step, with the state of every parameter."""
-    [path] = directory.glob("*.ckpt")
-    state = torch.load(path, weights_only=True)
-    assert state["global_step"] == global_step
-    trainable = [param for param in AwkwardModule().parameters() if param.requires_grad]
-    assert len(state["optimizer_states"][0]["state"]) == len(trainable)
 
 
 def test_a_checkpoint_on_exception_is_whole_when_one_rank_alone_raises(ranks: Ranks, tmp_path: Path) -> None:
@@ -237,16 +138,6 @@ def fit_failing_in_every_save(directory: Path, sharded: bool) -> None:
     mode = {"use_distributed_optimizer": sharded}
     with short_grace():
         fit("megatron_ddp", strategy_options=mode, module=RaisesInEverySave(), **options)
-
-
-@contextlib.contextmanager
-def short_grace() -> Iterator[None]:
-    """These processes go on to other tests."""
-    before, WaitsInVain.GRACE_S = WaitsInVain.GRACE_S, 0.5
-    try:
-        yield
-    finally:
-        WaitsInVain.GRACE_S = before
 
 
 @pytest.mark.sample(2)
@@ -382,115 +273,6 @@ def fit_after_raising_ahead() -> None:
     fit("megatron_ddp")
 
 
-# --- a rank that leaves a batch out ----------------------------------------------------------------------------------
-
-
-class LeavesOut(Manual):
-    """``training_step`` returns None before the backward in batch 3, on one rank alone."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.rank = rank
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        if batch_idx == BATCH and self.trainer.global_rank == self.rank:
-            return
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-def fit_leaving_out(rank: int, sharded: bool) -> str:
-    with pytest.raises(CollectiveError) as raised:
-        fit("megatron_ddp", module=LeavesOut(rank), strategy_options={"use_distributed_optimizer": sharded})
-    again = fit("megatron_ddp", strategy_options={"use_distributed_optimizer": sharded})
-    assert_same_tensors(again.weights, fit("ddp").weights)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_batch_left_out_by_one_rank_is_noticed_by_all(ranks: Ranks, rank: int, sharded: bool) -> None:
-    """It waits before the next batch, the other one for its gradients; so they do under "ddp", for half an hour."""
-    for message in ranks.run(fit_leaving_out, rank, sharded):
-        assert "the ranks wait for each other: rank 0 waits " in message
-        assert f"rank {rank} waits for all ranks, before the next batch or " in message
-        assert f"rank {1 - rank} waits for gradients or weights" in message
-        assert "loss * 0.0" in message
-
-
-class ForRankZeroOnly(AwkwardModule):
-    """Code that is not for all ranks, although it waits for all."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-
-    def on_fit_start(self) -> None:
-        if self.what == "reduce" and self.global_rank == 0:
-            self.trainer.strategy.reduce(torch.ones(1))
-
-    def on_train_epoch_end(self) -> None:
-        if self.what == "log" and self.global_rank == 0:
-            self.log("number", 1.0, sync_dist=True)
-
-
-REDUCES, ENDS = "calls reduce() of the strategy", "comes to its next batch, or to the end of its fit"
-
-
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [
-        ("log", [f"this rank {REDUCES}, and another {ENDS}", f"this rank {ENDS}, and another {REDUCES}"]),
-        (
-            "reduce",
-            [
-                f"this rank calls {mine}() of the strategy, and another calls {theirs}() of the strategy"
-                for mine, theirs in (("reduce", "barrier"), ("barrier", "reduce"))
-            ],
-        ),
-    ],
-)
-def test_a_collective_for_one_rank_only_is_noticed_by_all(ranks: Ranks, what: str, said: list[str]) -> None:
-    """Under "ddp" it is taken for whichever comes next on the other rank: that ends the processes, or both wait."""
-    for expected, message in zip(said, ranks.run(fit_for_rank_zero_only, what), strict=True):
-        assert expected in message
-        assert "sync_dist=True" in message
-
-
-def fit_for_rank_zero_only(what: str) -> str:
-    with pytest.raises(CollectiveError) as raised:
-        fit("megatron_ddp", module=ForRankZeroOnly(what))
-    assert_same_tensors(fit("megatron_ddp").weights, fit("ddp").weights)
-    return str(raised.value)
-
-
-class NothingToLearnOnRank1(Manual):
-    """One rank has a batch without anything to learn from.
-
-    To return early there leaves the other rank alone in its backward, and in Lightning 2.6 both wait, under "ddp" too:
-    one in the backward, one in what Lightning broadcasts before the next batch.
-    """
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        loss = self.loss(batch)
-        if batch_idx == BATCH and self.global_rank == 1:
-            loss = loss * 0.0
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_a_rank_with_nothing_to_learn_takes_part_with_a_loss_of_zero(ranks: Ranks, sharded: bool) -> None:
-    ddp = ranks.run(manual, "ddp", {}, NothingToLearnOnRank1)
-    ours = ranks.run(manual, "megatron_ddp", {"use_distributed_optimizer": sharded}, NothingToLearnOnRank1)
-    for actual, expected in zip(ours, ddp, strict=True):
-        assert_same_fit(actual, expected)
-
-
 # --- saving on the way out -------------------------------------------------------------------------------------------
 
 
@@ -555,104 +337,3 @@ def gather_after_exception() -> list[float] | None:
     with pytest.raises(OnPurposeError):
         fit_raising("forward", None, True, (gathers,))
     return gathers.gathered
-
-
-def fit_saving_on_exception(place: str, rank: int | None, sharded: bool, directory: Path) -> str:
-    checkpoint = ModelCheckpoint(dirpath=directory, filename="{step}", save_on_exception=True, save_top_k=0)
-    with pytest.raises(Exception, match=r"rank [01]"):
-        fit_raising(place, rank, sharded, (checkpoint,))
-    return "raised"
-
-
-# --- signals ---------------------------------------------------------------------------------------------------------
-
-
-class Signals(pl.Callback):
-    """A signal reaches the process in batch 3, on one rank or on all (None)."""
-
-    def __init__(self, number: signal.Signals, rank: int | None = None) -> None:
-        self.number, self.rank = number, rank
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == BATCH and self.rank in (None, trainer.global_rank):
-            os.kill(os.getpid(), self.number)
-
-
-def fit_with(callback: pl.Callback, directory: Path, strategy: str = "megatron_ddp", **options: Any) -> None:
-    WaitsInVain.GRACE_S = 0.5  # this process ends with the exception
-    log = logging.FileHandler(directory.with_name(f"rank{os.environ['LOCAL_RANK']}.log"))
-    logging.getLogger("megastrategy").addHandler(log)
-    checkpoint = ModelCheckpoint(dirpath=directory, save_on_exception=True, save_top_k=0)
-    trainer = make_trainer(
-        make_strategy(strategy), callbacks=[callback, checkpoint], enable_checkpointing=True, **options
-    )
-    trainer.fit(AwkwardModule(), loader())
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "megatron_ddp"])
-def test_ctrl_c_ends_one_rank_and_saves(one_rank: Ranks, tmp_path: Path, strategy: str) -> None:
-    [outcome] = one_rank.outcomes(fit_with, Signals(signal.SIGINT), tmp_path / "run", strategy, devices=1)
-    assert outcome.kind == "SystemExit"
-    [path] = (tmp_path / "run").glob("*.ckpt")
-    assert torch.load(path, weights_only=True)["global_step"] == BATCH
-
-
-def test_ctrl_c_ends_all_ranks_and_saves(ranks: Ranks, tmp_path: Path) -> None:
-    """It reaches all processes of a terminal's foreground group."""
-    outcomes = ranks.outcomes(fit_with, Signals(signal.SIGINT), tmp_path / "run")
-    assert [outcome.kind for outcome in outcomes] == ["SystemExit", "SystemExit"]
-    [path] = (tmp_path / "run").glob("*.ckpt")
-    assert torch.load(path, weights_only=True)["global_step"] == BATCH
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_of_one_rank_alone_ends_all_and_saves(ranks: Ranks, tmp_path: Path, rank: int) -> None:
-    """``kill -INT`` of one process: the others, which wait for it in a collective, come and save with it."""
-    outcomes = ranks.outcomes(fit_with, Signals(signal.SIGINT, rank), tmp_path / "run")
-    assert outcomes[rank].kind == "SystemExit"
-    assert outcomes[1 - rank].kind == "CollectiveError"
-    assert f"was given up: rank {rank}: KeyboardInterrupt" in outcomes[1 - rank].message
-    [path] = (tmp_path / "run").glob("*.ckpt")
-    assert torch.load(path, weights_only=True)["global_step"] == BATCH
-
-
-@pytest.mark.parametrize("rank", [None, 0, 1])
-def test_sigterm_ends_all_ranks_after_the_batch_and_saves(ranks: Ranks, tmp_path: Path, rank: int | None) -> None:
-    """SLURM sends it to every task when the time is up; where it reaches one rank alone, all stop, too."""
-    for outcome in ranks.outcomes(fit_with, Signals(signal.SIGTERM, rank), tmp_path / "run"):
-        assert isinstance(outcome, Failure)
-        assert outcome.kind == SIGTERMException.__name__
-    [path] = (tmp_path / "run").glob("*.ckpt")
-    assert torch.load(path, weights_only=True)["global_step"] == BATCH + 1
-
-
-class SignalsAtAnyPoint(pl.Callback):
-    """SIGTERM at a time of its own on each rank, wherever that is."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == BATCH:
-            delay_s = 0.05 if trainer.global_rank == 0 else 0.1
-            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGTERM)).start()
-
-
-def test_sigterm_that_finds_ranks_at_different_points_ends_all_and_saves(ranks: Ranks, tmp_path: Path) -> None:
-    """Under "ddp" Lightning's handler, a collective of its own, hangs or fails here in most runs."""
-    for outcome in ranks.outcomes(fit_with, SignalsAtAnyPoint(), tmp_path / "run", max_epochs=10_000):
-        assert isinstance(outcome, Failure)
-        assert outcome.kind == SIGTERMException.__name__
-    [path] = (tmp_path / "run").glob("*.ckpt")
-    assert torch.load(path, weights_only=True)["global_step"] > BATCH
-
-
-def test_a_fit_leaves_lightnings_handling_of_sigterm_as_it_was(ranks: Ranks) -> None:
-    ranks.run(check_sigterm_handling)
-
-
-def check_sigterm_handling() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    trainer = make_trainer(make_strategy("megatron_ddp"), max_epochs=1)
-    trainer.fit(AwkwardModule(), loader())
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
-    assert "_slurm_sigusr_handler_fn" not in vars(trainer._signal_connector)
-    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)

@@ -17,18 +17,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .features.modules import (
-    Classifier,
-    Lazy,
-    Normalised,
-    OnlySparse,
-    Plain,
-    Sparse,
-    compiled,
-    fitted,
-    trained,
-    wrap_again,
-)
+from .features.changed_modules import Lazy
+from .features.classifiers import Classifier, Plain, fitted, trained, wrap_again
+from .features.modules import Normalised, OnlySparse, Sparse, compiled
 from .fits import Fit, assert_same_fit, assert_same_tensors, fit
 from .matrix import MODES
 from .rank_processes import Failure, Ranks

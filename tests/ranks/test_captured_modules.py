@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.events import EventKind
-from tests.ranks.test_order_seen import Layers, batch
+from tests.support.layers_in_any_order import Layers, batch
 from tests.support.ranks import run_ranks
 
 

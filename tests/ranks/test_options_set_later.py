@@ -17,8 +17,9 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
-from tests.support.optimizers import CountsOnState, Simple
+from tests.support.optimizers import Simple
 from tests.support.optimizers_with_methods import ScheduleFree
+from tests.support.prepared_optimizers import CountsOnState
 from tests.support.ranks import run_ranks
 
 SetLater = Callable[[Any], None]

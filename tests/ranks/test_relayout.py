@@ -24,9 +24,9 @@ from megastrategy.core.memory import memory_use
 from megastrategy.core.param_buffers import ParamBuffers
 from megastrategy.core.rebucketing.relayout import relayout
 from tests.ranks.test_memory import bytes_of
-from tests.ranks.test_order_seen import Layers, adamw, amsgrad, batch, groups, momentum, moves, wrap
 from tests.support.doubles import FailingCollectives
 from tests.support.gradients import assert_stands_in
+from tests.support.layers_in_any_order import Layers, adamw, amsgrad, batch, groups, momentum, moves, wrap
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.training import assert_same_state
 

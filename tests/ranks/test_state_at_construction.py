@@ -20,7 +20,7 @@ from megastrategy.core import make_collectives, read_directory, save_directory
 from megastrategy.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
-from tests.support.optimizers import CountsOnState, Prepared
+from tests.support.prepared_optimizers import CountsOnState, Prepared
 from tests.support.processes import run_processes
 from tests.support.ranks import run_ranks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,70 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.step_tensors import CHUNK_NUMEL
+from tests.support.many_params import (
+    ALL,
+    Many,
+    Setup,
+    adam,
+    assert_same_state,
+    fused,
+    momentum,
+    nadam,
+    reference,
+    without,
+)
 from tests.support.ranks import run_ranks
-
-
-class Many(nn.Module):
-    """Small parameters, each used alone: ``forward`` takes the numbers of those that it shall use."""
-
-    def __init__(self, count: int, numel: int = 10, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        values = [torch.randn(numel, generator=generator).to(dtype) for _ in range(count)]
-        self.weights = nn.ParameterList(nn.Parameter(value) for value in values)
-
-    def forward(self, used: list[int], factor: float) -> Tensor:
-        return factor * torch.stack([self.weights[i].float().square().sum() for i in used]).sum()
-
-
-class Setup:
-    def __init__(
-        self,
-        group: ProcessGroup,
-        module: nn.Module,
-        make: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=0.1),
-        **options: Any,
-    ) -> None:
-        self.module = module
-        self.model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
-        self.stepped: list[list[list[Tensor]]] = []  # by call, by group
-        inner = make(self.model.parameters())
-        step = type(inner).step
-
-        class Noting(type(inner)):  # type: ignore[misc]
-            def step(noting, closure: Any = None) -> None:
-                self.stepped.append([list(group["params"]) for group in noting.param_groups])
-                step(noting)
-
-        inner.__class__ = Noting
-        self.optimizer = DistributedOptimizer(inner, self.model)
-
-    def step(self, *args: Any) -> None:
-        self.stepped.clear()
-        self.optimizer.zero_grad()
-        self.model(*args).backward()
-        self.optimizer.step()
-
-
-def reference(
-    module: nn.Module, steps: list[tuple[list[int], float]], make: Callable[[Any], torch.optim.Optimizer]
-) -> tuple[list[Tensor], dict[str, Any]]:
-    optimizer = make(module.parameters())
-    for used, factor in steps:
-        optimizer.zero_grad()
-        module(used, factor).backward()
-        optimizer.step()
-    return [param.detach() for param in module.parameters()], optimizer.state_dict()
-
-
-def assert_same_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert state["state"].keys() == expected["state"].keys()
-    for index, values in expected["state"].items():
-        assert state["state"][index].keys() == values.keys()
-        for name, value in values.items():
-            assert torch.equal(torch.as_tensor(state["state"][index][name]), torch.as_tensor(value)), (index, name)
 
 
 def test_two_hundred_parameters_are_stepped_as_one_tensor_a_bucket() -> None:
@@ -94,29 +44,6 @@ def test_two_hundred_parameters_are_stepped_as_one_tensor_a_bucket() -> None:
         ), "but the state is shown by parameter"
 
     run_ranks(2, run)
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.1)
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.01, momentum=0.9)
-
-
-def nadam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.NAdam(params, lr=0.01)
-
-
-ALL = list(range(12))
-
-
-def without(left_out: int) -> list[int]:
-    return [i for i in ALL if i != left_out]
-
-
-def fused(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.1, fused=True)
 
 
 HISTORIES = {
@@ -261,54 +188,6 @@ def test_a_state_that_was_replaced_is_let_go_and_the_new_one_is_stepped() -> Non
     expected, _ = reference(Many(12), [(ALL, 1.0)] * 3, adam)
     for trained in run_ranks(2, run):
         assert all(map(torch.equal, trained, expected))
-
-
-class CountsCalls(torch.optim.SGD):
-    """Gives another result if it is called more than once a step."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        self.calls = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.calls += 1
-        for group in self.param_groups:
-            group["lr"] = 0.1 / self.calls
-        super().step()
-
-
-def test_an_optimizer_that_counts_its_calls_is_called_once_a_step() -> None:
-    expected, _ = reference(Many(12), [(ALL, 1.0)] * 3, CountsCalls)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12), CountsCalls, bucket_size=300)
-        for _ in range(3):
-            setup.step(ALL, 1.0)
-            assert len(setup.stepped) == 1
-        for param, value in zip(setup.module.parameters(), expected, strict=True):
-            assert torch.equal(param.detach(), value)
-
-    run_ranks(2, run)
-
-
-def test_hooks_on_the_step_run_once_a_step() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12), bucket_size=300)
-        seen: list[str] = []
-        setup.step(ALL, 1.0)
-        assert len(setup.stepped) == len(setup.model.layout.buckets) > 1
-        handles = [
-            setup.optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
-            setup.optimizer.register_step_post_hook(lambda *_: seen.append("after")),
-        ]
-        setup.step(ALL, 1.0)
-        assert seen == ["before", "after"]
-        for handle in handles:
-            handle.remove()
-        setup.step(ALL, 1.0)
-        assert len(setup.stepped) == len(setup.model.layout.buckets)
-
-    run_ranks(2, run)
 
 
 def test_what_lies_between_is_left_to_the_optimizer_that_has_it() -> None:
@@ -494,24 +373,5 @@ def test_a_graph_from_before_a_step_is_refused_as_torch_refuses_it() -> None:
         setup.optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-    run_ranks(2, run)
-
-
-def test_somebodys_wrapper_around_step_is_called_once_a_step() -> None:
-    def run(rank: int, group: ProcessGroup) -> None:
-        setup = Setup(group, Many(12), bucket_size=300)
-        inner = setup.optimizer.optimizer
-        torch.optim.lr_scheduler.StepLR(inner, 1)
-        scheduled, calls = inner.step, []
-
-        @functools.wraps(scheduled)
-        def noting(*args: Any) -> Any:
-            calls.append(1)
-            return scheduled(*args)
-
-        inner.step = noting
-        setup.step(ALL, 1.0)
-        assert len(calls) == 1
 
     run_ranks(2, run)

@@ -2,85 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import io
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
-from megastrategy.core.checkpoint import full_state
 from megastrategy.core.errors import LayoutMismatchError, OptimizerNotShardableError
 from megastrategy.core.layout import BufferLayout, ParamSpec, build_layout
 from megastrategy.core.memory import memory_use
 from megastrategy.core.owners import Owners
-from megastrategy.core.param_shard import ParamShard
 from megastrategy.core.rebucketing.relayout import relayout
 from tests.support import optimizers
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.training import Outcome, Run, assert_close, start_ours, train_with_ddp, train_with_ours
-
-SOME = 200
-
-
-def by_dimensions(params: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Matrices, and the rest."""
-    return [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
-
-
-def muon_and_adamw_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    matrices, rest = by_dimensions(params)
-    return optimizers.MatricesAndRest([{"params": matrices, "by_row": True}, {"params": rest}])
-
-
-KINDS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "muon": lambda params: torch.optim.Muon(by_dimensions(params)[0], lr=0.02),
-    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02),
-    "lamb": lambda params: optimizers.LambWithMoments(params, lr=0.02),
-    "shampoo": lambda params: optimizers.Shampoo(params, lr=0.02),
-    "muon_and_adamw": muon_and_adamw_groups,
-    "counts_calls": lambda params: optimizers.CountsCalls(params, lr=0.02),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class WholeRun(Run):
-    kind: str = "muon"
-
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        params = [param for param in model.parameters() if param.requires_grad]
-        return KINDS[self.kind](params)
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal to the bit, whatever state consists of."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        alike = isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape
-        return alike and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple) and type(a) is type(b):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def assert_same(ours: list[Outcome], reference: list[Outcome]) -> None:
-    for rank, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
-        for name, value in theirs.weights.items():
-            assert torch.equal(mine.weights[name], value), f"rank {rank}: {name}"
-            assert mine.weights[name].stride() == value.stride(), f"rank {rank}: strides of {name}"
-        assert mine.losses == theirs.losses, f"rank {rank}"
-    assert same(ours[0].optimizer_state, reference[0].optimizer_state)
+from tests.support.training import assert_close, start_ours, train_with_ddp, train_with_ours
+from tests.support.whole_params import KINDS, SOME, WholeRun, assert_same, batch, by_dimensions, model_on, same, train
 
 
 @pytest.mark.sample(8)
@@ -105,26 +48,6 @@ def test_other_numbers_of_ranks(kind: str, size: int) -> None:
     run = WholeRun(kind=kind, steps=4)
     config = DistributedDataParallelConfig(bucket_size=SOME)
     assert_close(train_with_ours(run, size, config), train_with_ddp(run, size), 1e-4 if kind == "shampoo" else 2e-5)
-
-
-def model_on(
-    group: ProcessGroup, dtype: torch.dtype = torch.float32, width: int = 33, **options: Any
-) -> tuple[nn.Sequential, DistributedDataParallel]:
-    module = two_layers(width).to(dtype)
-    model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=SOME, **options), group)
-    return module, model
-
-
-def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(4, 10, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
-
-
-def train(model: DistributedDataParallel, optimizer: Any, rank: int, steps: range) -> None:
-    dtype = next(model.parameters()).dtype
-    for step in steps:
-        optimizer.zero_grad()
-        model(batch(rank, step, dtype)).square().mean().backward()
-        optimizer.step()
 
 
 # --- owners ----------------------------------------------------------------------------------------------------------
@@ -398,89 +321,6 @@ def test_a_step_that_is_skipped_leaves_everything() -> None:
             optimizer.state_dict()
 
     run_ranks(2, run)
-
-
-# --- state of any kind -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "kind", [optimizers.Shampoo, optimizers.InBlocks, optimizers.KeepsNested, optimizers.WrapsState]
-)
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 1), (1, 2), (4, 2)])
-def test_state_of_any_kind_is_saved_and_resumed_on_other_numbers_of_ranks(
-    kind: Callable[..., torch.optim.Optimizer], sizes: tuple[int, int]
-) -> None:
-    """What is gathered again is what was saved, and torch's own optimizer loads it and steps alike."""
-    file = io.BytesIO()
-
-    def write(rank: int, group: ProcessGroup) -> None:
-        module, model = model_on(group, width=500)
-        optimizer = DistributedOptimizer(kind(module.parameters(), lr=0.02), model)
-        train(model, optimizer, rank, range(3))
-        state = optimizer.state_dict()
-        if rank == 0:
-            torch.save({"model": module.state_dict(), "optimizer": state}, file)
-
-    run_ranks(sizes[0], write)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-
-    def resume(rank: int, group: ProcessGroup) -> Any:
-        module, model = model_on(group, width=500)
-        optimizer = DistributedOptimizer(kind(module.parameters(), lr=0.5), model)
-        module.load_state_dict(saved["model"])
-        optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-        again = copy.deepcopy(optimizer.state_dict())
-        model(batch(0, 9)).square().mean().backward()  # of every rank the same, so that their mean is it
-        optimizer.step()
-        return again, [param.detach().clone() for param in module.parameters()]
-
-    by_rank = run_ranks(sizes[1], resume)
-    module = two_layers(500)
-    module.load_state_dict(saved["model"])
-    optimizer = kind(module.parameters(), lr=0.5)
-    optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # which casts as torch does
-    assert same(by_rank[0][0], optimizer.state_dict())
-    module(batch(0, 9)).square().mean().backward()
-    optimizer.step()
-    for _, weights in by_rank:
-        for mine, theirs in zip(weights, module.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-6 if sizes[1] < 3 else 1e-4, atol=1e-6)
-
-
-class Coded(Tensor):
-    """Two tensors in one, as quantised ones are; it knows no operation."""
-
-    codes: Tensor
-    scale: Tensor
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor) -> Coded:
-        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Coded:
-        return cls(**inner)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func}")
-
-
-def test_a_quantised_tensor_in_a_loaded_state_is_copied_by_its_parts() -> None:
-    """The caller's stay the caller's; nothing is asked of the class but its parts."""
-    spec = ParamSpec("p", (6,), (1,), torch.float32, torch.float32)
-    shard = ParamShard(0, 0, 6, torch.zeros(6), torch.zeros(6))
-    given = Coded(torch.arange(6, dtype=torch.int8), torch.ones(1))
-    taken = full_state._cut(given, spec, shard, "state", set())
-    taken.codes += 1
-    assert given.codes.tolist() == [0, 1, 2, 3, 4, 5]
-    assert taken.codes.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

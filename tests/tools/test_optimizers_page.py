@@ -12,7 +12,8 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import optimizers
-from benchmarks.optimizers import LIBRARIES, Found, Library, Outcome, compare, main, try_optimizer
+from benchmarks.optimizer_libraries import LIBRARIES, Library
+from benchmarks.optimizers import Found, Outcome, compare, main, try_optimizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
 TORCH = LIBRARIES[0]

@@ -15,6 +15,7 @@ from megastrategy.core.trials.probe import probe
 from tests.ranks.test_parity import OPTIMIZERS
 from tests.support import optimizers
 from tests.support.optimizers import GloballyNormalised, Lamb, Simple
+from tests.support.prepared_optimizers import CountsOnState, SumsItsState
 
 CPU = torch.device("cpu")
 
@@ -304,33 +305,33 @@ def test_what_cannot_step_flat_pieces_is_found(make: Any) -> None:
 
 
 def test_an_optimizer_that_counts_on_state_from_its_construction_is_tried_with_such_state() -> None:
-    found = probe(optimizers.CountsOnState(params()), CPU, torch.float32)
+    found = probe(CountsOnState(params()), CPU, torch.float32)
     assert found.reason is None
     assert found.element_names == {"sum", "total", "mask"}
-    assert "a trial tensor" in str(probe(optimizers.SumsItsState(params()), CPU, torch.float32).reason)
-    of_a_scalar_first = optimizers.CountsOnState([torch.nn.Parameter(torch.ones(())), *params()])
+    assert "a trial tensor" in str(probe(SumsItsState(params()), CPU, torch.float32).reason)
+    of_a_scalar_first = CountsOnState([torch.nn.Parameter(torch.ones(())), *params()])
     assert probe(of_a_scalar_first, CPU, torch.float32) == found
-    of_scalars = optimizers.CountsOnState([torch.nn.Parameter(torch.ones(()))])
+    of_scalars = CountsOnState([torch.nn.Parameter(torch.ones(()))])
     assert probe(of_scalars, CPU, torch.float32) == found
-    without = optimizers.CountsOnState(params())
+    without = CountsOnState(params())
     without.state.clear()
     assert "KeyError: 'step'" in str(probe(without, CPU, torch.float32).reason)
 
 
 def test_state_that_has_grown_since_is_none_to_try_with() -> None:
     """Beside a large sum, gradients move nothing and a coupling hides: a trial begins where training does."""
-    optimizer = optimizers.CountsOnState(params())
+    optimizer = CountsOnState(params())
     for state in optimizer.state.values():
         state["total"].fill_(1e9)
     assert probe(optimizer, CPU, torch.float32).reason is None
-    hiding = optimizers.SumsItsState(params())
+    hiding = SumsItsState(params())
     for state in hiding.state.values():
         state["sum"].fill_(1e9)
     assert "a trial tensor" in str(probe(hiding, CPU, torch.float32).reason)
 
 
 def test_state_is_that_of_another_parameter_where_the_constructor_wants_more() -> None:
-    class Named(optimizers.CountsOnState):
+    class Named(CountsOnState):
         def __init__(self, params: Any, name: str) -> None:
             super().__init__(params)
 

@@ -1,0 +1,52 @@
+"""A shard is a range of a tensor's memory: cut into boxes, found by its place, not computed with."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megastrategy.core.checkpoint.flat_shard import FlatShard, boxes
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 5)])
+def test_a_range_is_cut_into_boxes_that_are_all_of_it_in_order(shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    whole = torch.arange(numel).view(shape)
+    for start in range(numel + 1):
+        for end in range(start, numel + 1):
+            parts = list(boxes(shape, start, end))
+            assert len(parts) <= max(1, 2 * len(shape) - 1)
+            elements: list[int] = []
+            for offsets, sizes in parts:
+                part = whole
+                for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                    part = part.narrow(dim, offset, size)
+                elements += part.reshape(-1).tolist()
+            assert elements == list(range(start, end))
+
+
+def test_a_shard_of_a_channels_last_tensor_is_found_by_its_place() -> None:
+    whole = torch.arange(2 * 3 * 4 * 5.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    in_memory = whole.as_strided((whole.numel(),), (1,))
+    seen = torch.full_like(whole, -1)
+    for start, end in [(0, 37), (37, 38), (38, 120)]:
+        shard = FlatShard(in_memory[start:end], start, tuple(whole.shape), whole.stride())
+        for item in shard.__create_write_items__("weight", shard):
+            part = shard.__get_tensor_shard__(item.index)
+            offsets, sizes = item.tensor_data.chunk.offsets, item.tensor_data.chunk.sizes
+            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr(), "not a copy"
+            slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            assert seen[slices].eq(-1).all()
+            seen[slices] = part
+    assert torch.equal(seen, whole)
+
+
+def test_computing_with_a_shard_is_refused_by_name() -> None:
+    shard = FlatShard(torch.ones(3), 2, (2, 4), (4, 1))
+    with pytest.raises(NotImplementedError, match=r"aten.add.*FlatShard\(\[2, 5\) of \(2, 4\).*state_dict\(\)"):
+        shard + 1
+    copy = shard.clone()
+    copy.local += 1
+    assert shard.local.tolist() == [1, 1, 1]

@@ -1,0 +1,108 @@
+"""Fits with a CommunicationMonitor, and what it logged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megastrategy import CommunicationMonitor
+
+from .fits import fit
+from .rank_processes import SIZE
+
+MODES: dict[str, dict[str, Any]] = {
+    "reduce-scatter": {},
+    "all-reduce": {"use_distributed_optimizer": False},
+    "flattened": {
+        "use_distributed_optimizer": False,
+        "use_contiguous_buffers": False,
+        "overlap_grad_reduce": False,
+    },
+}
+ALIGNMENT = 128
+"""A bucket's elements are rounded up to a multiple of it, with two ranks."""
+Lines = list[tuple[int | None, dict[str, float]]]
+
+
+class Net(pl.LightningModule):
+    """With ``bucket_size=1`` each of its tensors is a bucket, of sizes known without asking the engine."""
+
+    def __init__(self, hidden: int = 128, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inputs = nn.Linear(5, hidden, bias=bias)
+        self.outputs = nn.Linear(hidden, 11, bias=bias)
+
+    def loss(self, batch: Any) -> Tensor:
+        features, _, targets = batch
+        return F.cross_entropy(self.outputs(torch.tanh(self.inputs(features.to(self.dtype)))).float(), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def padded_numel(*numels: int) -> int:
+    return sum(-(-numel // ALIGNMENT) * ALIGNMENT for numel in numels)
+
+
+NET_NUMEL = padded_numel(5 * 128, 128 * 11)
+assert NET_NUMEL == 5 * 128 + 128 * 11, "no padding"
+SENT_BYTES = 8 * NET_NUMEL * (SIZE - 1) / SIZE
+"""A step of Net in fp32, reduce-scattered and gathered, or all-reduced."""
+
+
+def monitored(
+    module: Callable[[], pl.LightningModule] = Net, strategy_options: dict[str, Any] | None = None, **options: Any
+) -> Lines:
+    """What the monitor logged on this rank, without its prefix."""
+    result = fit(
+        "megatron_ddp",
+        strategy_options={"bucket_size": 1, **(strategy_options or {})},
+        module=module(),
+        callbacks=[CommunicationMonitor(), *options.pop("callbacks", [])],
+        **options,
+    )
+    return lines_of(result.logged)
+
+
+def lines_of(logged: Lines) -> Lines:
+    prefix = "communication/"
+    return [
+        (step, {key.removeprefix(prefix): value for key, value in values.items()})
+        for step, values in logged
+        if any(key.startswith(prefix) for key in values)
+    ]
+
+
+def column(lines: Lines, name: str) -> list[float]:
+    return [values[name] for _, values in lines]
+
+
+def steps_of(lines: Lines) -> list[int | None]:
+    return [step for step, _ in lines]
+
+
+class Overflows(Net):
+    """The gradient of one element is infinite on rank 1 in the fourth batch of the first epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and batch_idx == 3 and self.current_epoch == 0:
+            loss = loss + torch.tensor(float("inf")) * self.outputs.weight[0, 0]
+        return loss
+
+
+def half_precision(**options: Any) -> MixedPrecision:
+    """On CPU Lightning makes bf16 of "16-mixed" unless it is given a plugin with a scaler."""
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, **options}))

@@ -1,0 +1,126 @@
+"""The timeline as a Chrome trace and as a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+
+from megastrategy.core import Event, EventKind
+from megastrategy.tools.pictures import chrome_trace, plot
+from megastrategy.tools.profile_report import write_files
+from megastrategy.tools.timeline import ModelEvents, RankEvents
+
+from .test_command import Hides
+from .timeline_events import FORWARD, MS, REDUCE, assert_nested, collective, in_order, names_of, one_step, slices, span
+
+
+def test_ranks_are_processes_of_one_trace_on_one_clock() -> None:
+    """Rank 1's clock began 7 ms later: it tells smaller numbers for the same moments."""
+    model = ModelEvents([*one_step(), *one_step(after=200)], (4096, 8192), (1024, 2048), num_skipped_steps=5)
+    ranks = [RankEvents(0, [model], 0), RankEvents(1, [ModelEvents(one_step(after=-7 + 3))], 7 * MS)]
+    trace = json.loads(json.dumps(chrome_trace(ranks)))
+    assert names_of(trace, "process_name") == {(0, 0): "rank 0", (1, 0): "rank 1"}
+    threads, lanes = slices(trace), names_of(trace, "thread_name")
+    assert [lanes[0, tid] for tid in range(5)] == ["steps", "compute", "communication", "waiting", "gaps"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in threads[0, 0]] == [
+        ("training step 5", 0.0, 100e3),
+        ("training step 6", 200e3, 100e3),
+    ]
+    assert [e["args"] for e in threads[0, 0]] == [{"exposed_ms": 23.0, "exposed_share": 0.23}] * 2
+    assert [e["ts"] for e in threads[1, 1]] == [3e3, 25e3, 66e3], "what the others call 3 ms later"
+    reduced = next(e for e in threads[0, 2] if e["name"] == "reduce bucket 1")
+    assert (reduced["ts"], reduced["dur"], reduced["args"]) == (
+        45e3,
+        15e3,
+        {"launch_to_done_ms": 20.0, "bytes": 8192},
+    )
+    for events in threads.values():
+        assert_nested(events)
+
+
+def test_collectives_that_overlap_get_threads_of_their_own() -> None:
+    launched = [collective(REDUCE, bucket, 10 * bucket, None, 25 + 10 * bucket) for bucket in range(5)]
+    trace = chrome_trace([RankEvents(0, [ModelEvents(in_order(*launched))])])
+    threads = slices(trace)
+    assert [len(events) for events in threads.values()] == [2, 2, 1], "as few as it takes"
+    for events in threads.values():
+        assert_nested(events)
+
+
+def test_several_models_of_a_rank_are_told_apart() -> None:
+    trace = chrome_trace([RankEvents(0, [ModelEvents(one_step()), ModelEvents(one_step(after=50))])])
+    lanes = names_of(trace, "thread_name")
+    assert lanes[0, 1] == "model 0: compute"
+    assert lanes[0, 6] == "model 1: compute"
+    assert all(len({e["cat"] for e in events}) == 1 for events in slices(trace).values())
+
+
+def test_a_record_reads_as_it_was_written() -> None:
+    record = RankEvents(3, [ModelEvents(one_step(), [4096, 8192], [1024, 2048], 5)], 17, ((3, 9), (20, 21)))
+    assert RankEvents.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+
+def red_pixels(path: Path) -> int:
+    pixels = image.imread(path)[..., :3]
+    return int((abs(pixels - [0xC6 / 255, 0x28 / 255, 0x28 / 255]).max(axis=-1) < 0.02).sum())
+
+
+def test_the_picture_is_red_where_the_rank_waits(tmp_path: Path) -> None:
+    """Also over the backward in which it does; the area is as the time."""
+    is_wait = {event: event.kind in (EventKind.WAIT_START, EventKind.WAIT_END) for event in one_step()}
+    end = Event(EventKind.LAYOUT_EXTENDED, 0, 100 * MS)  # draws nothing, and keeps the step's length
+
+    def area(*waits_for: int) -> int:
+        events = [event for event in one_step() if not is_wait[event] or event.index in waits_for]
+        path = tmp_path / "timeline.png"
+        plot([RankEvents(0, [ModelEvents([*events, end])])], path)
+        return red_pixels(path)
+
+    legend = area()
+    gradients, parameters = area(0) - legend, area(1) - legend
+    assert parameters > 1000
+    assert gradients / parameters == pytest.approx(9 / 14, rel=0.05)
+    assert area(0, 1) - legend == pytest.approx(gradients + parameters, rel=0.02)
+
+
+def test_an_evaluation_does_not_fill_the_picture(tmp_path: Path) -> None:
+    """It takes ten times a step here, between the last two; the two before it are drawn in its place."""
+
+    def drawn(*events: list[Event]) -> bytes:
+        path = tmp_path / "timeline.png"
+        plot([RankEvents(0, [ModelEvents([event for part in events for event in part])])], path)
+        return path.read_bytes()
+
+    first, second, third = one_step(), one_step(after=120), one_step(after=1300)
+    evaluation = in_order(span(FORWARD, 230, 1290, 0))
+    assert red_pixels_of(drawn(first, second, evaluation, third), tmp_path) == pytest.approx(
+        red_pixels_of(drawn(first, second), tmp_path), rel=0.05
+    )
+
+
+def red_pixels_of(content: bytes, folder: Path) -> int:
+    (folder / "again.png").write_bytes(content)
+    return red_pixels(folder / "again.png")
+
+
+def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no whole step"):
+        plot([RankEvents(0, [ModelEvents(in_order(span(FORWARD, 0, 1, 1)))])], tmp_path / "none.png")
+
+
+def test_without_matplotlib_all_but_the_picture_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Hides("matplotlib"), *sys.meta_path])
+    (tmp_path / "timeline.png").write_text("of an older run")
+    trace, picture = write_files([RankEvents(0, [ModelEvents(one_step())])], tmp_path)
+    assert "pip install 'megastrategy[plot]'" in picture
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert [name.split(">")[0] for name in project["optional-dependencies"]["plot"]] == ["matplotlib"]
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json"}
+    assert "perfetto" in trace
