@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .support import chosen_collectives
 from .support.capabilities import mark_capabilities
+from .support.interpreters import assert_may_start, note_interpreters, started
 from .support.lazy_collectives import violations
 from .support.thread_mode import forget_entered_modes
 from .support.tiers import mark_long, part
@@ -46,6 +47,19 @@ def pytest_configure(config: pytest.Config) -> None:
     choice = chosen_collectives.Choice.of(config)
     if choice != chosen_collectives.Choice():
         chosen_collectives.choose(choice)
+    note_interpreters()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before any fixture, those of a whole file as well, starts something."""
+    started.clear()
+
+
+@pytest.fixture(autouse=True)
+def who_starts_interpreters_says_so(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    assert_may_start(request.node)
 
 
 @pytest.fixture(autouse=True)

@@ -198,6 +198,7 @@ if accelerator.is_main_process:
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_a_script_that_ends_with_a_save_on_the_main_process(tmp_path: Path) -> None:
     """The others stay for it, although they have nothing left to do, and end with it."""

@@ -76,6 +76,7 @@ def test_the_plugin_has_every_field_of_the_config() -> None:
             MegatronDDPPlugin(**wrong)
 
 
+@pytest.mark.fresh
 def test_the_package_does_not_import_accelerate() -> None:
     code = "import sys, megastrategy; print([m for m in ('accelerate', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

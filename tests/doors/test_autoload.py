@@ -38,6 +38,7 @@ def test_it_needs_the_standard_library_alone() -> None:
     assert {name.split(".")[0] for name in names} <= sys.stdlib_module_names
 
 
+@pytest.mark.fresh
 def test_a_script_that_imports_nothing_of_ours_has_the_names(tmp_path: Path) -> None:
     """In all four packages; until a strategy is asked for, only the one small module is imported."""
     code = """
@@ -69,6 +70,7 @@ def test_a_script_that_imports_nothing_of_ours_has_the_names(tmp_path: Path) -> 
     run_python("-c", textwrap.dedent(code), cwd=tmp_path, autoload=True)
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_the_switch_turns_it_off_and_the_import_still_works(tmp_path: Path) -> None:
     """TORCH_DEVICE_BACKEND_AUTOLOAD=0; and what the entry point costs: the module itself, nothing that it pulls in."""
@@ -93,6 +95,7 @@ def test_the_switch_turns_it_off_and_the_import_still_works(tmp_path: Path) -> N
     run_python("-c", textwrap.dedent(code), cwd=tmp_path, autoload=False)
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_a_lightning_that_has_changed_can_still_be_imported(tmp_path: Path) -> None:
     """Nothing on stdout or stderr either: who has the package merely installed does not hear about it."""

@@ -170,6 +170,7 @@ def test_a_rank_that_dies_while_all_connect_is_not_waited_for(ranks: Ranks) -> N
     assert waiting.seconds < 20
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_torchrun_restarts_and_resumes_by_itself(tmp_path: Path) -> None:
     """A rank dies within a step, then one within a save; ``ckpt_path="last"`` finds the last whole file each time."""

@@ -178,6 +178,7 @@ def test_an_unmodified_script_trains_to_the_bits_of_torch_ddp(stock: list[dict[s
     assert "__main__.TheirAccelerator is a subclass" in said
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path: Path) -> None:
     write_script(tmp_path)
@@ -189,6 +190,7 @@ def test_one_file_serves_accelerate_and_us(stock: list[dict[str, Any]], tmp_path
     assert found == [(OURS, 100, True, "true")] * 2
 
 
+@pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "command",
@@ -287,6 +289,7 @@ def test_a_missing_import_inside_of_a_module_is_not_a_missing_module(in_folder: 
         Command.read(["-m", "package.train"]).check_target()
 
 
+@pytest.mark.fresh
 def test_the_exit_code_is_the_processs(tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text("megatron_ddp_config:\n  buckt_size: 4\n")
     (tmp_path / "train.py").write_text("")

@@ -91,6 +91,7 @@ def assert_results(output: str, *, environment: str, launcher: str, ours: int = 
     assert output.count("megatron_ddp on 2 rank(s): reduce-scatter, sharded optimizer") == ours, "on rank 0 alone"
 
 
+@pytest.mark.fresh
 def test_a_script_fits_on_two_processes(tmp_path: Path) -> None:
     """As a user starts it: weights equal ddp's, state is halved, and rank 0 alone prints what was set up."""
     output = run_python(str(write_script(tmp_path, imported=True)), "megatron_ddp", "ddp", cwd=tmp_path)
@@ -114,6 +115,7 @@ def rows(output: str) -> dict[str, Any]:
     return table
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_fork_notebook_and_spawn_in_one_process(tmp_path: Path) -> None:
     """The launchers that start the processes anew for each fit and bring the weights back to the main process."""
@@ -123,6 +125,7 @@ def test_fork_notebook_and_spawn_in_one_process(tmp_path: Path) -> None:
     assert_results(output, environment="LightningEnvironment", launcher="_MultiProcessingLauncher", ours=3)
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_torchrun(tmp_path: Path) -> None:
     """The script does not import megastrategy: every process that torchrun starts has the names by torch."""
@@ -132,6 +135,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert_results(output, environment="TorchElasticEnvironment", launcher="_SubprocessScriptLauncher")
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_slurm(tmp_path: Path) -> None:
     """As ``srun --ntasks-per-node=2`` starts it; Lightning reads all it needs from SLURM's variables."""

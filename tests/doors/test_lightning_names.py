@@ -92,6 +92,7 @@ assert len([finder for finder in sys.meta_path if "megastrategy" in type(finder)
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("order", IMPORTS)
 def test_the_names_are_there_in_every_order_of_imports(tmp_path: Path, order: str) -> None:
@@ -100,6 +101,7 @@ def test_the_names_are_there_in_every_order_of_imports(tmp_path: Path, order: st
     run_python("-c", start + CHECK_NAMES, cwd=tmp_path)
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_without_lightning_the_class_is_pytorch_lightnings(tmp_path: Path) -> None:
     """A project that has kept the old package has the same public name."""
@@ -116,6 +118,7 @@ def test_without_lightning_the_class_is_pytorch_lightnings(tmp_path: Path) -> No
     run_python("-c", textwrap.dedent(code), cwd=tmp_path)
 
 
+@pytest.mark.fresh
 def test_without_either_an_error_says_what_to_install(tmp_path: Path) -> None:
     """And a Lightning that is there but broken is not reported as absent, nor passed over for the other package."""
     broken = tmp_path / "lightning"
@@ -176,6 +179,7 @@ assert said("ddp") == (theirs, text)
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 @pytest.mark.parametrize("package", DOORS)
 def test_in_a_notebook_the_remedy_is_a_name_of_ours(tmp_path: Path, package: str) -> None:

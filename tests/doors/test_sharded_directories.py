@@ -42,6 +42,7 @@ def consolidate(directory: Path, file: Path) -> Path:
     return file
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_a_run_resumes_from_a_directory_and_from_what_lightning_makes_of_it(ranks: Ranks, tmp_path: Path) -> None:
     """Losses and weights to the bit, under this strategy, all-reduce, and "ddp"."""

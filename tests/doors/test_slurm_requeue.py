@@ -164,6 +164,7 @@ def test_one_rank_saves_before_the_next_batch_and_the_job_resumes(tmp_path: Path
     assert [line.split()[3] for line in lines] == ["20", "20"]
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_all_ranks_save_before_the_same_batch_and_the_job_resumes(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)

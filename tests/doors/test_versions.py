@@ -30,6 +30,7 @@ def refused(ask, *words):
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("package", "door"), DOORS.items())
 def test_a_name_and_an_import_refuse_an_old_lightning(tmp_path: Path, package: str, door: str) -> None:
@@ -55,6 +56,7 @@ def test_a_name_and_an_import_refuse_an_old_lightning(tmp_path: Path, package: s
     run_python("-c", ASK + textwrap.dedent(code), cwd=tmp_path, autoload=True)
 
 
+@pytest.mark.fresh
 def test_a_lightning_too_old_to_be_imported_is_refused_by_version_too(tmp_path: Path) -> None:
     """2.1 and 1.9 want pkg_resources, which a new setuptools has not; that would not say what to do."""
     for name, version in (("lightning", "2.1.4"), ("pytorch_lightning", "1.9.5")):
@@ -76,6 +78,7 @@ def test_a_lightning_too_old_to_be_imported_is_refused_by_version_too(tmp_path: 
     run_python("-c", ASK + textwrap.dedent(code), str(tmp_path), cwd=tmp_path)
 
 
+@pytest.mark.fresh
 def test_an_old_accelerate_is_refused(tmp_path: Path) -> None:
     code = """
         import accelerate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from megastrategy.accelerate.checkpoint import DIRECTORY
@@ -19,6 +20,7 @@ def epochs(printed: str) -> list[tuple[str, str]]:
     return re.findall(r"epoch \d+: loss ([\d.]+), ([\d.]+)% of 500 lines", printed)
 
 
+@pytest.mark.fresh
 def test_it_learns_as_under_torch_ddp_and_resumes(tmp_path: Path) -> None:
     """To the bit, if nothing is clipped: the norm that clips is summed shard by shard, and by parameters there."""
     options = ("--clip", "0", "--epochs", "3")

@@ -16,6 +16,7 @@ from ..support.patience import HANG_S
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_it_trains_on_two_processes_and_has_their_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from nbclient.cli import main; main()", f"--output={tmp_path / 'run'}", NOTEBOOK]

@@ -41,7 +41,7 @@ def losses(run_dir: Path, column: str) -> list[float]:
         return [float(row[column]) for row in csv.DictReader(file) if row[column]]
 
 
-@pytest.mark.parametrize("run", [run_example, pytest.param(start_example, marks=pytest.mark.long)])
+@pytest.mark.parametrize("run", [run_example, pytest.param(start_example, marks=[pytest.mark.long, pytest.mark.fresh])])
 def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(tmp_path: Path, run: Callable[..., Done]) -> None:
     for _ in range(2):  # the second replaces the first in its directory and does not complain
         printed = run(*TINY, cwd=tmp_path).printed

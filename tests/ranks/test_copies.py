@@ -253,6 +253,7 @@ def test_a_copy_of_shards_or_main_params_is_made_and_refuses_to_step_or_save(
     run_ranks(size, run)
 
 
+@pytest.mark.fresh
 def test_a_pickle_is_read_where_there_is_no_process_group() -> None:
     """By another process, which has the user's class and this package."""
 

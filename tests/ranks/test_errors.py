@@ -314,6 +314,7 @@ def test_a_rank_that_dies_in_backward_ends_the_others_with_a_reason() -> None:
     assert "did not complete" in str(survivor)
 
 
+@pytest.mark.fresh
 def test_a_killed_process_ends_the_others_with_a_reason() -> None:
     """Real processes and SIGKILL, in the middle of a step."""
     script = textwrap.dedent(
@@ -362,6 +363,7 @@ def run_processes(script: str) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(ranks, printed, strict=True)]
 
 
+@pytest.mark.fresh
 def test_groups_of_our_own_keep_the_timeout_and_end_with_close() -> None:
     """In real processes with a default group: wrapped twice at once, then many times after each other."""
     script = textwrap.dedent(

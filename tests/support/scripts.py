@@ -25,6 +25,7 @@ from .patience import HANG_S
 from .ports import free_port
 
 ROOT = Path(__file__).parents[2]
+FRESH_SCRIPTS = os.environ.get("FRESH_SCRIPTS") == "1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +61,12 @@ def run_script(
     base |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     base |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0", **(environment or {})}
     argv = [*before, str(script), *map(str, arguments)]
-    fresh = os.environ.get("FRESH_SCRIPTS") == "1"
     out, err = _Pipe(), _Pipe()
     processes: list[Any] = []
     try:
         for rank in range(ranks):
             variables = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            start = _start_interpreter if fresh else _start_fork
+            start = _start_interpreter if FRESH_SCRIPTS else _start_fork
             processes.append(start(argv, bool(before), cwd, variables, out.write, err.write))
         printed = [pipe.read_to_the_end() for pipe in (out, err)]
         codes = [_wait(process, timeout_s) for process in processes]

@@ -59,6 +59,7 @@ PEERS = ("deepspeed-1", "deepspeed-2", "megatron-core")
 MISSING = {name: reason for name in PEERS if (reason := ENGINES[name].why_skipped(CASES["tiny"]))}
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 @pytest.mark.skipif(not MISSING, reason="all peers are installed")
 def test_peers_that_are_not_installed_are_named(tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_peers_that_are_not_installed_are_named(tmp_path: Path) -> None:
     assert all(reason.endswith("is not installed") for reason in MISSING.values())
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.skipif(name in MISSING, reason=MISSING.get(name, ""))]) for name in PEERS],
@@ -81,6 +83,7 @@ def test_peers_are_measured_where_they_are_installed(name: str, tmp_path: Path) 
     assert results["failed"] == results["skipped"] == []
 
 
+@pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("network", ["loopback", pytest.param("1gbit", marks=needs_namespaces)])
 def test_it_measures_and_writes_what_it_measured(network: str, tmp_path: Path) -> None:
@@ -131,6 +134,7 @@ def test_it_measures_and_writes_what_it_measured(network: str, tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {f"results.{kind}" for kind in ("json", "md", "png")}
 
 
+@pytest.mark.fresh
 def test_with_muon_every_engine_that_can_trains_to_the_losses_of_ddp(tmp_path: Path) -> None:
     results = run(tmp_path, "--cases", "tiny-muon", "--engines", "bound-sharded,ddp,zero,ours,deepspeed-1")
     assert results["failed"] == []
@@ -246,6 +250,7 @@ def test_every_engine_takes_every_place_and_follows_several_others() -> None:
     assert all(len({before for before, after in pairs if after == name}) >= 2 for name in names)
 
 
+@pytest.mark.fresh
 @needs_namespaces
 def test_namespaces_end_with_the_block_and_with_the_process() -> None:
     with shaped_network(2, "1gbit") as (namespaces, _):

@@ -441,6 +441,7 @@ consolidate(folder / "directory", folder / "again")
 """
 
 
+@pytest.mark.fresh
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is allocated on Linux only")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     """64 MiB in tensors of 2 are converted and consolidated where 32 can be allocated."""

@@ -68,10 +68,12 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
     return Faults(done.stdout, lines, hang, [int(pid) for pid in pids.read_text().split()])
 
 
+@pytest.mark.fresh
 def test_the_exit_status_says_whether_a_line_failed(faults: Faults) -> None:
     assert "statuses 1 1 0" in faults.printed
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -91,6 +93,7 @@ def test_a_section_that_ends_badly_is_a_line(name: str, reason: str, faults: Fau
     assert re.search(reason, line["detail"]), line["detail"]
 
 
+@pytest.mark.fresh
 def test_what_comes_after_a_bad_end_is_run(faults: Faults) -> None:
     assert faults.lines["B.before"]["verdict"] == "PASS"
     for letter in "AZ":
@@ -98,6 +101,7 @@ def test_what_comes_after_a_bad_end_is_run(faults: Faults) -> None:
         assert found == {"small": "PASS", "seen": "MEASURED", "other": "SKIPPED"}
 
 
+@pytest.mark.fresh
 def test_a_section_that_hangs_is_ended_with_its_ranks_and_says_where(faults: Faults) -> None:
     line, *others = faults.hang["lines"]
     assert (line["name"], line["verdict"]) == ("D.section", "FAIL")
@@ -109,11 +113,13 @@ def test_a_section_that_hangs_is_ended_with_its_ranks_and_says_where(faults: Fau
     assert not [pid for pid in faults.pids if is_alive(pid)]
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize("name", ["G.unknown", "G.slow"])
 def test_values_out_of_their_limits_fail(name: str, faults: Faults) -> None:
     assert faults.lines[name]["verdict"] == "FAIL"
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     "name", [r"I\.contiguous.*", r"J\.read", r"K\.more", r"L\.default\.raises\.reason", r"L\.default\.is-kill.*reason"]
 )
@@ -122,6 +128,7 @@ def test_an_engine_that_is_broken_fails(name: str, faults: Faults) -> None:
     assert any(line["verdict"] == "FAIL" for found, line in faults.lines.items() if re.fullmatch(name, found))
 
 
+@pytest.mark.fresh
 def test_json_has_what_was_run_on_what(faults: Faults) -> None:
     assert faults.hang["command"].startswith("python -m benchmarks.gpu_check --device cpu")
     assert faults.hang["is_complete"]
@@ -130,6 +137,7 @@ def test_json_has_what_was_run_on_what(faults: Faults) -> None:
     assert {"date", "commit", "device", "gpus", "python", "seconds", "started_by"} <= faults.hang.keys()
 
 
+@pytest.mark.fresh
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -152,6 +160,7 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], complaint: st
 # --- the check itself ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F", "K,P", "N,R", "O"])
 def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
@@ -163,6 +172,7 @@ def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     assert all(line["detail"] for line in lines if line["verdict"] == "SKIPPED")
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_sections_for_several_gpus_pass_on_the_host() -> None:
     done = run("-m", "benchmarks.gpu_check", "--device", "cpu", "--gpus", "3", "--only", "C,F,I,M,N,P,Q,R")
@@ -277,6 +287,7 @@ def test_every_name_of_torch_exists(path: Path) -> None:
     assert not {name for name in names if not _resolves(name)}
 
 
+@pytest.mark.fresh
 def test_what_is_imported_before_forks_asks_no_driver() -> None:
     """Or no fork could use the GPU, and each of a hundred ranks would import for seconds."""
     code = (

@@ -215,6 +215,7 @@ def read_records(folder: Path) -> list[RankEvents]:
     return [RankEvents.from_json(json.loads(path.read_text())) for path in sorted(folder.glob("events.rank*.json"))]
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
@@ -244,6 +245,7 @@ def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_
     assert (tmp_path / "profile" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.fresh
 def test_a_lightning_script_is_profiled_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)
     done = profile(tmp_path, "--steps", "3", "--skip", "1", "--out", "made/here", "train.py")

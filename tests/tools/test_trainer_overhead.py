@@ -16,6 +16,7 @@ from tests.support.patience import HANG_S
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_it_compares_both_strategies_with_loops_of_their_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.trainer_overhead", "--rounds", "2", "--steps", "3", "--out", tmp_path]
@@ -28,6 +29,7 @@ def test_it_compares_both_strategies_with_loops_of_their_own(tmp_path: Path) -> 
             assert len(written[strategy][field]["samples"]) == 2
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_what_is_paid_once_is_measured_for_both_strategies_and_three_ways_to_a_state(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.once", "--params", "3", "--rounds", "2", "--out", tmp_path]

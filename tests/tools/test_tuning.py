@@ -165,6 +165,7 @@ def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.fresh
 def test_a_script_that_never_ends_is_run_with_each_size_and_ended_without_a_word_to_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDLESS_LOOP)
     options = ("--size", "2000", "--rounds", "1", "--steps", "3", "--skip", "1")
@@ -181,6 +182,7 @@ def test_a_script_that_never_ends_is_run_with_each_size_and_ended_without_a_word
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "runs.txt"}
 
 
+@pytest.mark.fresh
 @pytest.mark.long
 def test_a_lightning_script_leaves_no_checkpoint_of_its_end(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)
@@ -190,6 +192,7 @@ def test_a_lightning_script_leaves_no_checkpoint_of_its_end(tmp_path: Path) -> N
     assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").iterdir())
 
 
+@pytest.mark.fresh
 def test_a_script_that_fails_or_trains_nothing_is_told_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
     failed = tune(tmp_path, "train.py")

@@ -260,6 +260,7 @@ def test_every_error_and_what_a_listener_needs_are_public() -> None:
     assert megastrategy.events.__all__ == ["Event", "EventKind", "Listener"]
 
 
+@pytest.mark.fresh
 def test_importing_it_imports_no_framework() -> None:
     code = "import sys, megastrategy; print([m for m in ('lightning', 'pytorch_lightning') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
