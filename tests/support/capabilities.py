@@ -206,6 +206,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "doors/test_versions.py",
         "unit/test_architecture.py",
         "unit/test_capabilities.py",
+        "unit/test_durations.py",
         "unit/test_private_names.py",
         "unit/test_versions_page.py",
     ),
