@@ -199,7 +199,7 @@ def test_a_scheduler_waits_for_its_own_optimizer(worlds: Worlds, mode: dict[str,
     assert expected == [([0.05, 0.0125], True)] * 2
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- clipping within a window ----------------------------------------------------------------------------------------
 
 
 def clip_each_microbatch(name: str, mode: dict[str, Any]) -> dict[str, Tensor]:

@@ -280,7 +280,7 @@ def test_ranks_may_evaluate_different_numbers_of_batches(worlds: Worlds, mode: d
     assert [len(rank) for rank in outputs] == [3, 0], "the second rank had no batch at all"
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- one process, and one model through another ----------------------------------------------------------------------
 
 
 def alone() -> None:

@@ -124,7 +124,7 @@ def test_schedule_free_optimizers_have_the_modes_of_torch_ddp(worlds: Worlds, mo
     assert_like_ddp(worlds, train_schedule_free, mode)
 
 
-# --- refused by name -------------------------------------------------------------------------------------------------
+# --- one optimizer of two models -------------------------------------------------------------------------------------
 
 
 def one_optimizer_of_two_models(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -180,7 +180,7 @@ def test_parameters_that_no_model_has_are_stepped_as_under_torch_ddp(
     assert torch.equal(guide["weight"], other_guide["weight"]), "it has none"
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- forgotten -------------------------------------------------------------------------------------------------------
 
 
 def forget_the_optimizer() -> str:

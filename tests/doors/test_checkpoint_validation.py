@@ -1,4 +1,4 @@
-"""A checkpoint of another model loads nothing and says what differs; a file of the same is not kept open."""
+"""A checkpoint that does not fit loads nothing and says what differs; one that fits leaves nothing in its file."""
 
 from __future__ import annotations
 

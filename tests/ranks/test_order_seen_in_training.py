@@ -22,8 +22,6 @@ from tests.support.layers_in_any_order import Layers, adamw, amsgrad, batch, gro
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_same_state
 
-# --- nothing but the order changes -----------------------------------------------------------------------------------
-
 
 def nadam(model: nn.Module) -> torch.optim.Optimizer:
     """Two counters of shape () for each parameter."""
