@@ -1,4 +1,4 @@
-"""The code that pages show runs, and their table of options is complete."""
+"""The code that pages show runs, and prints what they say it prints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from megastrategy.core import field_names
-
 from ..support.patience import HANG_S
+from ..support.scripts import run_script
 from . import PAGES, ROOT
 
 
 def blocks(page: Path) -> list[str]:
     return [textwrap.dedent(block) for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
+
+
+def blocks_that_print(page: Path) -> list[tuple[str, str]]:
+    """Each block, and the text that follows it."""
+    return re.findall(r"```python\n(.*?)```\n\nprints[^\n]*\n\n```text\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def run(command: list[str], cwd: Path) -> str:
@@ -33,7 +37,6 @@ def run(command: list[str], cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.fresh
 def test_the_lightning_block(tmp_path: Path) -> None:
     [block] = blocks(ROOT / "docs" / "lightning.md")
     (tmp_path / "block.py").write_text(block)
@@ -41,12 +44,26 @@ def test_the_lightning_block(tmp_path: Path) -> None:
     assert printed.count("megatron_ddp on 2 rank(s)") == 2, "two fits, printed by rank 0 alone"
 
 
-@pytest.mark.fresh
 def test_the_plain_loop(tmp_path: Path) -> None:
     [block] = blocks(ROOT / "docs" / "plain_loop.md")
     (tmp_path / "block.py").write_text(block)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert "state of 4 parameters" in run([*launcher, "block.py"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [("gradients.md", 0), ("gradients.md", 1), ("failures.md", 0), ("failures.md", 1)],
+    ids=["reading gradients", "what is not finite", "fitting again", "a backward left out"],
+)
+def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int) -> None:
+    """On two ranks. A Trainer's own lines, which come before, are not on the page."""
+    block, text = blocks_that_print(ROOT / "docs" / page)[number]
+    (tmp_path / "block.py").write_text(block)
+    done = run_script(tmp_path / "block.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout
+    assert printed == text if "lightning" not in block else printed.endswith("\n" + text)
 
 
 def test_no_block_is_left_out() -> None:
@@ -56,15 +73,14 @@ def test_no_block_is_left_out() -> None:
     assert {name: len(found) for name, found in by_page.items()} == {
         "lightning.md": 1,
         "plain_loop.md": 1,
+        "gradients.md": 2,
+        "failures.md": 2,
         "checkpoints.md": 2,
     }
+    for name in ("gradients.md", "failures.md"):
+        assert len(blocks_that_print(ROOT / "docs" / name)) == len(by_page[name]), name
     for block in by_page["checkpoints.md"]:
         ast.parse(block)
-
-
-def test_the_table_of_options_is_complete() -> None:
-    page = (ROOT / "docs" / "options.md").read_text()
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(field_names())
 
 
 def test_the_front_page_is_short() -> None:
