@@ -1,6 +1,7 @@
 """The site of the pages and of the public names: ``make docs`` builds it into build/docs. Warnings are errors there."""
 
 import importlib.metadata
+import os
 
 project = "megastrategy"
 version = release = importlib.metadata.version("megastrategy")
@@ -15,3 +16,14 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 html_theme = "furo"
 html_title = f"megastrategy {version}"
+
+# INTERSPHINX=1 makes links of other packages' names, and fetches their inventories for it. A build has to pass without a
+# network, and an inventory that cannot be had is a warning, which is an error here; so it is asked for, never tried.
+if os.environ.get("INTERSPHINX") == "1":
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3/", None),
+        "torch": ("https://docs.pytorch.org/docs/stable/", None),
+        "lightning": ("https://lightning.ai/docs/pytorch/stable/", None),
+        "accelerate": ("https://huggingface.co/docs/accelerate/main/en/", None),
+    }

@@ -52,15 +52,15 @@ def test_the_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "number"),
-    [("gradients.md", 0), ("gradients.md", 1), ("failures.md", 0), ("failures.md", 1)],
-    ids=["reading gradients", "what is not finite", "fitting again", "a backward left out"],
+    ("page", "number", "ranks"),
+    [("gradients.md", 0, 2), ("gradients.md", 1, 2), ("failures.md", 0, 2), ("failures.md", 1, 2), ("options.md", 0, 1)],
+    ids=["reading gradients", "what is not finite", "fitting again", "a backward left out", "options refused"],
 )
-def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int) -> None:
-    """On two ranks. A Trainer's own lines, which come before, are not on the page."""
+def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int, ranks: int) -> None:
+    """A Trainer's own lines, which come before, are not on the page."""
     block, text = blocks_that_print(ROOT / "docs" / page)[number]
     (tmp_path / "block.py").write_text(block)
-    done = run_script(tmp_path / "block.py", cwd=tmp_path)
+    done = run_script(tmp_path / "block.py", cwd=tmp_path, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     printed = done.stdout
     assert printed == text if "lightning" not in block else printed.endswith("\n" + text)
@@ -75,9 +75,10 @@ def test_no_block_is_left_out() -> None:
         "plain_loop.md": 1,
         "gradients.md": 2,
         "failures.md": 2,
+        "options.md": 1,
         "checkpoints.md": 2,
     }
-    for name in ("gradients.md", "failures.md"):
+    for name in ("gradients.md", "failures.md", "options.md"):
         assert len(blocks_that_print(ROOT / "docs" / name)) == len(by_page[name]), name
     for block in by_page["checkpoints.md"]:
         ast.parse(block)

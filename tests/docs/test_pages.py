@@ -67,14 +67,10 @@ def test_the_licence_is_the_one_that_is_declared() -> None:
     assert "Apache License\n                           Version 2.0, January 2004" in (ROOT / name).read_text()
 
 
-def test_the_site_has_every_page_and_every_public_name() -> None:
-    """``make docs`` fails for a page that is in no list; a name that is in none it cannot miss."""
+def test_the_site_has_every_page() -> None:
+    """``make docs`` fails for a page that is in no list; this test finds it without Sphinx."""
     docs = ROOT / "docs"
     index = (docs / "index.rst").read_text(encoding="utf-8")
     listed = re.findall(r"^   (?:[\w ]+ <)?([\w./]+)>?$", index, re.MULTILINE)
     pages = {path.resolve() for name in listed for path in (docs / f"{name}.md", docs / f"{name}.rst") if path.exists()}
     assert pages == {*PAGES, docs / "api.rst"}
-    api = (docs / "api.rst").read_text(encoding="utf-8")
-    classes = re.findall(r"^\.\. autoclass:: megastrategy\.([\w.]+)$", api, re.MULTILINE)
-    assert {*megastrategy.__all__} - {"__version__"} <= {*classes}
-    assert {"fabric.MegatronDDPStrategy", "accelerate.Accelerator", "accelerate.MegatronDDPPlugin"} <= {*classes}
