@@ -17,8 +17,8 @@ autodoc_typehints_description_target = "documented"
 html_theme = "furo"
 html_title = f"megastrategy {version}"
 
-# INTERSPHINX=1 makes links of other packages' names, and fetches their inventories for it. A build has to pass without a
-# network, and an inventory that cannot be had is a warning, which is an error here; so it is asked for, never tried.
+# INTERSPHINX=1 makes links of other packages' names, and fetches their inventories for it. It is asked for and never
+# tried: a build has to pass without a network, where an inventory that cannot be had is a warning, and so an error.
 if os.environ.get("INTERSPHINX") == "1":
     extensions.append("sphinx.ext.intersphinx")
     intersphinx_mapping = {

@@ -14,7 +14,7 @@ from . import ROOT
 
 PAGE = ROOT / "docs" / "options.md"
 
-_BEGIN = '''\
+_BEGIN = """\
 # Options
 
 Fields of `DistributedDataParallelConfig`, under Megatron-LM's names. This page is written from their docstrings
@@ -24,11 +24,11 @@ Fields of `DistributedDataParallelConfig`, under Megatron-LM's names. This page 
 |---|---|
 | Lightning, Fabric | an argument of the strategy: `MegatronDDPStrategy(bucket_size=1_000_000)` |
 | Accelerate | a field of the plugin: `MegatronDDPPlugin(bucket_size=1_000_000)` |
-| `megastrategy launch` | a key of its file, under `megatron_ddp_config:`, and `MEGATRON_DDP_BUCKET_SIZE` in the environment |
+| `megastrategy launch` | a key under `megatron_ddp_config:` in its file, or `MEGATRON_DDP_BUCKET_SIZE` in the environment |
 | a plain loop | a field of `DistributedDataParallelConfig(bucket_size=1_000_000)` |
 
-torch DDP's own names [are understood](coming_from.md#from-torch-ddp) where there is something like them here. Any other name
-is refused, and so are options that contradict each other:
+torch DDP's own names [are understood](coming_from.md#from-torch-ddp) where there is something like them here. Any
+other name is refused, and so are options that contradict each other:
 
 ```python
 from megastrategy import DistributedDataParallelConfig
@@ -46,7 +46,7 @@ static_graph=True contradicts find_unused_parameters=False
 ```
 
 In what follows d is the number of ranks.
-'''
+"""
 
 _LINKS = {
     "`megastrategy tune`": "[`megastrategy tune`](profiling.md#which-bucket-size)",

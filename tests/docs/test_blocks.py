@@ -53,8 +53,15 @@ def test_the_plain_loop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("page", "number", "ranks"),
-    [("gradients.md", 0, 2), ("gradients.md", 1, 2), ("failures.md", 0, 2), ("failures.md", 1, 2), ("options.md", 0, 1)],
-    ids=["reading gradients", "what is not finite", "fitting again", "a backward left out", "options refused"],
+    [
+        ("gradients.md", 0, 2),
+        ("gradients.md", 1, 2),
+        ("failures.md", 0, 2),
+        ("failures.md", 1, 2),
+        ("options.md", 0, 1),
+        ("design/one_gradient.md", 0, 2),
+    ],
+    ids=["reading gradients", "not finite", "fitting again", "a backward left out", "options refused", "events"],
 )
 def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int, ranks: int) -> None:
     """A Trainer's own lines, which come before, are not on the page."""
@@ -76,10 +83,12 @@ def test_no_block_is_left_out() -> None:
         "gradients.md": 2,
         "failures.md": 2,
         "options.md": 1,
+        "one_gradient.md": 1,
         "checkpoints.md": 2,
     }
-    for name in ("gradients.md", "failures.md", "options.md"):
-        assert len(blocks_that_print(ROOT / "docs" / name)) == len(by_page[name]), name
+    for page in ("gradients.md", "failures.md", "options.md", "design/one_gradient.md"):
+        path = ROOT / "docs" / page
+        assert len(blocks_that_print(path)) == len(by_page[path.name]), page
     for block in by_page["checkpoints.md"]:
         ast.parse(block)
 
