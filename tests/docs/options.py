@@ -24,7 +24,7 @@ Fields of `DistributedDataParallelConfig`, under Megatron-LM's names. This page 
 |---|---|
 | Lightning, Fabric | an argument of the strategy: `MegatronDDPStrategy(bucket_size=1_000_000)` |
 | Accelerate | a field of the plugin: `MegatronDDPPlugin(bucket_size=1_000_000)` |
-| `megastrategy launch` | a key under `megatron_ddp_config:` in its file, or `MEGATRON_DDP_BUCKET_SIZE` in the environment |
+| `megastrategy launch` | a key under `megatron_ddp_config:`, or `MEGATRON_DDP_BUCKET_SIZE` in the environment |
 | a plain loop | a field of `DistributedDataParallelConfig(bucket_size=1_000_000)` |
 
 torch DDP's own names [are understood](coming_from.md#from-torch-ddp) where there is something like them here. Any
