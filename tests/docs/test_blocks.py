@@ -37,6 +37,7 @@ def run(command: list[str], cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.fresh
 def test_the_lightning_block(tmp_path: Path) -> None:
     [block] = blocks(ROOT / "docs" / "lightning.md")
     (tmp_path / "block.py").write_text(block)
@@ -44,6 +45,7 @@ def test_the_lightning_block(tmp_path: Path) -> None:
     assert printed.count("megatron_ddp on 2 rank(s)") == 2, "two fits, printed by rank 0 alone"
 
 
+@pytest.mark.fresh
 def test_the_plain_loop(tmp_path: Path) -> None:
     [block] = blocks(ROOT / "docs" / "plain_loop.md")
     (tmp_path / "block.py").write_text(block)
