@@ -98,8 +98,8 @@ class DistributedDataParallelConfig:
 
     check_for_nan_in_grad: bool = False
     """Look at every bucket before it is sent: if it holds an infinite or NaN gradient on any rank, all ranks raise an
-    error that names rank, parameter and bucket. Costs one pass over the gradients and, on CUDA, one wait a bucket.
-    Not with a GradScaler, which meets infinite gradients on purpose."""
+    error that names rank, parameter and bucket. Costs one pass over the gradients and, on CUDA, one read of the device
+    at the end of backward. Not with a GradScaler, which meets infinite gradients on purpose."""
 
     def __post_init__(self) -> None:
         # Types first: what follows compares and adds, and would fail with Python's words, not the field's.
