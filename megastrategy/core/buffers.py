@@ -228,11 +228,16 @@ class GradBuffers(ABC):
         None``) are dropped: nobody steps with them, and the next backward starts from zero.
 
         Raises:
-            ReducedGradError: if a stand-in was put back after that, since the gradient is gone.
+            ReducedGradError: if a stand-in was put back after that, since the gradient is gone, or is another
+                parameter's.
         """
         has_grad = self.has_grad
         for index in params:
             grad = self.params[index].grad
+            # Nearly always its own; moved with the module it is another object.
+            if grad is not self._stand_ins[index] and isinstance(grad, ReducedGrad):
+                if grad.spec.name != (name := self.layout.params[index].name):
+                    raise grad.error(f"putting a .grad into that of {name!r}")
             if (grad is not None) == has_grad[index]:
                 continue
             # Where a gradient is whole, None says nothing: sealing and zero_grad leave it behind as well.

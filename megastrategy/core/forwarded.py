@@ -55,7 +55,8 @@ def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def method(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return getattr(optimizer, name)(*args, **kwargs)
 
-        return call_inner(self._impl, f"{name}()", Call(method, args, kwargs))
+        result = call_inner(self._impl, f"{name}()", Call(method, args, kwargs))
+        return self if result is self._impl.inner else result  # of calls in a chain, the next one goes here, too
 
     return forward
 

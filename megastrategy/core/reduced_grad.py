@@ -126,6 +126,16 @@ class ReducedGrad(Tensor):
 
     # --- what does not pass the dispatcher ---------------------------------------------------------------------------
 
+    @property  # type: ignore[override]
+    def data(self) -> ReducedGrad:
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # Module.to puts in what it moved. Other numbers would be here alone, and the step would not see them.
+        if not isinstance(value, ReducedGrad):
+            raise self.error("assigning to its .data (assign to .grad itself, and the step takes it)")
+
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise self.error("numpy()")
 

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from .known_params import why_not_others
 from .step_arguments import StepArguments
 from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, double_of, tensors_in, values_of
 
@@ -76,7 +77,7 @@ def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
     for name, value in optimizer.__dict__.items():
         if name not in ("param_groups", "state") and any(id(tensor) in params for tensor in tensors_in(value)):
             return f"its attribute {name!r} holds the 16-bit weights themselves, which it would step in their place"
-    return None
+    return why_not_others(optimizer)
 
 
 def why_not_in_fp32(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.dtype]) -> str | None:
@@ -143,7 +144,7 @@ class GroupProbe:
         self._state_at_start: StateAtStart | None = None
 
     def early_reason(self) -> str | None:
-        """The reason that one step shows, or None."""
+        """The reason that one step of a small problem shows, or None."""
         return self._compare(trial_lr(self.group), 1)[1]
 
     def findings(self) -> Findings:

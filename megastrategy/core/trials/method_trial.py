@@ -11,6 +11,8 @@ on flat pieces without, each piece in an optimizer of its own, as on ranks. What
 on gradients, which shards do not have between steps. What differs between the last two depends on more than one
 element. Everything that a call can leave is compared: tensors, their state, the groups' options, the optimizer's
 attributes, the arguments and the result. A call that computes with state and leaves no trace of it cannot be judged.
+Some calls return what does the work later: a context manager, a generator, a function that holds the optimizer. Later
+the groups hold whole Parameters, of which the state has nothing. So a trial enters and walks what it is given.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .optimizer_double import TRIAL_SHAPE, Call, Contents, Double, Found, NotForShardsError, in_words
+from .optimizer_double import TRIAL_SHAPE, Call, Contents, Double, Found, NotForShardsError, holds, in_words
 from .trial import enter_training, random_numbers_of_its_own
 
 _STEPS = 3  # state has then grown from zero, and sums differ from the last gradient
@@ -53,6 +55,13 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
     with _without_trace(device):
         double = Double(optimizer, _fresh_contents(optimizer, device, dtype))
         double.make(call)
+        if double.is_for_later and ("state" in double.touches or double.has_moved):
+            raise NotForShardsError(
+                "it returns what works with state or parameters later (a context manager, a generator), when the groups "
+                "hold whole parameters"
+            )
+        if holds(double.result, double.optimizer):
+            raise NotForShardsError("it returns a function or an object that holds the optimizer, and may use it later")
         return bool(double.touches) or double.has_moved
 
 

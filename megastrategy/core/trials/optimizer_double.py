@@ -7,10 +7,12 @@ A copy shares nothing with the optimizer that a call may change: containers and 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +26,7 @@ from .elementwise import equal
 
 TRIAL_SHAPE = (6, 10)  # few elements, since a call is tried each time it is made; two dimensions, of unlike size
 _CUTS = (0, 7, 33, 60)  # inside rows and between them
+_MOST_ITEMS = 1_000  # of what a generator makes, which may never end
 
 
 class NotForShardsError(Exception):
@@ -123,6 +126,8 @@ class Double:
         touches: "params" and "state", if the call looked there.
         strangers: whether it used a parameter that is not in the groups.
         error: what it raised, in words.
+        result: what it returned; of an iterator a list, and of a context manager None.
+        is_for_later: whether it returned one of these.
         after: what was found when it returned.
         num_operations: how many of torch's it made.
         has_moved, has_changed: whether parameters are others than before; whether anything is.
@@ -134,6 +139,8 @@ class Double:
         self.touches: set[str] = set()
         self.strangers = False
         self.error: str | None = None
+        self.result: Any = None
+        self.is_for_later = False
         self.num_operations = 0
         self._tensors = contents.tensors
         self._groups = [_Params(params, functools.partial(self.touches.add, "params")) for params in contents.groups]
@@ -161,12 +168,11 @@ class Double:
         grads = [None if tensor.grad is None else tensor.grad.clone() for tensor in self._tensors]
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         strays = [stray.clone() for stray in self._copier.strays]
-        result: Any = None
         # What a call before this one touched is none of its own.
         self.touches.clear()
         try:
             with _Counts() as operations:
-                result = own(self.optimizer)
+                self.result = self._worked_off(own(self.optimizer))
         # Raised by a stand-in below: it is the answer already.
         except NotForShardsError:
             raise
@@ -176,13 +182,24 @@ class Double:
         self.touches = set(self.touches)  # as it is now
         self.strangers |= not all(map(torch.equal, strays, self._copier.strays))
         found = self._look()
-        self.after = Found(found.tensors, found.others | {"result": result, "args": own.args, "kwargs": own.kwargs})
+        self.after = Found(found.tensors, found.others | {"result": self.result, "args": own.args, "kwargs": own.kwargs})
         self.has_changed = not found.is_like(before)
         self.has_other_groups = found.others["params"] != before.others["params"]
         # To the bit: a call that moves a weight by its last digit has moved it.
         self.has_moved = not all(map(_exact, _values(before), _values(found)))
         self.has_changed_grads = not all(map(_exact, grads, [tensor.grad for tensor in self._tensors]))
         self.has_new_memory = addresses != [tensor.data_ptr() for tensor in self._tensors]
+
+    def _worked_off(self, result: Any) -> Any:
+        """Does what a call left for later: walks an iterator, enters and leaves a context manager."""
+        if isinstance(result, Iterator):
+            self.is_for_later = True
+            return list(itertools.islice(result, _MOST_ITEMS))
+        if isinstance(result, contextlib.AbstractContextManager):
+            self.is_for_later = True
+            with result:
+                return None
+        return result
 
     def did_what(self, other: Double) -> bool:
         """Whether another double's call did the same."""
@@ -217,6 +234,18 @@ class Double:
             if not isinstance(key, Tensor)
         }
         return Found(tensors, others)
+
+
+def holds(result: Any, optimizer: Optimizer) -> bool:
+    """Whether what a call returned is a function or an object, other than the optimizer, that has it at hand."""
+    if isinstance(result, functools.partial):
+        return any(holds(part, optimizer) for part in (result.func, *result.args, *result.keywords.values()))
+    if isinstance(result, types.FunctionType):
+        cells = [cell for cell in result.__closure__ or () if cell != types.CellType()]
+        held: list[Any] = [cell.cell_contents for cell in cells]
+    else:
+        held = [getattr(result, "__self__", None), *getattr(result, "__dict__", {}).values()]
+    return result is not optimizer and any(item is optimizer for item in held)
 
 
 def _values(found: Found) -> list[Tensor]:

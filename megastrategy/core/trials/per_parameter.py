@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from .elementwise import Findings, GroupProbe, equal, params_of, same_bits
 from .step_arguments import StepArguments
-from .trial import Problem, Trial, random_numbers_of_its_own, tensors_in
+from .trial import SPIKE, Problem, Trial, random_numbers_of_its_own, tensors_in
 
 _RELATIVE = 1e-5  # as for flat pieces: far less than a coupling changes
 _LARGE = 4_096  # states in blocks begin there
@@ -72,6 +72,7 @@ class PerParameterProbe(GroupProbe):
         groups = [optimizer.param_groups[number] for number in numbers]
         shapes = trial_shapes([tuple(param.shape) for group in groups for param in group["params"]] or [(12, 33)])
         super().__init__(optimizer, numbers[0], Problem(device, dtype, shapes=shapes), arguments)
+        self._spikes = Problem(device, dtype, shapes=shapes, scale=SPIKE)
         self._device = device
 
     def findings(self) -> Findings:
@@ -86,7 +87,12 @@ class PerParameterProbe(GroupProbe):
             # the same on all ranks, which have to find the same
             is_on_host = self._device.type == "cpu"
             (torch.default_generator if is_on_host else torch.get_device_module(self._device)).manual_seed(0)
-            return super().findings()
+            found = super().findings()
+            if found.reason is None:
+                self.problem = self._spikes
+                reason = self.early_reason()
+                return found if reason is None else Findings(reason)
+            return found
 
     def _rerun(self, whole: Trial, lr: float | None) -> list[Trial]:
         return self.problem.rerun_alone(lambda: self._double(lr), whole)

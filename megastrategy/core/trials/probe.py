@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from .elementwise import Findings, GroupProbe, equal, trial_lr, why_not_trialled
+from .known_params import why_not_others
 from .per_parameter import PerParameterProbe
 from .step_arguments import StepArguments
-from .trial import Problem
+from .trial import SPIKE, Problem
 
 
 def probe(
@@ -31,14 +32,16 @@ def probe(
         arguments: what its ``step`` is called with, but for a closure.
     """
     # Before any copy is stepped: these steps would reach the model's own weights, or call what is the user's.
-    if (reason := why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
+    reason = why_not_trialled(optimizer) or arguments.why_not_for_shards() or why_not_others(optimizer)
+    if reason is not None:
         return Findings(reason)
-    small, problem = Problem(device, dtype, is_small=True), Problem(device, dtype)
+    small, problem = Problem(device, dtype, is_small=True, scale=SPIKE), Problem(device, dtype)
     flat: list[Findings] = []
     whole: list[Findings] = []
     whole_groups = set[int]()
     for numbers in _alike(optimizer.param_groups):
-        # what keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one
+        # What keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one. And what
+        # clips by a norm shows with large gradients alone.
         reason = GroupProbe(optimizer, numbers[0], small, arguments).early_reason()
         found = Findings(reason) if reason else GroupProbe(optimizer, numbers[0], problem, arguments).findings()
         if found.reason is None:

@@ -3,8 +3,9 @@
 [Note: trial tensors]
 What a trial can see depends on its tensors and gradients:
 
-- A tall matrix of 16,640 elements and a wide 4-D tensor of 1,260. An update may look at rows, at the number of
-  dimensions, at their proportions, or treat a tensor by its size: states in blocks begin at 4,096 elements.
+- A tall matrix of 20,480 elements and a wide 4-D tensor of 1,260. An update may look at rows, at the number of
+  dimensions, at their proportions, or treat a tensor by its size: states in blocks begin at 4,096 elements, and some
+  only where a whole number of blocks fits. The matrix is five times 4,096, so that all smaller powers of two fit.
 - Cuts inside rows and on no multiple of a block, and gradients whose size differs by piece: any norm, sum or scale
   over a piece is another than over the whole. They are small, as real ones are: what is divided by them shows.
 - A third of the weights begins at zero, where a movement is exact however small it is; decay shows on the others.
@@ -12,6 +13,8 @@ What a trial can see depends on its tensors and gradients:
   change and a mask of those that agree has holes.
 - Every other gradient is nearly orthogonal to the weights, row by row: some updates project only then.
 - Whole tensors require gradients, as parameters do, and pieces do not, as shards.
+- The second rank's pieces are in the reverse order: on ranks the places of a group are not those of the parameters.
+- One short trial has gradients of norms beyond 10,000. What clips by a norm inside its step does nothing below it.
 """
 
 from __future__ import annotations
@@ -33,10 +36,12 @@ from torch.nn import Parameter
 
 from .step_arguments import StepArguments
 
-_SHAPES = ((130, 128), (12, 3, 5, 7))
+_SHAPES = ((160, 128), (12, 3, 5, 7))
 _CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
 _ALONG = 0.03
 """The cosine of nearly orthogonal gradients with the weights, times the root of a row's length."""
+SPIKE = 1e4
+"""What gradients are multiplied by in the trial that looks for a norm that clips."""
 FALLBACK_LR = 0.01
 """The learning rate of a trial where a group's own is zero, as at the start of a warm-up."""
 
@@ -90,8 +95,10 @@ class Problem:
         *,
         is_small: bool = False,
         shapes: Sequence[tuple[int, ...]] | None = None,
+        scale: float = 1.0,
     ) -> None:
-        """``is_small``: of the smaller tensor alone. ``shapes``: of tensors that are not to be cut."""
+        """``is_small``: of the smaller tensor alone. ``shapes``: of tensors that are not to be cut. ``scale``: of all
+        gradients."""
         first = 1 if is_small else 0
         self._cuts: Sequence[int] = _CUTS[first:] if shapes is None else ()
         shapes = _SHAPES[first:] if shapes is None else shapes
@@ -109,7 +116,8 @@ class Problem:
             self.starts.append(start)
             # Growing in one tensor and shrinking in the other, so that no rank's pieces are all the larger.
             ends = (-3, -1) if number % 2 == 0 else (-1, -3)
-            self._sizes.append(torch.logspace(*ends, start.numel(), dtype=dtype, device=device).reshape(shape))
+            size = torch.logspace(*ends, start.numel(), dtype=dtype, device=device).reshape(shape)
+            self._sizes.append(size.mul_(scale))
 
     def _randn(self, shape: tuple[int, ...], place: int) -> Tensor:
         numel = math.prod(shape)
@@ -162,10 +170,11 @@ class Problem:
     def rerun_cut(self, make_double: Callable[[], torch.optim.Optimizer], whole: Trial) -> list[Trial]:
         """Takes as many steps with the same gradients of flat pieces, each rank's by an optimizer of its own: what is
         summed over an optimizer's tensors shows."""
-        trials = []
+        trials: list[Trial] = []
         for spans in self.spans():
             trial = Trial(make_double(), [cut(start, span) for start, span in zip(self.starts, spans, strict=True)])
-            trial.optimizer.param_groups[0]["params"] = list(trial.params)
+            # A step that goes by the place in a group (decay by layer, a list of options) would take another's.
+            trial.optimizer.param_groups[0]["params"] = trial.params[:: 1 if not trials else -1]
             for grads in whole.grads:
                 trial.step([cut(grad, span) for grad, span in zip(grads, spans, strict=True)])
             trials.append(trial)

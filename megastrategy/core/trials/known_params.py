@@ -1,0 +1,103 @@
+"""Does an optimizer know its parameters by more than their place in a group's update? Other tensors are stepped then.
+
+[Note: parameters that are known]
+Shards, whole parameters at their owners and main params are other tensors than the model's Parameters. A step that
+looks one up by its ``id()`` or as a key, asks it for an attribute that somebody gave it, or for its class, finds
+nothing, takes a default, and trains another way. Trials cannot show it, since their tensors are strangers to it too.
+So it is looked for: in what the optimizer keeps, and by a step of a tensor that notes what it is asked for.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from .trial import double_of
+
+
+def why_not_others(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why other tensors cannot be stepped in the place of its parameters, in words; None if they can."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return None  # its steps ask for nothing of the kind, whatever somebody notes at the object
+    by_id = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    for name, value in _kept(optimizer):
+        if any(_is_known(found, by_id) for found in _found_in(value)):
+            return (
+                f"{name} tells its parameters apart as objects (their id(), a key, or a module that has them), and "
+                "other tensors are stepped in their place"
+            )
+    for group in optimizer.param_groups:
+        kinds = {type(param) for param in group["params"]} - {Tensor, Parameter}
+        if kinds:
+            return f"a parameter is a {kinds.pop().__name__}, and plain tensors are stepped in its place"
+        given = {name for param in group["params"] for name in vars(param)}
+        # nearly never: only then is a step made to see what it asks for
+        if given and (asked := sorted(given & _asked_for(optimizer, group))):
+            return (
+                f"its step() asks parameters for {asked[0]!r}, an attribute that some have, and other tensors are "
+                "stepped in their place. Make it an option of a parameter group"
+            )
+    return None
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    for name, value in optimizer.__dict__.items():
+        if name not in ("state", "param_groups", "defaults") and not isinstance(value, Module):
+            yield f"its attribute {name!r}", value
+    for number, group in enumerate(optimizer.param_groups):
+        yield from ((f"entry {name!r} of group {number}", value) for name, value in group.items() if name != "params")
+
+
+def _found_in(value: Any, depth: int = 4) -> Iterator[Any]:
+    """What may stand for a parameter: keys, members of sets, whole numbers and modules, in containers and in one plain
+    object around them. Not parameters in lists, which an optimizer may keep for its own ``zero_grad``."""
+    if depth == 0:
+        return
+    if isinstance(value, Mapping):
+        yield from value.keys()
+        value = list(value.values())
+    if isinstance(value, set | frozenset):
+        yield from value
+    elif isinstance(value, list | tuple | collections.deque):
+        for item in value:
+            if isinstance(item, int | Module):
+                yield item
+            else:
+                yield from _found_in(item, depth - 1)
+    elif depth == 4 and hasattr(value, "__dict__") and not callable(value):
+        for inner in vars(value).values():
+            yield from _found_in(inner, depth - 1)
+
+
+def _is_known(found: Any, by_id: Mapping[int, Tensor]) -> bool:
+    if isinstance(found, Module):
+        return any(id(param) in by_id for param in found.parameters())
+    return id(found) in by_id if isinstance(found, Tensor) else type(found) is int and found in by_id
+
+
+def _asked_for(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Collection[str]:
+    """The names of attributes that a step asks a tensor for, of those that tensors do not have."""
+    names = set[str]()
+
+    class Asked(Tensor):
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            names.add(name)
+            raise AttributeError(name)
+
+    like = group["params"][0]
+    param = torch.ones(6, 10, device=like.device).as_subclass(Asked)
+    param.grad = torch.ones(6, 10, device=like.device)
+    # Whatever an unknown optimizer raises on such a tensor, the other trials have plain ones; names up to there count.
+    with contextlib.suppress(Exception):
+        double = double_of(optimizer, group)
+        double.param_groups[0]["params"] = [param]
+        double.step()
+    return names
