@@ -236,8 +236,7 @@ class GradBuffers(ABC):
             grad = self.params[index].grad
             # Nearly always its own; moved with the module it is another object.
             if grad is not self._stand_ins[index] and isinstance(grad, ReducedGrad):
-                if grad.spec.name != (name := self.layout.params[index].name):
-                    raise grad.error(f"putting a .grad into that of {name!r}")
+                grad.check_is_of(self.layout.params[index])
             if (grad is not None) == has_grad[index]:
                 continue
             # Where a gradient is whole, None says nothing: sealing and zero_grad leave it behind as well.

@@ -111,6 +111,11 @@ class ReducedGrad(Tensor):
         options = self._zero, self._all_reduce_option
         return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
 
+    def check_is_of(self, spec: ParamSpec) -> None:
+        """Raises ReducedGradError where it stands for another parameter's gradient."""
+        if spec.name != self.spec.name:
+            raise self.error(f"putting a .grad into that of {spec.name!r}")
+
     def error(self, what: str) -> ReducedGradError:
         """The error to raise where ``what`` needs elements."""
         return ReducedGradError(
@@ -126,7 +131,7 @@ class ReducedGrad(Tensor):
 
     # --- what does not pass the dispatcher ---------------------------------------------------------------------------
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> ReducedGrad:
         return self.detach()  # type: ignore[return-value]
 

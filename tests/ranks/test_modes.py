@@ -295,6 +295,9 @@ def test_methods_that_are_right_on_shards_or_do_not_need_them() -> None:
         collectives.calls.clear()
         assert optimizer.has_state() is True
         assert optimizer.get_lr() == [0.1]
+        assert list(optimizer.shapes()) == [param.shape for param in module.parameters()]
+        assert optimizer.with_lr(0.1) is optimizer, "not the user's own object, which steps nothing here"
+        inner.calls = 0
         optimizer.set_lr(0.25)
         assert (inner.param_groups[0]["lr"], inner.calls, optimizer.num_calls) == (0.25, 1, 1)
         optimizer.num_calls = 7
@@ -322,6 +325,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "step_twice()": (lambda optimizer: optimizer.step_twice(), "uses gradients"),
     "show_momentum()": (lambda optimizer: optimizer.show_momentum(), "changes nothing"),
     "of_attribute()": (lambda optimizer: optimizer.of_attribute(), "other ways than the groups"),
+    "halved()": (lambda optimizer: optimizer.halved().__enter__(), "works with state or parameters later"),
+    "momenta()": (lambda optimizer: list(optimizer.momenta()), "works with state or parameters later"),
+    "shrinker()": (lambda optimizer: optimizer.shrinker()(0.5), "holds the optimizer"),
+    "bound_shrink()": (lambda optimizer: optimizer.bound_shrink()(0.5), "holds the optimizer"),
 }
 
 

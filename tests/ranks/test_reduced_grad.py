@@ -108,6 +108,7 @@ READERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "another's arithmetic": lambda params: torch.zeros_like(params[0]).add_(params[0].grad),
     "keyword": lambda params: torch.add(torch.zeros(7, 10), other=params[0].grad),
     "stack": lambda params: torch.cat([p.grad.view(-1) for p in params if p.grad is not None]),
+    "assignment to .data": lambda params: setattr(params[0].grad, "data", torch.ones_like(params[0])),
     "in place": lambda params: params[0].grad.mul_(0.5),
     "deepcopy": lambda params: copy.deepcopy(params[0].grad),
     "pickle": lambda params: pickle.dumps(params[0].grad),
@@ -392,6 +393,24 @@ def test_a_stand_in_that_is_put_back_after_a_drop_is_refused(options: dict[str, 
     for messages in after_a_backward(options, look):
         for message in messages:
             assert message.startswith("putting back a .grad that was dropped")
+
+
+@sharded
+def test_a_stand_in_of_another_parameter_is_refused(options: dict[str, Any]) -> None:
+    """Each would be stepped with its own gradient, where torch DDP takes what was put there."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        net = nn.LayerNorm(10)
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(**options), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
+        loss_of(model, rank, 0).backward()
+        net.weight.grad, net.bias.grad = net.bias.grad, net.weight.grad
+        for use in (optimizer.step, optimizer.grad_norm, lambda: model.full_grad(net.weight)):
+            with pytest.raises(ReducedGradError, match=r"putting a \.grad into that of '\w+' needs the gradient of"):
+                use()
+        model.close()
+
+    run_ranks(2, run)
 
 
 def test_what_a_failed_backward_added_is_not_added_later() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -133,6 +134,13 @@ class Methods(torch.optim.SGD):
     def num_elements(self) -> int:
         return sum(param.numel() for param in self._params())
 
+    def shapes(self) -> Iterator[torch.Size]:
+        return (param.shape for param in self._params())
+
+    def with_lr(self, lr: float) -> Methods:
+        self.set_lr(lr)
+        return self
+
     # --- element by element
 
     def has_state(self) -> bool:
@@ -214,6 +222,25 @@ class Methods(torch.optim.SGD):
     def step_twice(self) -> None:
         self.step()
         self.step()
+
+    # --- what they could, but do later
+
+    @contextlib.contextmanager
+    def halved(self) -> Iterator[None]:
+        """As those that swap averages in for an evaluation."""
+        self.shrink(0.5)
+        yield
+        self.shrink(2.0)
+
+    def momenta(self) -> Iterator[Tensor | None]:
+        for param in self._params():
+            yield self.state[param].get("momentum_buffer")
+
+    def shrinker(self) -> Callable[[float], None]:
+        return lambda factor: self.shrink(factor)
+
+    def bound_shrink(self) -> Callable[[float], None]:
+        return self.shrink
 
 
 class Lookahead(torch.optim.Optimizer):

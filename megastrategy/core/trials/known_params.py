@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,9 +33,11 @@ def why_not_others(optimizer: torch.optim.Optimizer) -> str | None:
                 "other tensors are stepped in their place"
             )
     for group in optimizer.param_groups:
-        kinds = {type(param) for param in group["params"]} - {Tensor, Parameter}
+        # one that waits for its gather has another class meanwhile
+        kinds = {getattr(type(param), "_plain", type(param)) for param in group["params"]} - {Tensor, Parameter}
         if kinds:
-            return f"a parameter is a {kinds.pop().__name__}, and plain tensors are stepped in its place"
+            name = min(kind.__name__ for kind in kinds)
+            return f"parameters of class {name} are among its own, and plain tensors are stepped in their place"
         given = {name for param in group["params"] for name in vars(param)}
         # nearly never: only then is a step made to see what it asks for
         if given and (asked := sorted(given & _asked_for(optimizer, group))):
@@ -55,8 +57,8 @@ def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _found_in(value: Any, depth: int = 4) -> Iterator[Any]:
-    """What may stand for a parameter: keys, members of sets, whole numbers and modules, in containers and in one plain
-    object around them. Not parameters in lists, which an optimizer may keep for its own ``zero_grad``."""
+    """Yields all that may stand for a parameter: keys, members of sets, whole numbers and modules, in containers and in
+    one plain object around them. Not parameters in lists, which an optimizer may keep for its own ``zero_grad``."""
     if depth == 0:
         return
     if isinstance(value, Mapping):
@@ -81,11 +83,13 @@ def _is_known(found: Any, by_id: Mapping[int, Tensor]) -> bool:
     return id(found) in by_id if isinstance(found, Tensor) else type(found) is int and found in by_id
 
 
-def _asked_for(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Collection[str]:
+def _asked_for(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
     """The names of attributes that a step asks a tensor for, of those that tensors do not have."""
     names = set[str]()
 
     class Asked(Tensor):
+        """Notes what it is asked for in vain."""
+
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         def __getattr__(self, name: str) -> Any:

@@ -55,10 +55,10 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
     with _without_trace(device):
         double = Double(optimizer, _fresh_contents(optimizer, device, dtype))
         double.make(call)
-        if double.is_for_later and ("state" in double.touches or double.has_moved):
+        if double.is_for_later and ("state" in double.touches or double.num_operations):
             raise NotForShardsError(
-                "it returns what works with state or parameters later (a context manager, a generator), when the groups "
-                "hold whole parameters"
+                "it returns what works with state or parameters later (a context manager, a generator), when the "
+                "groups hold whole parameters"
             )
         if holds(double.result, double.optimizer):
             raise NotForShardsError("it returns a function or an object that holds the optimizer, and may use it later")

@@ -182,7 +182,9 @@ class Double:
         self.touches = set(self.touches)  # as it is now
         self.strangers |= not all(map(torch.equal, strays, self._copier.strays))
         found = self._look()
-        self.after = Found(found.tensors, found.others | {"result": self.result, "args": own.args, "kwargs": own.kwargs})
+        self.after = Found(
+            found.tensors, found.others | {"result": self.result, "args": own.args, "kwargs": own.kwargs}
+        )
         self.has_changed = not found.is_like(before)
         self.has_other_groups = found.others["params"] != before.others["params"]
         # To the bit: a call that moves a weight by its last digit has moved it.

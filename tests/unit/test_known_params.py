@@ -1,0 +1,124 @@
+"""An optimizer that knows its parameters as objects is refused: other tensors are stepped in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.core.errors import OptimizerNotShardableError
+from megastrategy.core.trials.elementwise import why_not_main_params
+from megastrategy.core.trials.probe import probe
+from tests.support.models import two_layers
+from tests.support.optimizers import Simple
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Scaled(Simple):
+    """Steps each parameter at a rate of its own, which it finds by the parameter."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad, alpha=group["lr"] * self.scale_of(param, group))
+
+    def scale_of(self, param: Tensor, group: dict[str, Any]) -> float:
+        return 1.0
+
+
+class ById(Scaled):
+    def __init__(self, params: Any, *slow: Parameter) -> None:
+        super().__init__(params)
+        self.slow = {id(param) for param in slow}
+
+    def scale_of(self, param: Tensor, group: dict[str, Any]) -> float:
+        return 0.1 if id(param) in self.slow else 1.0
+
+
+class ByKey(Scaled):
+    def __init__(self, params: Any, *slow: Parameter) -> None:
+        super().__init__(params, scales=dict.fromkeys(slow, 0.1))
+
+    def scale_of(self, param: Tensor, group: dict[str, Any]) -> float:
+        return float(group["scales"].get(param, 1.0))
+
+
+class ByAttribute(Scaled):
+    def __init__(self, params: Any, *slow: Parameter) -> None:
+        super().__init__(params)
+        for param in slow:
+            param.scale = 0.1  # type: ignore[attr-defined]
+
+    def scale_of(self, param: Tensor, group: dict[str, Any]) -> float:
+        return float(getattr(param, "scale", 1.0))
+
+
+class Manager:
+    """Notes exceptions by module, in the pattern of bitsandbytes' ``GlobalOptimManager``."""
+
+    def __init__(self) -> None:
+        self.exceptions: list[tuple[nn.Module, str, float]] = []
+
+
+class ByModule(Scaled):
+    def __init__(self, params: Any, *slow: Parameter) -> None:
+        super().__init__(params)
+        self.manager = Manager()
+        for param in slow:
+            module = nn.Module()
+            module.weight = param
+            self.manager.exceptions.append((module, "weight", 0.1))
+
+    def scale_of(self, param: Tensor, group: dict[str, Any]) -> float:
+        return min(
+            (scale for module, name, scale in self.manager.exceptions if getattr(module, name) is param), default=1
+        )
+
+
+KNOWN = pytest.mark.parametrize("kind", [ById, ByKey, ByAttribute, ByModule])
+
+
+@KNOWN
+def test_it_is_refused_at_wrap_with_the_way_out(kind: Callable[..., Any]) -> None:
+    def run(rank: int, group: Any) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, process_group=group)
+        slow = next(module.parameters())
+        with pytest.raises(OptimizerNotShardableError, match="stepped in their place") as caught:
+            DistributedOptimizer(kind(module.parameters(), slow), model)
+        assert "use_distributed_optimizer=False" in str(caught.value)
+        assert ("'scale'" in str(caught.value)) == (kind is ByAttribute)
+        model.close()
+
+    run_ranks(2, run)
+
+
+@KNOWN
+def test_fp32_main_params_are_other_tensors_too(kind: Callable[..., Any]) -> None:
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(4, 4))]
+    assert why_not_main_params(kind(params)) is None
+    assert "in their place" in str(why_not_main_params(kind(params, params[1])))
+
+
+@KNOWN
+def test_one_that_knows_none_of_them_passes(kind: Callable[..., Any]) -> None:
+    params, another = [Parameter(torch.ones(3)), Parameter(torch.ones(4, 4))], Parameter(torch.ones(2))
+    for param in params:
+        param._is_initialized = True  # type: ignore[attr-defined]  # as transformers does, and no optimizer asks for it
+    optimizer = kind(params, another)
+    optimizer.kept = list(params)  # for a zero_grad of its own
+    assert probe(optimizer, CPU, torch.float32).reason is None
+
+
+def test_a_class_of_parameters_is_not_that_of_shards() -> None:
+    class OnASphere(Parameter):
+        """Some ask a parameter's class how to step it."""
+
+    params = [OnASphere(torch.ones(4, 4))]
+    assert "parameters of class OnASphere" in str(probe(Scaled(params), CPU, torch.float32).reason)
+    assert probe(torch.optim.SGD(params, lr=0.1), CPU, torch.float32).reason is None, "torch's ask for nothing"
