@@ -108,14 +108,23 @@ def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
         # Tried at each call: what a method does may depend on its arguments, and on the mode that the optimizer is in.
         effect = try_call(inner, call, *kind)
     except NotForShardsError as reason:
-        raise OptimizerNotShardableError(
-            f"{name} of {type(inner).__name__} cannot be used while the optimizer is sharded: {reason}. Pass "
-            f"{impl.engine.all_reduce_option}: every rank then has whole parameters, gradients and state, as under "
-            "torch DDP"
-        ) from None
+        raise _not_usable(impl, name, reason) from None
     if effect is Effect.NONE:
         return call(inner)
     return _call_on_shards(impl, name, call, moves=effect is Effect.ELEMENTS)
+
+
+def _not_usable(impl: ShardedStep, name: str, reason: NotForShardsError) -> OptimizerNotShardableError:
+    what = f"{name} of {type(impl.inner).__name__} cannot be used while the optimizer"
+    if not impl.sharded:
+        return OptimizerNotShardableError(
+            f"{what} steps the fp32 main params of 16-bit weights: {reason}. Keep the weights in fp32 (autocast for the "
+            "forward)"
+        )
+    return OptimizerNotShardableError(
+        f"{what} is sharded: {reason}. Pass {impl.engine.all_reduce_option}: every rank then has whole parameters, "
+        "gradients and state, as under torch DDP"
+    )
 
 
 def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) -> Any:

@@ -374,6 +374,21 @@ def test_with_whole_parameters_every_method_does_what_it_does_by_itself(name: st
     run_ranks(2, run)
 
 
+def test_what_works_later_would_miss_whole_main_params_too() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers().bfloat16()
+        config = DistributedDataParallelConfig(use_distributed_optimizer=False)
+        model = DistributedDataParallel(module, config, group)
+        optimizer: Any = DistributedOptimizer(Methods(module.parameters()), model)
+        with pytest.raises(
+            OptimizerNotShardableError, match=r"halved\(\) of Methods.*steps the fp32 main params.*fp32 \("
+        ):
+            optimizer.halved()
+        optimizer.shrink(0.5)
+
+    run_ranks(2, run)
+
+
 def test_a_mode_that_one_rank_alone_calls_is_refused_in_bounded_time() -> None:
     """Where the ranks have a store to meet in."""
 
