@@ -118,8 +118,8 @@ def _not_usable(impl: ShardedStep, name: str, reason: NotForShardsError) -> Opti
     what = f"{name} of {type(impl.inner).__name__} cannot be used while the optimizer"
     if not impl.sharded:
         return OptimizerNotShardableError(
-            f"{what} steps the fp32 main params of 16-bit weights: {reason}. Keep the weights in fp32 (autocast for the "
-            "forward)"
+            f"{what} steps the fp32 main params of 16-bit weights: {reason}. Keep the weights in fp32 (autocast for "
+            "the forward)"
         )
     return OptimizerNotShardableError(
         f"{what} is sharded: {reason}. Pass {impl.engine.all_reduce_option}: every rank then has whole parameters, "

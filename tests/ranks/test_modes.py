@@ -379,7 +379,9 @@ def test_what_works_later_would_miss_whole_main_params_too() -> None:
         module = two_layers().bfloat16()
         config = DistributedDataParallelConfig(use_distributed_optimizer=False)
         model = DistributedDataParallel(module, config, group)
-        optimizer: Any = DistributedOptimizer(Methods(module.parameters()), model)
+        inner = Methods(module.parameters())
+        inner.own_params = []  # the weights themselves are refused at the wrap
+        optimizer: Any = DistributedOptimizer(inner, model)
         with pytest.raises(
             OptimizerNotShardableError, match=r"halved\(\) of Methods.*steps the fp32 main params.*fp32 \("
         ):
