@@ -58,6 +58,8 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "tools/test_optimizers_page.py",
         "unit/test_elementwise.py",
         "unit/test_known_findings.py",
+        "unit/test_known_params.py",
+        "unit/test_trial_tensors.py",
         "unit/test_method_trial.py",
         "unit/test_per_parameter.py",
     ),

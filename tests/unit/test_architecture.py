@@ -139,6 +139,7 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     stepped |= {("whole_params", "self.main")}
                     tried = {
                         ("trial", "param"),
+                        ("known_params", "param"),
                         ("method_trial", "tensor"),
                         ("optimizer_double", "copied[id(old)]"),
                     }
