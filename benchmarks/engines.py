@@ -328,11 +328,13 @@ def _is_installed(module: str) -> bool:
 
 def ours(name: str, about: str, **options: Any) -> EngineSpec:
     """This engine with other options than the default ones."""
-    only = options.pop("only_dtype", None)
-    return EngineSpec(name=name, about=f"megastrategy, {about}", kind="ours", options=options, only_dtype=only)
+    only, rounds = options.pop("only_dtype", None), options.pop("rounds", False)
+    about = f"megastrategy, {about}"
+    return EngineSpec(name=name, about=about, kind="ours", options=options, only_dtype=only, rounds=rounds)
 
 
 BASELINE = "ddp"
+_IN_16_BITS: Mapping[str, str] = MappingProxyType({"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"})
 _SPECS = (
     EngineSpec(name="bound", about="no communication: the plain module", kind="bound"),
     EngineSpec(name="bound-sharded", about="no communication, and 1/d of the optimizer step", kind="bound-sharded"),
@@ -388,6 +390,16 @@ _SPECS = (
     ours("ours-gather-step", "gather under the step", overlap_param_gather="step"),
     ours("ours-gather-forward", "gather under the forward", overlap_param_gather="forward"),
     ours("ours-pooled", "pooled gradient buffers", grad_buffer="pooled"),
+    ours("ours-16-bit-grads", "gradients sent in bf16", grad_wire_dtype="bf16", only_dtype="fp32", rounds=True),
+    ours("ours-16-bits", "all sent in bf16", **_IN_16_BITS, only_dtype="fp32", rounds=True),
+    ours(
+        "ours-16-bits-forward",
+        "all sent in bf16, gather under the forward",
+        **_IN_16_BITS,
+        overlap_param_gather="forward",
+        only_dtype="fp32",
+        rounds=True,
+    ),
     EngineSpec(
         name="ours-as-registered",
         about="megastrategy, buckets in the order of registration",

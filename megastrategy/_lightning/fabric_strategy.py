@@ -46,6 +46,7 @@ from ..core import (
     DistributedOptimizer,
     adapt_scaler,
     config_from_arguments,
+    describe_translation,
     directory_keys,
     not_tensors,
     read_directory,
@@ -98,6 +99,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
         self.config: DistributedDataParallelConfig = config_from_arguments(options)
+        if translation := describe_translation(options):
+            rank_zero_info(translation)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -52,6 +52,7 @@ from ..core import (
     Event,
     adapt_scaler,
     config_from_arguments,
+    describe_translation,
     not_tensors,
     one_listener,
     to_host,
@@ -126,6 +127,8 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
         self.config: DistributedDataParallelConfig = config_from_arguments(options)
+        if translation := describe_translation(options):
+            rank_zero_info(translation)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -98,14 +98,10 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         kind = str(self.distributed_type.value)
         if kind != "NO" and not kind.startswith("MULTI_"):
             raise ValueError(f"this process is set up for {kind}, and models have one engine: use accelerate's own")
-        if self.ddp_handler is not None and _has_comm_hook(self.ddp_handler):
-            raise ValueError(
-                f"DistributedDataParallelKwargs(comm_hook={self.ddp_handler.comm_hook}): buckets are reduced by this "
-                "engine alone. Drop it (MegatronDDPPlugin(grad_reduce_in_fp32=False) sends the gradients of 16-bit "
-                "weights in 16 bits), or use accelerate's own Accelerator"
-            )
         self._whole_optimizers = WholeOptimizers(self._warn)
-        ddp_options = self.ddp_handler.to_kwargs() if self.ddp_handler is not None else {}
+        ddp_options = {}
+        if self.ddp_handler is not None:
+            ddp_options = {**self.ddp_handler.to_kwargs(), **self._translated_hook(self.ddp_handler)}
         self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_options)
         self._adapt_scaler()
 
@@ -220,6 +216,34 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         if isinstance(prepared, AcceleratedScheduler) and known is not None:
             prepared.optimizers = [item for item in self._optimizers if item.optimizer is known] or prepared.optimizers
         return prepared
+
+    def _translated_hook(self, handler: Any) -> dict[str, str]:
+        """The option for a hook that sends gradients in 16 bits, with a line that says so.
+
+        Raises:
+            ValueError: for another hook, or if gradients are all-reduced.
+        """
+        # accelerate asks for the wrapper only where there is a hook
+        if (hook := handler.comm_hook) == DDPCommunicationHookType.NO:
+            return {}
+        sent = handler.comm_wrapper if handler.comm_wrapper != DDPCommunicationHookType.NO else hook
+        if {hook, sent} - {DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16}:
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={hook}): this engine reduces the buckets, and knows FP16 and "
+                "BF16. Use one of these (and param_wire_dtype='bf16' of MegatronDDPPlugin, which halves the bytes "
+                "of new weights), or accelerate's own Accelerator"
+            )
+        if not self.megatron_ddp_plugin.use_distributed_optimizer:
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={hook}) contradicts use_distributed_optimizer=False: an "
+                "all-reduce sends gradients as they are. Drop one of the two"
+            )
+        if self.is_main_process:
+            _log.info(
+                f"megatron_ddp: accelerate's comm_hook={hook} became grad_wire_dtype={sent.value!r}: gradients are "
+                "sent in 16 bits, and summed in 32 by the rank that steps with them"
+            )
+        return {"grad_wire_dtype": str(sent.value)}
 
     def _warn(self, text: str) -> None:
         if self.is_main_process:
@@ -428,10 +452,6 @@ class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
         if not self.project_configuration.automatic_checkpoint_naming:
             return None
         return checkpoint.latest(Path(self.project_dir) / "checkpoints")
-
-
-def _has_comm_hook(handler: Any) -> bool:
-    return any(value != DDPCommunicationHookType.NO for value in (handler.comm_hook, handler.comm_wrapper))
 
 
 def _has_16_bit_weights(model: Module) -> bool:

@@ -24,6 +24,7 @@ from .checkpoint.sharded_state import (
 from .clip_grads import scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group
+from .comm_hooks import describe_translation
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
@@ -54,6 +55,7 @@ __all__ = [
     "adapt_scaler",
     "check_replaceable",
     "config_from_arguments",
+    "describe_translation",
     "describe_unreduced",
     "directory_keys",
     "field_names",

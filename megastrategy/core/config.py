@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from .comm_hooks import translate_comm_hook
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedDataParallelConfig:
@@ -59,6 +61,19 @@ class DistributedDataParallelConfig:
     half the bytes of ``grad_reduce_in_fp32`` on the wire, and the same sum for gradients that come in 16 bits (one
     microbatch a step). Costs 4/d bytes a parameter. Needs ``grad_reduce_in_fp32=False`` and the distributed optimizer;
     fp32 gradients are sent as they always are."""
+
+    grad_wire_dtype: Literal["bf16", "fp16"] | None = None
+    """The dtype in which gradients are sent, if theirs is wider. Each rank rounds its gradients once, when their bucket
+    is sent, and a shard's owner sums them in the gradients' own dtype, in the order of the ranks: half the bytes of
+    fp32, for slow links. ``"fp16"`` keeps three bits more than ``"bf16"``, and overflows above 65,504. Costs 4/d bytes
+    a parameter for the sums. Needs ``use_distributed_optimizer``; of no effect on one rank."""
+
+    param_wire_dtype: Literal["bf16"] | None = None
+    """The dtype in which new fp32 weights are sent: each owner sends what its weights have changed by, rounded, and
+    adds it to its own weights as the others do, so all ranks hold the same ones. What rounding left out stays with the
+    owner, and is sent with the next change. Half the bytes of fp32. Costs 4/d bytes a parameter for what was left out,
+    and 2 for what is on its way. Weights of 16 bits are sent as they are. Needs ``use_distributed_optimizer``; of no
+    effect on one rank."""
 
     average_in_collective: bool = False
     """Divide the sum over ranks by their number, not what each rank adds (on NCCL: the collective averages). Saves a
@@ -114,6 +129,7 @@ class DistributedDataParallelConfig:
             _check_flattened(self)
         if self.reduce_scatter_with_fp32_accumulation:
             _check_fp32_accumulation(self)
+        _check_wire(self)
         if self.static_graph and not self.find_unused_parameters:
             raise ValueError(
                 "static_graph=True contradicts find_unused_parameters=False: a static graph agrees once on the used "
@@ -122,6 +138,11 @@ class DistributedDataParallelConfig:
 
 
 _NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "grad_buffer": ("contiguous", "pooled"),
+    "grad_wire_dtype": (None, "bf16", "fp16"),
+    "param_wire_dtype": (None, "bf16"),
+}
 """The fields that are no switches."""
 
 
@@ -131,9 +152,10 @@ def _check_values(config: DistributedDataParallelConfig) -> None:
         if field.name == "overlap_param_gather":
             if not isinstance(value, bool) and value not in ("step", "forward"):
                 raise ValueError(f"{field.name}={value!r}: expected 'step', 'forward' or False")
-        elif field.name == "grad_buffer":
-            if value not in ("contiguous", "pooled"):
-                raise ValueError(f"{field.name}={value!r}: expected 'contiguous' or 'pooled'")
+        elif field.name in _CHOICES:
+            if value not in _CHOICES[field.name]:
+                *others, last = map(repr, _CHOICES[field.name])
+                raise ValueError(f"{field.name}={value!r}: expected {', '.join(others)} or {last}")
         # All others are switches. Any string is true to Python, also the "false" of a YAML file.
         elif field.name not in _NUMBERS and not isinstance(value, bool):
             raise ValueError(f"{field.name}={value!r}: expected True or False")
@@ -197,6 +219,15 @@ def _check_fp32_accumulation(config: DistributedDataParallelConfig) -> None:
         )
 
 
+def _check_wire(config: DistributedDataParallelConfig) -> None:
+    for name in ("grad_wire_dtype", "param_wire_dtype"):
+        if getattr(config, name) is not None and not config.use_distributed_optimizer:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} contradicts use_distributed_optimizer=False: an all-reduce has no "
+                "owner that sums what was rounded once, or that keeps exact weights. Pass one of the two"
+            )
+
+
 def field_names() -> tuple[str, ...]:
     """The names of all configuration fields, in their order of declaration."""
     return tuple(field.name for field in dataclasses.fields(DistributedDataParallelConfig))
@@ -208,13 +239,14 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
     Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and
     ``broadcast_buffers`` (``forward_sync_buffers``, which goes before it) are fields here too;
     ``gradient_as_bucket_view`` and ``batched_grad_copy`` are accepted and have nothing to do (gradients always live in
-    the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is None. Everything else is
-    refused by name.
+    the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is None; ``ddp_comm_hook``
+    sets ``grad_wire_dtype`` if it is one of torch's that send 16 bits. Everything else is refused by name.
 
     Raises:
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
             engine has no counterpart for, with the reason; torch's default of it may be spelled out.
     """
+    arguments = translate_comm_hook(arguments)
     chosen = _fields_in(arguments)
     # After the fields, as in torch: the newer argument wins over broadcast_buffers.
     if arguments.get("forward_sync_buffers") is not None:
@@ -263,7 +295,11 @@ def _bucket_size_from_mib(value: Any) -> int:
     return max(1, int(value * 2**20 / 4))
 
 
-_HOOKS = "buckets are reduced by this engine alone; communication hooks and model averaging need strategy='ddp'"
+_HOOKS = (
+    "buckets are reduced by this engine alone, which translates torch's fp16_compress_hook and bf16_compress_hook; "
+    "other communication hooks and model averaging need strategy='ddp'. Fewer bytes on slow links: "
+    "grad_wire_dtype='bf16' and param_wire_dtype='bf16'"
+)
 _REFUSED_DDP_ARGUMENTS = {
     "ddp_comm_hook": _HOOKS,
     "ddp_comm_state": _HOOKS,

@@ -358,7 +358,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`state_dict` is."""
         impl = self._impl
         impl.follow_model()
-        if not any(spec.has_main_param for spec in impl.layout.params):
+        if not any(impl.layout.is_stepped_apart(index) for index in range(len(impl.layout.params))):
             return {}
         with self._gather(MAIN_PARAMS) as (gather, is_here):
             if not is_here:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from .buffers import ContiguousGradBuffers, GradBuffers
+from .buffers import GradBuffers
 from .clip_grads import norms_of, norms_over_owners, zero_norms
 from .collectives import Collectives, destroy_second, make_collectives, second_collectives
 from .collectives.instanced import destroy_instances, shard_collectives
 from .collectives.process_groups import destroy_group, private_group
 from .config import DistributedDataParallelConfig
+from .contiguous_buffers import ContiguousGradBuffers
 from .errors import ClosedError, LayoutMismatchError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers

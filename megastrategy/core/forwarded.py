@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from .errors import OptimizerNotShardableError
-from .param_shard import take_outside_changes
+from .param_shard import begin_step, drop_remainders
 from .sharded_step import ShardedStep
 from .trials.method_trial import Effect, looks_at_tensors, try_call
 from .trials.optimizer_double import Call, NotForShardsError
@@ -141,24 +141,31 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
     # Joined state belongs to runs of neighbours; the user's method looks for it under its own tensors.
     impl.split_state()
     own = [impl.shards[index] for index in indices if index in impl.shards]
-    mains = [shard for shard in own if shard.weights is not None and impl.layout.params[shard.param].has_main_param]
+    mains = [shard for shard in own if shard.weights is not None and impl.layout.is_stepped_apart(shard.param)]
     # read on another rank's behalf meanwhile, a state would be half of each mode
     with impl.at_rest.replaced() if moves else impl.at_rest.lock, torch.no_grad():
-        for shard in mains:
-            assert shard.weights is not None
-            # Weights may have been written since the last step; a method on stale main params would revert that.
-            take_outside_changes(shard.main, shard.weights)
-        with impl.groups_of_shards():
-            result = call(impl.inner)
+        try:
+            for shard in mains:
+                assert shard.weights is not None
+                # Weights may have been written since the last step; a method on stale main params would revert that.
+                begin_step(shard.main, shard.weights, keeps_remainder=shard.keeps_remainder)
+            with impl.groups_of_shards():
+                result = call(impl.inner)
+            for shard in mains:
+                assert shard.weights is not None
+                # The gather below sends weights, not main params; exact ones, of which nothing remains.
+                if moves:
+                    shard.weights.copy_(shard.main)
+                if shard.keeps_remainder:
+                    shard.main.sub_(shard.weights)
+        except BaseException:
+            drop_remainders(mains)
+            raise
         if not moves:
             return result
-        for shard in mains:
-            assert shard.weights is not None
-            # The gather below sends weights, not main params.
-            shard.weights.copy_(shard.main)
     # a rank may have nothing of a bucket that others have moved, so all of them are gathered
     for bucket in sorted({impl.layout.slots[index].bucket for index in indices}, reverse=True):
-        impl.start_gather(bucket, indices)
+        impl.start_gather(bucket, indices, exact=True)
     engine.param_gather.finish()
     # The weights changed by way of the buffer, unseen: a backward through a graph from before must raise, not be wrong.
     torch.autograd.graph.increment_version([engine.params[index] for index in indices])

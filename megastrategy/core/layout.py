@@ -57,6 +57,7 @@ RECEIVED_BUFFERS = 2
 """The number of buckets (or pieces) whose parts from other ranks there is memory for, where they are added up here: one
 is added up while the next comes in."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """By rank, parts ``[start, end)`` of a tensor."""
@@ -120,7 +121,8 @@ class Buffer:
     """A contiguous stretch of memory for all parameters of one dtype whose gradients have one dtype.
 
     ``sum_dtype`` is that of reduced gradients. ``sums_apart``: a rank's shards of them have memory of their own, to
-    which each reduction adds; else they are where the gradients were.
+    which each reduction adds; else they are where the gradients were. ``grad_wire_dtype``: in which gradients are sent.
+    ``param_wire_dtype``: in which changes of weights are sent; None where weights are sent themselves.
     """
 
     dtype: torch.dtype
@@ -128,6 +130,8 @@ class Buffer:
     numel: int
     sum_dtype: torch.dtype
     sums_apart: bool
+    grad_wire_dtype: torch.dtype
+    param_wire_dtype: torch.dtype | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +186,14 @@ class BufferLayout:
         """Whether gradients have no buffers of their own, and are reduced in every backward."""
         return self.piece_numel is not None
 
+    def keeps_remainder(self, param: int) -> bool:
+        """Whether weights are sent as rounded changes; see param_shard's [Note: remainders]."""
+        return self.buffers[self.slots[param].buffer].param_wire_dtype is not None
+
+    def is_stepped_apart(self, param: int) -> bool:
+        """Whether the optimizer steps other memory than the weights."""
+        return self.params[param].has_main_param or self.keeps_remainder(param)
+
     @property
     def main_dtype(self) -> torch.dtype:
         """The finest dtype that an optimizer steps: 16-bit parameters have fp32 main params."""
@@ -212,7 +224,7 @@ class BufferLayout:
 
     def _largest_piece_for_each_of(self, number: int, *, sums_apart: bool = False) -> list[int]:
         nbytes = [
-            (end - start) * self.num_shards * self.buffers[bucket.buffer].grad_dtype.itemsize
+            (end - start) * self.num_shards * self.buffers[bucket.buffer].grad_wire_dtype.itemsize
             for bucket in self.buckets
             if self.buffers[bucket.buffer].sums_apart or not sums_apart
             for start, end in self.pieces(bucket)
@@ -415,8 +427,9 @@ def build_layout(
     buffers = []
     for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True):
         sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT else grad_dtype
+        sent, weights_sent = _wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
         # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
-        buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, pooled or sum_dtype != grad_dtype))
+        buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, pooled or sum_dtype != sent, sent, weights_sent))
     return BufferLayout(
         params=tuple(specs),
         slots=slots,
@@ -426,6 +439,16 @@ def build_layout(
         num_shards=num_shards,
         piece_numel=_round_up(size, alignment) if pooled else None,
     )
+
+
+def _wire_dtypes(
+    config: DistributedDataParallelConfig, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtypes that gradients, and changes of weights, are sent in: narrower ones only where that is rounding."""
+    is_wide = grad_dtype.is_floating_point and grad_dtype.itemsize > 2
+    sent = WIRE_DTYPES[config.grad_wire_dtype] if config.grad_wire_dtype is not None and is_wide else grad_dtype
+    has_changes = config.param_wire_dtype is not None and dtype == torch.float32
+    return sent, WIRE_DTYPES[config.param_wire_dtype] if has_changes else None  # type: ignore[index]
 
 
 def _bucket_alignment(dp_size: int, num_shards: int) -> int:
@@ -457,8 +480,9 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
             f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
         )
     # On one rank both are quietly of no effect, so that a script runs there unchanged.
-    for name, value in (("reduce_scatter_with_fp32_accumulation", True), ("grad_buffer", "pooled")):
-        if instances == dp_size > 1 and getattr(config, name) == value:
+    for name in ("reduce_scatter_with_fp32_accumulation", "grad_buffer", "grad_wire_dtype", "param_wire_dtype"):
+        value = getattr(config, name)
+        if instances == dp_size > 1 and value not in (False, None, "contiguous"):
             raise ValueError(
                 f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts {name}={value!r}: "
                 "instances of one rank have no shards to sum into, and gradients are all-reduced. Pass fewer "

@@ -45,6 +45,8 @@ def memory_use(
     """
     sharded = layout.num_shards > 1
     param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
+    # What weights change by, while it is sent.
+    param_bytes += sum(b.numel * b.param_wire_dtype.itemsize for b in layout.buffers if b.param_wire_dtype is not None)
     if not sharded:  # parameters stay where the module has them
         param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
     grad_bytes = 0
@@ -63,7 +65,7 @@ def memory_use(
         # State has the dtype of what is stepped: fp32 for 16-bit weights, and never less than that.
         main_itemsize = max(spec.dtype.itemsize, 4)
         # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
-        main_param_numel = numel if spec.has_main_param else 0
+        main_param_numel = numel if layout.is_stepped_apart(index) else 0
         state_bytes += main_itemsize * (main_param_numel + _num_kept(state_tensors, index) * numel)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes), sum(layout.received_nbytes))
 
@@ -74,6 +76,22 @@ def memory_use_of_ddp(layout: BufferLayout, state_tensors: int | Mapping[int, in
     nbytes = [spec.numel * spec.dtype.itemsize for spec in layout.params]
     state_bytes = sum(_num_kept(state_tensors, index) * each for index, each in enumerate(nbytes))
     return MemoryUse(sum(nbytes), sum(nbytes), state_bytes)
+
+
+def sent_bytes(layout: BufferLayout, *, rounded: bool = True) -> int:
+    """Counts what a rank sends in a step of one microbatch for gradients and new weights, inside its instance.
+
+    Args:
+        layout: the plan.
+        rounded: as it is sent, or as it would be without the wire's dtypes.
+    """
+    nbytes = 0
+    for buffer in layout.buffers:
+        grad, weight = buffer.grad_dtype, buffer.dtype
+        if rounded:
+            grad, weight = buffer.grad_wire_dtype, buffer.param_wire_dtype or buffer.dtype
+        nbytes += buffer.numel // layout.num_shards * (layout.num_shards - 1) * (grad.itemsize + weight.itemsize)
+    return nbytes
 
 
 def _num_kept(state_tensors: int | Mapping[int, int], index: int) -> int:
@@ -115,7 +133,7 @@ def describe_setup(
         )
     timing = "while backward runs" if overlap else "after backward"
     dtypes = (
-        ", ".join(dict.fromkeys(str(buffer.grad_dtype).removeprefix("torch.") for buffer in layout.buffers))
+        ", ".join(dict.fromkeys(str(buffer.grad_wire_dtype).removeprefix("torch.") for buffer in layout.buffers))
         or "nothing"
     )
     fate = f"sent as {dtypes} {timing}" if layout.dp_size > 1 else f"of {dtypes}"
@@ -137,6 +155,12 @@ def describe_setup(
         lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
     if owners is not None and rank_of:
         lines += _describe_owners(owners)
+    sent, unrounded = sent_bytes(layout), sent_bytes(layout, rounded=False)
+    if sent < unrounded:
+        lines.append(
+            f"  rounded for the wire: in a step of one microbatch a rank sends {_mib(sent)} instead of "
+            f"{_mib(unrounded)}"
+        )
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "

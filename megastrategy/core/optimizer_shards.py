@@ -156,12 +156,12 @@ class OptimizerShards(ShardHolder):
         num_flat, num_whole = len(self.element_names), self._num_whole_tensors
         return {i: num_whole if i in self._whole.indices else num_flat for i in self.param_indices()}
 
-    def start_gather(self, bucket: int, indices: Sequence[int]) -> None:
+    def start_gather(self, bucket: int, indices: Sequence[int], *, exact: bool = False) -> None:
         """Starts to bring each rank what others have stepped of a bucket; ``indices``: of this optimizer's parameters.
 
         Where shards and whole parameters lie side by side those alone are sent: the rest is another optimizer's.
         """
-        self.engine.param_gather.start(bucket, self._whole.spans(bucket, indices))
+        self.engine.param_gather.start(bucket, self._whole.spans(bucket, indices), exact=exact)
 
     def names_by_id(self) -> dict[int, str]:
         """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
@@ -249,11 +249,11 @@ class OptimizerShards(ShardHolder):
         whole: dict[int, Mapping[str, Any]] | None = None
         if self._whole.indices:
             owned = {index: shards.pop(index) for index in self._whole.indices & shards.keys()}
-            specs = self.layout.params
             if what == STATE:
                 whole = self.whole_states()
             else:
-                whole = {i: {MAIN_PARAM: shard.main} for i, shard in owned.items() if specs[i].has_main_param}
+                apart = self.layout.is_stepped_apart
+                whole = {i: {MAIN_PARAM: shard.main} for i, shard in owned.items() if apart(i)}
         if what == STATE:
             for run in self._runs if self._is_joined else ():
                 pieces.append(Piece(run.shards, run.main.numel(), run.joined_state(state, names)))
@@ -262,7 +262,7 @@ class OptimizerShards(ShardHolder):
             pieces += [Piece((shard,), shard.numel, state.get(shard.main, {})) for shard in shards.values()]
         else:
             own, names = self.param_indices(), {MAIN_PARAM}
-            with_main = [shards[i] for i in own if i in shards and self.layout.params[i].has_main_param]
+            with_main = [shards[i] for i in own if i in shards and self.layout.is_stepped_apart(i)]
             pieces += [Piece((shard,), shard.numel, {MAIN_PARAM: shard.main}) for shard in with_main]
         return OwnParts(pieces, self.layout, self.engine.shard_collectives.rank, names, whole)
 
@@ -320,9 +320,7 @@ class OptimizerShards(ShardHolder):
         for index, shard in self.shards.items():
             if not shard.is_cut:
                 continue
-            contents[index] = (
-                {MAIN_PARAM: PerElement(torch.float32)} if self.layout.params[index].has_main_param else {}
-            )
+            contents[index] = {MAIN_PARAM: PerElement(torch.float32)} if self.layout.is_stepped_apart(index) else {}
             for name, value in self.inner.state.get(shard.main, {}).items():
                 if is_per_element(name, value, shard.main.shape, self.element_names):
                     value = PerElement(value.dtype)
@@ -357,7 +355,7 @@ class OptimizerShards(ShardHolder):
                 state[self.shards[index].main] = values
         # An owner keeps its parameters in every layout; the memory that the model reads is another.
         for index, (before, kept) in self._staying.items():
-            if self.layout.params[index].has_main_param:
+            if self.layout.is_stepped_apart(index):
                 self.shards[index].main.copy_(before.main)
             if kept:
                 state[self.shards[index].main] = kept

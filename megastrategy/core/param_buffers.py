@@ -10,20 +10,23 @@ from torch.nn import Parameter
 
 from .buffers import check_unchanged, slice_view
 from .layout import BufferLayout
+from .wire import NOTHING
 
 
 class ParamBuffers:
     """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
 
     The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
-    shapes and strides stay. ``restore`` gives them memory of their own again, and leaves those alone that were moved
-    out of here from outside (``module.double()``).
+    shapes and strides stay. Where changes are sent in their place, ``changes`` has memory for those, of the same
+    layout, in which everything is :data:`.wire.NOTHING` but what is on its way. ``restore`` gives parameters memory of
+    their own again, and leaves those alone that were moved out of here from outside (``module.double()``).
     """
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
         self._device = device
         self.params: list[Parameter] = []
         self.flats: list[Tensor] = []
+        self.changes: list[Tensor | None] = []
         self._addresses: list[int] = []
         self.extend(layout, params)
 
@@ -34,6 +37,10 @@ class ParamBuffers:
         self.params += params[first:]
         for buffer in layout.buffers[len(self.flats) :]:
             self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
+            wire, changes = buffer.param_wire_dtype, None
+            if wire is not None:
+                changes = torch.full((buffer.numel,), NOTHING, dtype=wire, device=self._device)
+            self.changes.append(changes)
         for index, param in enumerate(params[first:], first):
             self._move_in(index, param.detach())
             self._addresses.append(param.data_ptr())
@@ -42,6 +49,12 @@ class ParamBuffers:
         """The bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""
         place = self.layout.buckets[bucket]
         return self.flats[place.buffer][place.start : place.end]
+
+    def change(self, bucket: int) -> Tensor | None:
+        """The changes of the bucket's parameters, as they are sent: a 1-D view; None where weights are sent."""
+        place = self.layout.buckets[bucket]
+        changes = self.changes[place.buffer]
+        return None if changes is None else changes[place.start : place.end]
 
     def recapture(self) -> None:
         """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now.

@@ -29,6 +29,7 @@ from .events import Event, EventKind, Listener
 from .layout import Spans
 from .param_buffers import ParamBuffers
 from .profiler_ranges import profiler_range
+from .wire import add_changes_
 
 
 class ParamGather:
@@ -52,6 +53,7 @@ class ParamGather:
         self._module = module
         self._listener = listener
         self._handles: dict[int, Handle] = {}  # by bucket, in the order of their start
+        self._sent_changes: dict[int, Spans | None] = {}  # by bucket, as which parts its change is on the way
         self._loops_stream: Any = None  # on which the gathers were started
         self.missing: set[int] = set()
         self._bucket_of: dict[int, int] = {}  # by id, the bucket of each parameter that is still to come
@@ -62,7 +64,7 @@ class ParamGather:
         self._num_held = -1  # parameters, when these were found
         self._lock = threading.RLock()  # any thread may read a parameter first
 
-    def start(self, bucket: int, spans: Spans | None = None) -> None:
+    def start(self, bucket: int, spans: Spans | None = None, *, exact: bool = False) -> None:
         """Launches a bucket's gather. Collective: the same buckets in the same order on every rank.
 
         The last buckets hold the first layers, which the next forward needs first: start them first.
@@ -70,11 +72,15 @@ class ParamGather:
         Args:
             bucket: its number.
             spans: what each rank has of it; None for equal parts, of which each has its own.
+            exact: whether weights are sent also where changes of them would be.
         """
         self._emit(EventKind.GATHER_START, bucket)
         with profiler_range("gather", bucket):
             flat = self._buffers.bucket(bucket)
             self._loops_stream = devices.current_stream(flat.device)
+            if not exact and (change := self._buffers.change(bucket)) is not None:
+                self._sent_changes[bucket] = spans
+                flat = change
             self._handles[bucket] = (
                 self._collectives.all_gather(flat) if spans is None else self._collectives.gather_spans(flat, spans)
             )
@@ -137,6 +143,7 @@ class ParamGather:
             with profiler_range("wait for weights"):
                 for bucket in buckets:
                     self._handles[bucket].wait()
+                    self._add_changes(bucket)
                     # A reader on another stream (an average of the weights, a checkpoint's copy) would else leave the
                     # loop to read, in its next forward, weights that its own stream has not waited for.
                     reader = devices.current_stream(self._buffers.bucket(bucket).device)
@@ -153,6 +160,18 @@ class ParamGather:
             raise
         finally:
             self._emit(EventKind.WAIT_END, 1)
+
+    def _add_changes(self, bucket: int) -> None:
+        """Adds what others sent of their changes to the weights, which have this rank's own already."""
+        if bucket not in self._sent_changes:
+            return
+        spans, rank = self._sent_changes.pop(bucket), self._collectives.rank
+        weights, change = self._buffers.bucket(bucket), self._buffers.change(bucket)
+        assert change is not None, "it was sent"
+        numel = weights.numel() // self._collectives.size
+        own = [(rank * numel, (rank + 1) * numel)] if spans is None else spans[rank]
+        with torch.no_grad():
+            add_changes_(weights, change, own, is_even=spans is None)
 
     def _make_plain(self, bucket: int) -> None:
         for param in self._params_of(bucket):

@@ -1,11 +1,33 @@
-"""The part of one parameter that one rank steps: a flat shard, or all of it."""
+"""The part of one parameter that one rank steps: a flat shard, or all of it.
+
+[Note: remainders]
+With ``param_wire_dtype`` owners send rounded changes of fp32 weights, which they add to their own weights too, so that
+all ranks hold the same bits. What rounding left out is the owner's to keep: it is what ``main`` holds between steps. A
+step begins with ``main += weights``, which are the exact weights then, and ends with ``main -= weights``, when those
+have changed by what could be sent. So nothing is lost but for a while; and weights that somebody writes from outside
+are those that the next step begins with, without being looked for.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .wire import publish_change_
+
+
+class SteppedApart(Protocol):
+    """Something with a ``main`` that may keep remainders."""
+
+    @property
+    def main(self) -> Tensor: ...
+
+    @property
+    def keeps_remainder(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +37,13 @@ class ParamShard:
     Attributes:
         param: index in the layout.
         start, end: the part of the parameter, in elements of its memory order.
-        main: what the optimizer updates: fp32 memory of its own for 16-bit weights, else the weights themselves. Flat
-            if the parameter is cut, of the parameter's shape if not.
+        main: what the optimizer updates: fp32 memory of its own for 16-bit weights and those that are sent as changes,
+            else the weights themselves. Flat if the parameter is cut, of the parameter's shape if not.
         weights: the part of the parameter that ``main`` stands for, of the shape of ``main``, in the parameter buffer;
             None if every rank has all of the parameter, which may be re-pointed at any time.
         flat, offset: if the parameter is cut, ``main`` is the part of this 1-D tensor that begins there, among the
             mains of its neighbours.
+        keeps_remainder: see [Note: remainders].
     """
 
     param: int
@@ -30,6 +53,7 @@ class ParamShard:
     weights: Tensor | None
     flat: Tensor | None = None
     offset: int = 0
+    keeps_remainder: bool = False
 
     @property
     def numel(self) -> int:
@@ -48,3 +72,35 @@ def take_outside_changes(main: Tensor, weights: Tensor) -> None:
     # loaded in 16 bits must not round the main params that it agrees with.
     changed = main.to(weights.dtype) != weights
     torch.where(changed, weights.float(), main, out=main)
+
+
+def begin_step(main: Tensor, weights: Tensor, *, keeps_remainder: bool) -> None:
+    """Makes ``main`` what the optimizer steps in the place of the weights that it stands for."""
+    if keeps_remainder:
+        main.add_(weights)
+    else:
+        take_outside_changes(main, weights)
+
+
+def end_step(main: Tensor, weights: Tensor, change: Tensor | None) -> None:
+    """Brings the weights what the optimizer did to ``main``: rounded to their dtype, or by a change that is sent.
+
+    Args:
+        main, weights: dense, of the same shape and strides.
+        change: 1-D, as many elements in memory order, and sent to others afterwards; None where weights are sent.
+    """
+    if change is None:
+        weights.copy_(main)
+    else:
+        publish_change_(_flat(main), _flat(weights), change)
+
+
+def drop_remainders(stepped: Iterable[SteppedApart]) -> None:
+    """Forgets what others were not sent: nobody knows how much of it ``main`` holds."""
+    for each in stepped:
+        if each.keeps_remainder:
+            each.main.zero_()
+
+
+def _flat(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,))

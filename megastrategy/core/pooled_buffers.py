@@ -132,7 +132,11 @@ class PooledGradBuffers(GradBuffers):
         self._on_the_way.add(bucket)
 
     def show(self, bucket: int, check: FiniteCheck) -> None:
-        check.look_at_grads({i: self._flatten(i, grad) for i, grad in self._sealed[bucket].items()}, self.layout)
+        # As it is sent: a finite gradient may be infinite in 16 bits.
+        sent = self.layout.buffers[self.layout.buckets[bucket].buffer].grad_wire_dtype
+        check.look_at_grads(
+            {i: self._flatten(i, grad).to(sent) for i, grad in self._sealed[bucket].items()}, self.layout
+        )
 
     def num_pieces(self, bucket: int) -> int:
         return len(self._pieces[bucket])
@@ -143,7 +147,7 @@ class PooledGradBuffers(GradBuffers):
         if piece == 0:  # not once for each piece, should it take a copy
             grads = self._sealed[bucket] = {index: self._flatten(index, grad) for index, grad in grads.items()}
         plan = pieces[piece]
-        tensor = self._next_staging(plan.numel, self.layout.buffers[self.layout.buckets[bucket].buffer].grad_dtype)
+        tensor = self._next_staging(plan.numel, self.layout.buffers[self.layout.buckets[bucket].buffer].grad_wire_dtype)
         empty, filled, sources = list[Tensor](), list[Tensor](), list[Tensor]()
         for copy in plan.copies:
             grad = None if copy.param is None else grads.get(copy.param)

@@ -27,7 +27,7 @@ from .engine import Engine
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .optimizer_shards import OptimizerShards
-from .param_shard import ParamShard, take_outside_changes
+from .param_shard import ParamShard, begin_step, drop_remainders, end_step, take_outside_changes
 from .step_tensors import Run
 from .trials.elementwise import Findings, counts_calls
 from .trials.later_trials import LaterTrials
@@ -200,9 +200,9 @@ class ShardedStep(OptimizerShards):
 
     def _arrived_whole(self, bucket: int) -> list[WholeParam]:
         """The whole parameters of a bucket that this rank steps now."""
-        groups = self._groups
+        groups, slots = self._groups, self.layout.slots
         return [
-            WholeParam(groups[index], self.shards[index], grad)
+            WholeParam(bucket, groups[index], slots[index].start, self.shards[index], grad)
             for index, grad in self._whole.arrived(bucket).items()
             if self.may_step(index)
         ]
@@ -214,24 +214,47 @@ class ShardedStep(OptimizerShards):
         stepped = self.strangers.stepped() if with_strangers else [[] for _ in self.inner.param_groups]
         tensors = [tensor for run in runs for tensor in run.tensors]
         try:
-            for run in runs:
-                if run.weights is not None:
-                    take_outside_changes(run.main, run.weights)
-                run.set_grad()
-                stepped[run.group] += run.tensors
-            with self._groups_of(stepped):
-                self._arguments.call(self.inner.step)
-            for tensor in tensors:
-                for name, value in self.inner.state.get(tensor, {}).items():
-                    # torch's next gradient would be another tensor, ours is not
-                    if isinstance(value, Tensor) and value is tensor.grad:
-                        self.inner.state[tensor][name] = value.clone()
-            for run in runs:
-                if run.weights is not None:
-                    run.weights.copy_(run.main)
+            with self._in_place_of_weights(runs):
+                for run in runs:
+                    run.set_grad()
+                    stepped[run.group] += run.tensors
+                with self._groups_of(stepped):
+                    self._arguments.call(self.inner.step)
+                for tensor in tensors:
+                    for name, value in self.inner.state.get(tensor, {}).items():
+                        # torch's next gradient would be another tensor, ours is not
+                        if isinstance(value, Tensor) and value is tensor.grad:
+                            self.inner.state[tensor][name] = value.clone()
         finally:
             for tensor in tensors:
                 tensor.grad = None
+
+    @contextlib.contextmanager
+    def _in_place_of_weights(self, runs: Sequence[Steppable]) -> Iterator[None]:
+        """Gives what is stepped apart from the weights their values while this is open, and changes them at its end."""
+        begun: list[tuple[Steppable, Tensor]] = []
+        try:
+            for run in runs:
+                if run.weights is not None:
+                    begun.append((run, run.weights))
+                    begin_step(run.main, run.weights, keeps_remainder=run.keeps_remainder)
+            yield
+            while begun:
+                run, weights = begun[-1]
+                end_step(run.main, weights, self._change_of(run))
+                begun.pop()
+        finally:
+            # A step that failed is lost where the weights did not get it: the next one begins with the weights.
+            drop_remainders(run for run, _ in begun)
+
+    def _change_of(self, run: Steppable) -> Tensor | None:
+        """The place from which the change of a run's weights is sent; None where weights are sent themselves."""
+        buffers = self.engine.param_buffers
+        assert buffers is not None, "sharded"
+        if (change := buffers.change(run.bucket)) is None:
+            return None
+        start = run.start - self.layout.buckets[run.bucket].start
+        return change[start : start + run.main.numel()]
 
     def _changing_buckets(self, indices: Sequence[int]) -> set[int]:
         """The buckets whose parameters may change in this step on any rank, which all ranks gather. So it depends on

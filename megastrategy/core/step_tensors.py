@@ -46,18 +46,22 @@ class Run:
 
     Attributes:
         bucket, group: their numbers.
+        start: the place of the first element in the bucket's buffer.
         shards: in the order of their addresses.
         main: what is stepped; the shards' ``main`` are parts of it.
-        weights: the 16-bit weights that ``main`` stands for; None if it is the weights.
+        weights: those that ``main`` stands for; None if it is the weights.
         grad: the reduced gradients, in the gradient dtype.
+        keeps_remainder: see param_shard's [Note: remainders].
     """
 
     bucket: int
     group: int
+    start: int
     shards: tuple[ParamShard, ...]
     main: Tensor
     weights: Tensor | None
     grad: Tensor
+    keeps_remainder: bool = False
 
     def __post_init__(self) -> None:
         first = self.shards[0].offset
@@ -225,14 +229,17 @@ def cut_shards(
         buffer, base = slots[members[0]].buffer, 0
         flat = flats[buffer]
         # 16-bit weights: the shard is a view of an fp32 copy; others are views of the parameters' own buffer
-        if layout.params[members[0]].has_main_param:
+        is_apart, keeps_remainder = layout.is_stepped_apart(members[0]), layout.keeps_remainder(members[0])
+        if is_apart:
             base = owned[members[0]][0]
-            flat = flat[base : owned[members[-1]][1]].float()
+            weights = flat[base : owned[members[-1]][1]]
+            flat = torch.zeros_like(weights) if keeps_remainder else weights.float()
         for index in members:
             (start, end), slot = owned[index], slots[index]
             weights = slice_view(flats[buffer], start, (end - start,), (1,), end - start)
             main = slice_view(flat, start - base, (end - start,), (1,), end - start)
-            shards[index] = ParamShard(index, start - slot.start, end - slot.start, main, weights, flat, start - base)
+            place = start - slot.start, end - slot.start
+            shards[index] = ParamShard(index, *place, main, weights, flat, start - base, keeps_remainder)
     return shards
 
 
@@ -291,11 +298,13 @@ def build_runs(
             Run(
                 slot.bucket,
                 group,
+                span[0],
                 tuple(shards),
                 # the shard's own tensor where it is alone: an optimizer may know it by its identity
                 first.main if len(shards) == 1 else part_of(flat, (first.offset, last.offset + last.numel)),
-                part_of(param_flats[slot.buffer], span) if layout.params[first.param].has_main_param else None,
+                part_of(param_flats[slot.buffer], span) if layout.is_stepped_apart(first.param) else None,
                 reduced(slot.bucket, *span),
+                first.keeps_remainder,
             )
         )
     return runs

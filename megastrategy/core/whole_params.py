@@ -52,10 +52,13 @@ class WholeParam:
     """A parameter that this rank steps whole, and its gradient, of its shape; like a run of shards.
 
     Attributes:
-        group: the number of its group.
+        bucket, group: their numbers.
+        start: the place of the first element in the bucket's buffer.
     """
 
+    bucket: int
     group: int
+    start: int
     shard: ParamShard
     grad: Tensor
 
@@ -65,8 +68,12 @@ class WholeParam:
 
     @property
     def weights(self) -> Tensor | None:
-        """The 16-bit weights that ``main`` stands for; None if it is the weights."""
+        """The weights that ``main`` stands for; None if it is the weights."""
         return None if self.shard.main is self.shard.weights else self.shard.weights
+
+    @property
+    def keeps_remainder(self) -> bool:
+        return self.shard.keeps_remainder
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -120,8 +127,10 @@ class WholeParams:
             spec, slot = engine.layout.params[index], engine.layout.slots[index]
             flat = engine.param_buffers.flats[slot.buffer]
             weights = slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
-            main = weights.to(torch.float32, copy=True) if spec.has_main_param else weights
-            shards[index] = ParamShard(index, 0, spec.numel, main, weights)
+            main, keeps_remainder = weights, engine.layout.keeps_remainder(index)
+            if engine.layout.is_stepped_apart(index):
+                main = torch.zeros_like(weights) if keeps_remainder else weights.to(torch.float32, copy=True)
+            shards[index] = ParamShard(index, 0, spec.numel, main, weights, keeps_remainder=keeps_remainder)
         return shards
 
     def spans(self, bucket: int, indices: Sequence[int]) -> Spans | None:

@@ -62,6 +62,7 @@ def test_the_plain_loop(tmp_path: Path) -> None:
         ("failures.md", 1, 2),
         ("options.md", 0, 1),
         ("design/one_gradient.md", 0, 2),
+        ("design/wire.md", 0, 2),
         ("fabric.md", 0, 2),
         ("accelerate.md", 0, 2),
     ],
@@ -72,6 +73,7 @@ def test_the_plain_loop(tmp_path: Path) -> None:
         "a backward left out",
         "options refused",
         "events",
+        "rounded",
         "Fabric",
         "Accelerate",
     ],
@@ -97,11 +99,13 @@ def test_no_block_is_left_out() -> None:
         "failures.md": 2,
         "options.md": 1,
         "one_gradient.md": 1,
+        "wire.md": 1,
         "fabric.md": 1,
         "accelerate.md": 1,
         "checkpoints.md": 2,
     }
-    for page in ("gradients.md", "failures.md", "options.md", "design/one_gradient.md", "fabric.md", "accelerate.md"):
+    design = ("design/one_gradient.md", "design/wire.md")
+    for page in ("gradients.md", "failures.md", "options.md", *design, "fabric.md", "accelerate.md"):
         path = ROOT / "docs" / page
         assert len(blocks_that_print(path)) == len(by_page[path.name]), page
     for block in by_page["checkpoints.md"]:

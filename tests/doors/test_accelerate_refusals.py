@@ -25,7 +25,7 @@ def _comm_hook() -> None:
     from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
     make_accelerator(
-        "megatron_ddp", kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]
+        "megatron_ddp", kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)]
     )
 
 

@@ -23,6 +23,8 @@ def test_every_config_field_is_a_strategy_argument(name: str) -> None:
         "overlap_param_gather": "forward",
         "grad_buffer": "pooled",
         "num_distributed_optimizer_instances": 3,
+        "grad_wire_dtype": "fp16",
+        "param_wire_dtype": "bf16",
     }
     value = others.get(name, not default)
     needed = {

@@ -203,11 +203,15 @@ def test_all_ranks_save_in_a_validation_and_the_job_resumes(
 ) -> None:
     """A rank that waits at its end cannot come; all save then before the next batch of training."""
     job = slurm_job(tmp_path, num_tasks=2)
+    evaluated = []
     for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "validation", rank, fast):
         [(step, num_evaluated)] = saved_at
-        assert step == 5
-        assert num_evaluated == NUM_EVALUATED if fast is not None else SENT_IN < num_evaluated < NUM_EVALUATED
-        assert steps == 10
+        assert (step, steps) == (5, 10)
+        evaluated.append(num_evaluated)
+    if fast is not None:
+        assert set(evaluated) == {NUM_EVALUATED}
+    else:  # nothing keeps ranks together here: one may be batches behind the one that got the signal first
+        assert SENT_IN < max(evaluated) < NUM_EVALUATED
     assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
     checkpoint = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
     assert checkpoint["global_step"] == 5

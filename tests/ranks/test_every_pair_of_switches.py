@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy.core import layout
+from megastrategy.core.checkpoint.full_state import REMAINDER
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.collectives.worker import Worker
 from megastrategy.core.config import field_names
@@ -42,7 +43,14 @@ from tests.support.doubles import (
 )
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.switches import SWITCHES, Row, pairwise
-from tests.support.training import Outcome, Training, assert_same_bits, start_ours, train_with_ddp
+from tests.support.training import (
+    Outcome,
+    Training,
+    assert_same_bits,
+    assert_same_state,
+    start_ours,
+    train_with_ddp,
+)
 
 EVERY_SWITCH = pairwise()
 WHERE_ALL_ROUNDS = pairwise(dtype=torch.float32, grad_reduce_in_fp32=True, num_distributed_optimizer_instances=1)
@@ -88,6 +96,10 @@ def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
         ("grad_reduce_in_fp32", True, "reduce_scatter_with_fp32_accumulation", True),
         ("reduce_scatter_with_fp32_accumulation", True, "use_distributed_optimizer", False),
         ("reduce_scatter_with_fp32_accumulation", True, "use_contiguous_buffers", False),
+        ("grad_wire_dtype", "bf16", "use_distributed_optimizer", False),
+        ("grad_wire_dtype", "bf16", "use_contiguous_buffers", False),
+        ("param_wire_dtype", "bf16", "use_distributed_optimizer", False),
+        ("param_wire_dtype", "bf16", "use_contiguous_buffers", False),
         ("find_unused_parameters", False, "static_graph", True),
         ("dtype", torch.float32, "grad_reduce_in_fp32", False),  # which would say nothing there
         ("dtype", torch.float32, "reduce_scatter_with_fp32_accumulation", True),
@@ -146,7 +158,7 @@ class Watched:
             assert (bucket.numel % 2**16 == 0) == config.pad_buckets_for_high_nccl_busbw
             expected += pieces
         assert [call.numel for call in reductions] == expected
-        sent_in = torch.bfloat16 if self.row.sends_sixteen_bits else torch.float32
+        sent_in = torch.bfloat16 if self.row.grads_have_sixteen_bits or self.row.rounds_grads else torch.float32
         assert {call.dtype for call in reductions} == {sent_in}
         numel = sum(buffer.numel for buffer in plan.buffers)
         assert sum(call.nbytes for call in reductions) == numel * sent_in.itemsize
@@ -165,6 +177,7 @@ class Watched:
         if not config.use_distributed_optimizer:
             return "all_reduce"
         sums_apart = config.grad_buffer == "pooled" or config.reduce_scatter_with_fp32_accumulation
+        sums_apart |= self.row.rounds_grads
         return "reduce_scatter_into" if sums_apart else "reduce_scatter"
 
     def check_overlap(self, events: list[EventKind]) -> None:
@@ -199,7 +212,7 @@ class Watched:
         sharded = config.use_distributed_optimizer
         buckets = sorted(bucket.numel for bucket in self.layout.buckets)
         assert sorted(call.numel for call in gathers) == (buckets if sharded else [])
-        assert {call.dtype for call in gathers} <= {self.row.dtype}
+        assert {call.dtype for call in gathers} <= {torch.bfloat16 if self.row.sends_changes else self.row.dtype}
         events = self.new_events()
         early = EventKind.GATHER_START in events[: events.index(EventKind.STEP_END)]
         rank, plan = self.training.rank, self.layout
@@ -253,11 +266,15 @@ def test_with_whole_parameters(row: Row) -> None:
 def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
     """Weights, module buffers, losses and optimizer state are torch DDP's to the bit, of a run with ``changes``.
 
-    With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding.
+    With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding. Where
+    changes of weights are sent, it is weights and remainder together, but for the rounding of that sum in each step.
     """
     run = dataclasses.replace(row.run, dtype=torch.float32, **changes)
     options = {} if row.config.broadcast_buffers else {BROADCAST_BUFFERS: False}
     reference = train_with_ddp(run, row.num_ranks, **options)
+    if row.sends_changes:
+        assert_torch_ddps_with_remainders(row, ours, reference)
+        return
     if row.dtype == torch.bfloat16:
         for name, value in ours[0].main_params.items():
             assert torch.equal(value, reference[0].weights[name]), f"main param {name}"
@@ -268,6 +285,25 @@ def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
             for theirs, mine in zip(reference, ours, strict=True)
         ]
     assert_same_bits(ours, reference)
+
+
+def assert_torch_ddps_with_remainders(row: Row, ours: list[Outcome], reference: list[Outcome]) -> None:
+    differ = False
+    for name, remainder in ours[0].main_params.items():
+        held, expected = (
+            ours[0].weights[name.removesuffix(REMAINDER)],
+            reference[0].weights[name.removesuffix(REMAINDER)],
+        )
+        tolerance = row.run.steps * 2**-24 * expected.abs().max().item()
+        torch.testing.assert_close(held + remainder, expected, rtol=0, atol=tolerance)
+        differ |= not torch.equal(held, expected)
+        for other in ours[1:]:
+            assert torch.equal(other.weights[name.removesuffix(REMAINDER)], held), "all ranks hold the same weights"
+    assert differ, "rounded changes give other weights"
+    assert {name.removesuffix(REMAINDER) for name in ours[0].main_params} == {
+        name for name, param in row.run.make_module().named_parameters() if param.requires_grad
+    }
+    assert_same_state(ours[0].optimizer_state, reference[0].optimizer_state)
 
 
 def rounded(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

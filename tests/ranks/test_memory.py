@@ -165,6 +165,11 @@ def bytes_received() -> dict[int, int]:
         (torch.bfloat16, 8, {"use_distributed_optimizer": False}),  # gradients alone, in fp32, and twice
         (torch.bfloat16, 6, {"grad_buffer": "pooled"}),
         (torch.bfloat16, 4, {"grad_buffer": "pooled", "grad_reduce_in_fp32": False}),
+        (torch.float32, 6, {"grad_wire_dtype": "bf16"}),
+        (torch.float32, 6, {"param_wire_dtype": "bf16"}),
+        (torch.float32, 4, {"grad_wire_dtype": "fp16", "param_wire_dtype": "bf16"}),
+        (torch.float32, 4, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "grad_buffer": "pooled"}),
+        (torch.bfloat16, 4, {"grad_wire_dtype": "bf16"}),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.buffers import ContiguousGradBuffers
+from megastrategy.core.contiguous_buffers import ContiguousGradBuffers
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import EventKind
 from megastrategy.core.layout import BufferLayout, build_layout
@@ -40,6 +40,8 @@ def other_layout(model: DistributedDataParallel, bucket_size: int = 500) -> Buff
         use_distributed_optimizer=model.layout.num_shards > 1,
         grad_reduce_in_fp32=model.config.grad_reduce_in_fp32,
         reduce_scatter_with_fp32_accumulation=model.config.reduce_scatter_with_fp32_accumulation,
+        grad_wire_dtype=model.config.grad_wire_dtype,
+        param_wire_dtype=model.config.param_wire_dtype,
     )
     return build_layout(model.layout.params, config, model.layout.dp_size, range(len(model.engine.params)))
 
@@ -105,7 +107,7 @@ MOMENTS = ["before forward", "before backward", "before step", "before zero_grad
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("make", "dtype", "options"),
     [
@@ -113,9 +115,10 @@ F32, BF16 = torch.float32, torch.bfloat16
         (momentum, F32, {"overlap_param_gather": "forward"}),
         (groups, BF16, {"overlap_param_gather": "forward"}),
         (groups, BF16, SUMS),
+        (adamw, F32, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
         (adamw, BF16, {"use_distributed_optimizer": False}),
     ],
-    ids=["amsgrad", "momentum, gathers under way", "main params", "fp32 sums", "all-reduce"],
+    ids=["amsgrad", "momentum, gathers under way", "main params", "fp32 sums", "rounded", "all-reduce"],
 )
 def test_training_does_not_notice_when_it_was(
     make: Callable[[nn.Module], torch.optim.Optimizer], dtype: torch.dtype, options: dict[str, Any]

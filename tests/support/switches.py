@@ -25,6 +25,8 @@ MAY_CONTRADICT: dict[str, Sequence[Any]] = {
     "reduce_scatter_with_fp32_accumulation": [False, True],
     "find_unused_parameters": [True, False],
     "static_graph": [False, True],
+    "grad_wire_dtype": [None, "bf16"],
+    "param_wire_dtype": [None, "bf16"],
 }
 GO_WITH_ALL: dict[str, Sequence[Any]] = {
     "overlap_param_gather": [False, "step", "forward"],
@@ -60,8 +62,18 @@ class Row:
         return 2 * self.config.num_distributed_optimizer_instances
 
     @property
-    def sends_sixteen_bits(self) -> bool:
+    def grads_have_sixteen_bits(self) -> bool:
         return self.dtype == torch.bfloat16 and not self.config.grad_reduce_in_fp32
+
+    @property
+    def rounds_grads(self) -> bool:
+        """Whether gradients are sent in fewer bits than they have."""
+        return self.config.grad_wire_dtype is not None and not self.grads_have_sixteen_bits
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether changes of weights are sent, which are rounded."""
+        return self.config.param_wire_dtype is not None and self.dtype == torch.float32
 
     @property
     def run(self) -> Run:
@@ -71,14 +83,15 @@ class Row:
         whose every operation rounds; pooled gradients of one microbatch a step, since of several the mean over ranks
         is taken first, which rounds elsewhere. In all other rows sums over ranks have another order than torch DDP's,
         or another dtype: there gradients are whole numbers, of which no sum is rounded, of up to 127 (two microbatches
-        are 8 bits, of several ranks more than bf16 has) unless they are summed in bf16 itself.
+        are 8 bits, of several ranks more than bf16 has) unless they are summed in bf16 itself. So they are where
+        something is sent in fewer bits; they do not depend on the weights, then.
         """
         config, pooled = self.config, self.config.grad_buffer == "pooled"
         used = "same" if config.static_graph else "some" if config.find_unused_parameters else "all"
         options = (("lr", 0.01), ("weight_decay", 0.01))
-        if self.dtype == torch.float32 and self.num_ranks == 2:
+        if self.dtype == torch.float32 and self.num_ranks == 2 and not (self.rounds_grads or self.sends_changes):
             return Run("AdamW", options, groups=3, accumulate=1 if pooled else 2, steps=6, used=used)
-        in_bf16 = self.sends_sixteen_bits and not (pooled or config.reduce_scatter_with_fp32_accumulation)
+        in_bf16 = self.grads_have_sixteen_bits and not (pooled or config.reduce_scatter_with_fp32_accumulation)
         largest = 15 if in_bf16 else 127
         return Run(
             "AdamW", options, groups=3, accumulate=2, steps=6, dtype=self.dtype, used=used, largest_whole=largest

@@ -145,7 +145,8 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     }
                     own = (path.stem, owner) in stepped | tried | {("strangers", "tensor")}
                     # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
-                    own |= target.attr == "grad" and path.stem in {"flattened_buffers", "pooled_buffers"}
+                    kinds = {"contiguous_buffers", "flattened_buffers", "pooled_buffers"}
+                    own |= target.attr == "grad" and path.stem in kinds
                     own |= target.attr == "data" and path.stem == "param_buffers"
                     assert path.stem == "buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
 

@@ -6,9 +6,11 @@ import dataclasses
 import inspect
 
 import pytest
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallelConfig
+from megastrategy.core import describe_translation
 from megastrategy.core.config import config_from_arguments, field_names
 
 NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
@@ -135,7 +137,19 @@ def test_of_two_names_for_the_size_of_a_bucket_none_leaves_it_to_the_other(
     [
         ({"bucket_sise": 1}, r"unknown argument 'bucket_sise': did you mean 'bucket_size'\?$"),
         ({"zzz": 1}, "unknown argument 'zzz': known are bucket_size"),
-        ({"ddp_comm_hook": print}, "ddp_comm_hook=.*strategy='ddp'"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook=.*strategy='ddp'.*grad_wire_dtype='bf16'"),
+        ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "ddp_comm_hook=.*strategy='ddp'.*grad_wire_dtype='bf16'"),
+        ({"ddp_comm_hook": default_hooks.fp16_compress_hook, "ddp_comm_state": 1}, "ddp_comm_hook="),
+        ({"ddp_comm_hook": default_hooks.fp16_compress_hook, "ddp_comm_wrapper": print}, "ddp_comm_hook="),
+        ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "ddp_comm_wrapper="),
+        (
+            {"ddp_comm_hook": default_hooks.fp16_compress_hook, "use_distributed_optimizer": False},
+            "ddp_comm_hook=fp16_compress_hook contradicts use_distributed_optimizer=False",
+        ),
+        (
+            {"ddp_comm_hook": default_hooks.fp16_compress_hook, "grad_wire_dtype": "bf16"},
+            "ddp_comm_hook=fp16_compress_hook contradicts grad_wire_dtype='bf16'",
+        ),
         ({"lazy_bucket_allocation": True}, "lazy_bucket_allocation=True .*grad_buffer='pooled'"),
         ({"init_sync": False}, "init_sync=False .*broadcast"),
         ({"mixed_precision": 1}, "mixed_precision=1 .*precision"),
@@ -148,3 +162,33 @@ def test_of_two_names_for_the_size_of_a_bucket_none_leaves_it_to_the_other(
 def test_other_arguments_are_refused_by_name(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_arguments(arguments)
+
+
+HOOKS = [
+    ({"ddp_comm_hook": default_hooks.allreduce_hook}, None),
+    ({"ddp_comm_hook": default_hooks.fp16_compress_hook}, "fp16"),
+    ({"ddp_comm_hook": default_hooks.bf16_compress_hook, "ddp_comm_state": None}, "bf16"),
+    (
+        {"ddp_comm_hook": default_hooks.allreduce_hook, "ddp_comm_wrapper": default_hooks.bf16_compress_wrapper},
+        "bf16",
+    ),
+    ({"ddp_comm_hook": default_hooks.fp16_compress_hook, "grad_wire_dtype": "fp16"}, "fp16"),
+    ({"ddp_comm_hook": None, "ddp_comm_wrapper": None, "ddp_comm_state": None}, None),
+]
+
+
+@pytest.mark.parametrize(("arguments", "dtype"), HOOKS)
+def test_torchs_hooks_for_sixteen_bits_become_an_option_and_are_told_of(
+    arguments: dict[str, object], dtype: str | None
+) -> None:
+    assert config_from_arguments(arguments) == DistributedDataParallelConfig(grad_wire_dtype=dtype)
+    assert (f"grad_wire_dtype={dtype!r}" in describe_translation(arguments)) == (dtype is not None)
+    assert describe_translation({"grad_wire_dtype": "bf16"}) == ""
+
+
+@pytest.mark.parametrize("name", ["grad_wire_dtype", "param_wire_dtype"])
+def test_an_all_reduce_rounds_nothing(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='bf16' contradicts use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(**{name: "bf16", "use_distributed_optimizer": False})
+    with pytest.raises(ValueError, match=f"{name}='int3': expected None.* or '"):
+        DistributedDataParallelConfig(**{name: "int3"})

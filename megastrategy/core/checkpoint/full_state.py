@@ -66,6 +66,7 @@ class CollectiveGather:
 
 
 MAIN_PARAM = "(main param)"
+REMAINDER = " (remainder)"
 """Among the names of a parameter's state, its fp32 main param."""
 
 
@@ -168,13 +169,20 @@ def gather_main_params(
     else:
         scratch = _Scratch(layout, device)
         for bucket in layout.buckets:
-            members = [i for i in bucket.params if i in params and layout.params[i].has_main_param]
+            members = [i for i in bucket.params if i in params and layout.is_stepped_apart(i)]
             if members:
                 name, dtype = MAIN_PARAM, torch.float32
                 main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, scratch))
         if parts.whole is not None:
             main_params |= {index: values[MAIN_PARAM] for index, values in gather.whole(parts.whole)}
-    return {layout.params[index].name: main_params[index] for index in sorted(main_params)}
+    return {saved_name(layout, index): main_params[index] for index in sorted(main_params)}
+
+
+def saved_name(layout: BufferLayout, param: int) -> str:
+    """The name of a saved main param. Remainders have another than the fp32 values of 16-bit weights: a model with
+    other options must not take one for the other."""
+    name = layout.params[param].name
+    return name + REMAINDER if layout.keeps_remainder(param) else name
 
 
 def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, ParamShard], layout: BufferLayout) -> None:
@@ -185,9 +193,11 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
     """
     parts: list[tuple[Tensor, Tensor]] = []
     for index, shard in shards.items():
-        spec = layout.params[index]
-        if spec.has_main_param and spec.name in main_params:
-            parts.append((shard.main, _cut(main_params[spec.name], spec, shard, "main_param", {"main_param"})))
+        spec, name = layout.params[index], saved_name(layout, index)
+        if layout.is_stepped_apart(index) and name in main_params:
+            parts.append((shard.main, _cut(main_params[name], spec, shard, "main_param", {"main_param"})))
+        elif shard.keeps_remainder:  # of weights that are gone
+            parts.append((shard.main, torch.zeros_like(shard.main)))
     for main, saved in parts:  # all of them fit, or one has raised above
         main.copy_(saved)
 

@@ -25,7 +25,7 @@ from ..layout import BufferLayout, ParamSpec
 from ..param_shard import ParamShard
 from ..trials.elementwise import is_per_element
 from .flat_shard import FlatShard
-from .full_state import per_element_keys
+from .full_state import REMAINDER, per_element_keys, saved_name
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -84,8 +84,8 @@ def sharded_state_dict(
             # A count is the same on all owners and written whole, by whichever of them the planner chooses.
             per_element = {key for key, value in values.items() if is_per_element(key, value, shard.main.shape, known)}
             values = {key: wrap(value) if sharded and key in per_element else value for key, value in values.items()}
-            if spec.has_main_param:
-                main_params[names[id(param)]] = wrap(shard.main) if sharded else shard.main
+            if layout.is_stepped_apart(index):
+                main_params[saved_name(layout, index)] = wrap(shard.main) if sharded else shard.main
         if values:
             state[names[id(param)]] = dict(values)
     groups = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups]
@@ -396,7 +396,7 @@ def read_optimizer(
         dtype, size = saved.properties.dtype, tuple(saved.size)
         if place[1] not in ("state", "main_params"):
             return torch.empty(size, dtype=dtype)
-        name, what = str(place[2]), str(place[-1])
+        name, what = str(place[2]).removesuffix(REMAINDER), str(place[-1])
         # Before anything is loaded: a rank that left out what it does not know would resume another optimizer.
         if name not in present:
             raise CheckpointError(f"{path} has state {what!r} of a parameter {name!r}, which the model does not have")

@@ -29,6 +29,10 @@ def _add_in_pieces_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_s
         # Summed apart, then added: the sum over ranks has the same bits whatever earlier backwards left in sums.
         total = torch.zeros_like(sums[piece])
         for part in parts:
+            # A power of two times 16 bits is exact, and so is added in one pass.
+            if part.dtype != sums.dtype and (scale_sum or _is_power_of_two(scale)):
+                total.add_(part[piece], alpha=1.0 if scale_sum else scale)
+                continue
             # Widened before it is scaled: a product in 16 bits would lose what the fp32 sum is for. Where dtypes agree
             # this scales the part itself.
             addend = part[piece].to(sums.dtype)
@@ -48,7 +52,7 @@ def _add_in_whole_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_su
         torch._foreach_mul_(list(parts), scale)
         for part in parts:
             total.add_(part)
-    elif math.frexp(scale)[0] == 0.5:
+    elif _is_power_of_two(scale):
         # A power of two times 16 bits is exact in fp32, so it does not matter that a multiply-add rounds only once.
         for part in parts:
             total.add_(part, alpha=scale)
@@ -59,6 +63,10 @@ def _add_in_whole_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_su
         for part in parts:
             total.add_(part * factor)
     sums.add_(total)
+
+
+def _is_power_of_two(scale: float) -> bool:
+    return math.frexp(scale)[0] == 0.5
 
 
 def chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tensor]]:

@@ -1,0 +1,263 @@
+"""Persistent contiguous buffers, in which gradients accumulate until they are reduced.
+
+[Note: what is not zeroed]
+A gradient that is to begin from zero could be added to zeros, which takes a pass that writes them and one that reads
+them again. Autograd hands the first gradient over instead (``.grad`` is None until then), and it is copied into its
+view. That takes a call from Python for each parameter, so smaller ones are zeroed, all at once, and added to. A view
+whose gradient does not come is zeroed when its bucket is sealed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .buffers import GradBuffers, check_unchanged, copy_grad_, slice_view
+from .layout import BufferLayout
+from .reduced_grad import ReducedGrad
+from .wire import round_in_place
+
+FILLED_NUMEL = 2**14
+"""A gradient of so many elements is copied into its view: two passes over 64 kB take as long as a call from Python."""
+
+
+class ContiguousGradBuffers(GradBuffers):
+    """Persistent buffers, one for each (dtype, grad dtype): 1-D, ``layout.buffers[i].numel`` elements, on
+    ``device``."""
+
+    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], dp_rank: int, device: torch.device) -> None:
+        super().__init__()
+        self._dp_rank, self._device = dp_rank, device
+        self._sharded = layout.num_shards > 1
+        self.flats: list[Tensor] = []
+        self._shards: list[tuple[int, int]] = []
+        self._sums: list[Tensor | None] = []
+        self._rounded: dict[int, Tensor] = {}  # by bucket, what is sent of it: its memory in another dtype
+        self._unfilled: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
+        self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
+        self.extend(layout, params)
+
+    def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        layout = self.layout
+        for buffer in layout.buffers[len(self.flats) :]:
+            self.flats.append(torch.zeros(buffer.numel, dtype=buffer.grad_dtype, device=self._device))
+        for bucket in layout.buckets[len(self._shards) :]:
+            self._shards.append(layout.shard_range(bucket, self._dp_rank))
+            self._reduced.append(False)
+            buffer, apart = layout.buffers[bucket.buffer], None
+            if buffer.sums_apart:  # they outlive the bucket, which accumulates anew
+                apart = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
+            self._sums.append(apart)
+        for index, grad in enumerate(grads, first):
+            self.views[index] = self._view(index)
+            self._addresses.append(self._get_view(index).data_ptr())
+            if grad is not None:  # from before the model was wrapped: kept, as torch DDP keeps it
+                copy_grad_(self._get_view(index), grad)
+                self.params[index].grad, self.has_grad[index] = self.views[index], True
+
+    def bucket(self, bucket: int) -> Tensor:
+        """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
+        place = self.layout.buckets[bucket]
+        return self.flats[place.buffer][place.start : place.end]
+
+    def reduced(self, bucket: int, start: int, end: int) -> Tensor:
+        sums = self._sums[bucket]
+        if sums is None:
+            return self.flats[self.layout.buckets[bucket].buffer][start:end]
+        first = self._shards[bucket][0]
+        return sums[start - first : end - first]
+
+    def _owned_sums(self, param: int) -> Tensor | None:
+        """This rank's part of a parameter's reduced gradient, if that has memory of its own."""
+        bucket, owned = self.layout.slots[param].bucket, self.layout.owned_range(param, self._dp_rank)
+        return None if self._sums[bucket] is None or owned is None else self.reduced(bucket, *owned)
+
+    def is_sharded(self, param: int) -> bool:
+        return self._sharded and self._reduced[self.layout.slots[param].bucket]
+
+    def open(self) -> None:
+        self._notice_drops(range(len(self.params)))
+        for bucket in self.layout.buckets:
+            # Outside this rank's shard a reduced bucket has other ranks' leftovers, which must not be averaged in
+            # again.
+            if self._sharded and self._reduced[bucket.index]:
+                self.reopen(bucket.index)
+            else:
+                self._zero_stale(bucket.index)
+        specs = self.layout.params
+        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+            grad = param.grad
+            if grad is view:  # nearly always
+                continue
+            if grad is None and index in self._unfilled:  # autograd hands its gradient over
+                continue
+            assert view is not None
+            check_unchanged(param, specs[index])
+            if grad is None:
+                if self.has_grad[index]:
+                    self._zero_param(index)  # the user set .grad = None, which means zero
+                    self.has_grad[index] = False
+            elif isinstance(grad, ReducedGrad):  # what was reduced stays, and autograd may have come before this call
+                if (pending := grad.take_pending()) is not None:
+                    view.add_(pending)
+            else:
+                # The user's tensor takes the place of what was summed: in torch .grad is all that there is.
+                self._zero_sums(index)
+                copy_grad_(view, grad)
+                self.has_grad[index] = True
+                self._unfilled.discard(index)
+            param.grad = view
+
+    def reopen(self, bucket: int) -> None:
+        """Turns a reduce-scattered bucket into one that can be accumulated into and reduced again.
+
+        Afterwards a second reduction (mean over ranks) gives the first result plus the mean of what is added: the
+        shard is multiplied by the number of shards, the rest, which other ranks own, is zeroed. (Of d ranks, d /
+        num_shards hold the same shard, and the mean divides by d.) This takes no memory, and is what torch DDP
+        computes by averaging an average. Sums that lie apart stay, to be added to.
+        """
+        place = self.layout.buckets[bucket]
+        flat = self.flats[place.buffer]
+        shard_start, shard_end = self._shards[bucket]
+        if any(self.has_grad[i] and not self._stale[i] for i in place.params):  # else nothing to keep
+            if self._sums[bucket] is not None:
+                self.bucket(bucket).zero_()
+            else:
+                flat[place.start : shard_start].zero_()
+                flat[shard_end : place.end].zero_()
+                flat[shard_start:shard_end].mul_(self.layout.num_shards)
+        else:
+            self._mark_stale(place.params)
+        self._zero_stale(bucket)
+        self._reduced[bucket] = False
+
+    def add_to_reduced(self, bucket: int, grads: Mapping[int, Tensor]) -> None:
+        if self._sharded:
+            self.reopen(bucket)
+        for index in self.layout.buckets[bucket].params:
+            self.params[index].grad = self.views[index]  # sealing takes None for a drop, and would zero the sums
+        for index, grad in grads.items():
+            self._get_view(index).add_(grad)
+
+    def adopt(self, param: int) -> None:
+        self.check_param(param)
+        view = self._get_view(param)
+        grad = self.params[param].grad
+        assert grad is not None
+        copy_grad_(view, grad)
+        self._unfilled.discard(param)
+        self.params[param].grad = view
+
+    def seal(self, bucket: int) -> None:
+        for index in self.layout.buckets[bucket].params:
+            param, view = self.params[index], self._get_view(index)
+            grad = param.grad
+            if grad is None:  # dropped in this backward: the view still holds it, and would send it
+                self._zero_param(index)
+                self.has_grad[index] = False
+            elif grad is not view or view.data_ptr() != self._addresses[index]:
+                # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
+                self.check_param(index)
+                self.views[index] = self._view(index)
+                self._zero_sums(index)
+                copy_grad_(self._get_view(index), grad)
+                self.has_grad[index] = True
+            param.grad = self._stand_in(index) if self._sharded and self.has_grad[index] else None
+        buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
+        if buffer.grad_wire_dtype != buffer.grad_dtype:  # nobody reads the bucket again before it is zeroed
+            self._rounded[bucket] = round_in_place(self.bucket(bucket), buffer.grad_wire_dtype)
+
+    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
+        return self._rounded.get(bucket, self.bucket(bucket)), self._sums[bucket]
+
+    def publish(self, bucket: int) -> None:
+        self._reduced[bucket] = True
+        params = self.layout.buckets[bucket].params
+        if self._sharded:
+            self._show_reduced(params)
+        else:
+            for index in params:
+                self.params[index].grad = self.views[index] if self.has_grad[index] else None
+
+    def adopt_written(self, params: Iterable[int]) -> None:
+        if not self._sharded:
+            return
+        params = list(params)
+        self._notice_drops(params)
+        for index in params:
+            param = self.params[index]
+            if param.grad is not None and not isinstance(param.grad, ReducedGrad):
+                self.check_param(index)
+                copy_grad_(self._get_view(index), param.grad)
+                if (sums := self._owned_sums(index)) is not None:  # what is stepped, where there are such
+                    start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
+                    sums.copy_(self.flats[self.layout.slots[index].buffer][start:end])
+                self.has_grad[index], self._stale[index] = True, False
+                param.grad = self._stand_in(index)
+
+    def detach_unused(self) -> None:
+        if not all(self.has_grad):
+            for index, param in enumerate(self.params):
+                if not self.has_grad[index] and param.grad is self.views[index]:  # zeros would decay momentum
+                    param.grad = None
+
+    def close(self) -> None:
+        super().close()
+        self.views, self.flats, self._rounded = [None] * len(self.params), [], {}
+        self._sums = [None] * len(self._sums)
+
+    def _view(self, index: int) -> Tensor:
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        return slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
+
+    def _get_view(self, index: int) -> Tensor:
+        view = self.views[index]
+        assert view is not None
+        return view
+
+    def _zero_stale(self, bucket: int) -> None:
+        params = self.layout.buckets[bucket].params
+        stale = [index for index in params if self._stale[index]]
+        filled = [index for index in stale if self.layout.params[index].numel >= FILLED_NUMEL]
+        if len(stale) == len(params) and filled:
+            if (sums := self._sums[bucket]) is not None:
+                sums.zero_()
+            torch._foreach_zero_(self._between(bucket, filled))
+        else:
+            super()._zero_stale(bucket)
+            filled = []
+        self._unfilled.update(filled)
+        for index in stale:
+            self._stale[index] = self.has_grad[index] = False
+
+    def _between(self, bucket: int, params: Sequence[int]) -> list[Tensor]:
+        """The bucket without these parameters of it: what is sent with them, if it were only zeros."""
+        place = self.layout.buckets[bucket]
+        flat, start, parts = self.flats[place.buffer], place.start, list[Tensor]()
+        for index in params:  # by address, as a bucket's are
+            slot = self.layout.slots[index]
+            if start < slot.start:
+                parts.append(flat[start : slot.start])
+            start = slot.end
+        return [*parts, flat[start : place.end]]
+
+    def _zero_param(self, param: int) -> None:
+        self._get_view(param).zero_()
+        self._unfilled.discard(param)
+        self._zero_sums(param)
+
+    def _zero_sums(self, param: int) -> None:
+        if (sums := self._owned_sums(param)) is not None:
+            sums.zero_()
+
+    def _mark_stale(self, params: Iterable[int]) -> None:
+        for index in params:
+            self._stale[index] = True
+
+    def _zero_bucket(self, bucket: int) -> None:
+        self.bucket(bucket).zero_()
+        if (sums := self._sums[bucket]) is not None:
+            sums.zero_()

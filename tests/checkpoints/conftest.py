@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import pytest
+
+from megastrategy.core import contiguous_buffers
+
+
+@pytest.fixture(autouse=True)
+def both_ways_into_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of tests are small: of their parameters too some are copied into their bucket, and some added to zeros."""
+    monkeypatch.setattr(contiguous_buffers, "FILLED_NUMEL", 64)

@@ -1,0 +1,78 @@
+"""Rounding to what is sent, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megastrategy.core.wire import NOTHING, publish_change_, round_in_place
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 8192, 8193, 100_000])
+def test_a_tensor_is_rounded_in_its_own_memory(numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
+    around = torch.randn(numel + 256, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    tensor, before, after = around[128 : 128 + numel], around[:128].clone(), around[128 + numel :].clone()
+    expected = tensor.to(wire)
+    rounded = round_in_place(tensor, wire)
+    assert torch.equal(rounded, expected)
+    assert numel == 0 or rounded.data_ptr() == tensor.data_ptr()
+    assert torch.equal(around[:128], before)
+    assert torch.equal(around[128 + numel :], after)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Zeros of both signs are two numbers here."""
+    return tensor.view(torch.int32)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2**16, 2**16 + 1])
+def test_what_cannot_be_sent_stays_and_is_sent_with_the_next_change(numel: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights, remainder = torch.randn(numel, generator=generator), torch.zeros(numel)
+    exact, other = weights.clone(), weights.clone()
+    for number in range(20):
+        update = torch.randn(numel, generator=generator) * 10.0 ** -(number % 6)
+        main = remainder.add_(weights)
+        main.add_(update)
+        exact.add_(update)
+        change = torch.full((numel,), NOTHING, dtype=torch.bfloat16)
+        publish_change_(main, weights, change)
+        other.add_(change)
+        assert torch.equal(bits(other), bits(weights)), "whoever adds the change has the same bits"
+        # Not the sum of what twenty roundings left out: nothing of it was lost.
+        largest = update.abs().max().item() if numel else 0.0
+        torch.testing.assert_close(weights, exact, rtol=0, atol=2**-8 * largest + 1e-5)
+        torch.testing.assert_close(weights + remainder, exact, rtol=0, atol=1e-5)
+
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=64))
+def test_a_saved_remainder_gives_back_the_weights_that_a_run_goes_on_with(pairs: list[tuple[float, float]]) -> None:
+    """``weights + remainder`` is rounded; what that leaves, taken as a remainder again, gives the same sum."""
+    main, held = (torch.tensor(values, dtype=torch.float32) for values in zip(*pairs, strict=True))
+    exact = held + (main - held)
+    assert torch.equal(held + (exact - held), exact)
+
+
+def test_nothing_changes_no_bit() -> None:
+    values = torch.tensor([0.0, -0.0, 1.5, -1e-45, float("inf")])
+    assert torch.equal(bits(values + torch.tensor(NOTHING, dtype=torch.bfloat16)), bits(values))
+    weights = values.clone()
+    publish_change_(weights.clone(), weights, torch.full((5,), NOTHING, dtype=torch.bfloat16))
+    assert torch.equal(weights[:4], values[:4])
+
+
+def test_what_is_not_finite_leaves_no_remainder() -> None:
+    weights = torch.zeros(3)
+    main = torch.tensor([float("inf"), float("nan"), 1.0])
+    publish_change_(main, weights, torch.empty(3, dtype=torch.bfloat16))
+    assert not weights[:2].isfinite().any()
+    assert main.tolist() == [0.0, 0.0, 0.0]
