@@ -247,9 +247,9 @@ BREAKAGES = (
     ),
     Breakage(
         "16-bit weights do not get what their main params have become",
-        "core/sharded_step.py",
-        "                    run.weights.copy_(run.main)\n",
-        "                    pass\n",
+        "core/param_shard.py",
+        "        weights.copy_(main)\n",
+        "        pass\n",
         "tests/ranks/test_precision.py",
     ),
     Breakage(

@@ -141,8 +141,16 @@ class Case:
 
     @property
     def is_fp32(self) -> bool:
-        """torch DDP can be the reference."""
         return all(layer.dtype == "float32" for layer in self.layers)
+
+    def sends_changes(self, ranks: int) -> bool:
+        """Whether fp32 weights are what rounded changes made of them."""
+        shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
+        return shards and self.config.param_wire_dtype is not None
+
+    @property
+    def has_reference_in_ddp(self) -> bool:
+        return self.is_fp32 and self.config.param_wire_dtype is None
 
     @property
     def sums_in_fp32(self) -> bool:
@@ -158,7 +166,9 @@ class Case:
     def instances(self, ranks: int) -> int:
         """Returns as many as divide the ranks, and leave shards where there has to be one to sum into."""
         asked: int = self.options.get("num_distributed_optimizer_instances", 1)
-        sums_in_shards = self.config.reduce_scatter_with_fp32_accumulation or self.config.grad_buffer == "pooled"
+        config = self.config
+        sums_in_shards = config.reduce_scatter_with_fp32_accumulation or config.grad_buffer == "pooled"
+        sums_in_shards |= config.grad_wire_dtype is not None or config.param_wire_dtype is not None
         return 1 if ranks % asked or (ranks == asked and sums_in_shards) else asked
 
 

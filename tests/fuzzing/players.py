@@ -45,6 +45,7 @@ CLIP_VALUE, CLIP_NORM = 1.5, 1e9  # a norm that is exceeded would scale by a rou
 LARGEST = 1.25  # of the norm of order infinity, which is exceeded
 INITIAL_SCALE, STEPS_TO_GROW = 16.0, 5  # up to 2**8 in a program: fp16 ends at 65,504
 LATE_S = 0.002
+REMAINDER = " (remainder)"
 
 _reading = threading.Lock()
 """Reading a directory replaces the list of warnings that are ignored, and puts it back."""
@@ -52,8 +53,8 @@ _reading = threading.Lock()
 
 @dataclasses.dataclass
 class Saved:
-    """Copies of what rank 0 has. ``weights``: module buffers too. ``main``: fp32, by parameter name, of 16-bit
-    weights."""
+    """Copies of what rank 0 has. ``weights``: module buffers too. ``main``: fp32, by parameter name, of 16-bit weights;
+    and remainders of those that are sent as changes."""
 
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
@@ -273,12 +274,14 @@ class Emulation(Player):
 
     def __init__(self, case: Case, clock: Clock, ranks: int) -> None:
         super().__init__(case, 0, ranks, clock)
-        self.mains = [weight.detach().float().requires_grad_() for weight in self.model.weights]
+        self.mains = [weight.detach().to(torch.float32, copy=True).requires_grad_() for weight in self.model.weights]
         self.optimizer = make_optimizer(case, list(self.mains))
         self.optimizer.register_step_pre_hook(lambda *_: self.take_changes())
         self.optimizer.register_step_post_hook(lambda *_: self.round())
         self.seen = [torch.zeros(3) for _ in range(ranks)]
         self.will_broadcast = True
+        fp32 = [weight for weight in self.model.weights if weight.dtype == torch.float32]
+        self.remainders = {id(weight): torch.zeros_like(weight) for weight in fp32 if case.sends_changes(ranks)}
 
     def backward(self, scale: float, synchronised: bool, infinite: int | None = None) -> None:
         self.before_forward()
@@ -302,11 +305,18 @@ class Emulation(Player):
     def take_changes(self) -> None:
         for weight, main in zip(self.model.weights, self.mains, strict=True):
             main.copy_(torch.where(weight != main.to(weight.dtype), weight.float(), main))
+            if id(weight) in self.remainders:
+                main.copy_(weight + self.remainders[id(weight)])
 
     @torch.no_grad()
     def round(self) -> None:
         for weight, main in zip(self.model.weights, self.mains, strict=True):
-            if main.grad is not None:
+            if main.grad is None:
+                continue
+            if id(weight) in self.remainders:
+                weight.add_((main - weight).bfloat16())
+                self.remainders[id(weight)] = main - weight
+            else:
                 weight.copy_(main)
 
     def evaluate(self) -> None:
@@ -325,18 +335,27 @@ class Emulation(Player):
     def weights(self, rank: int) -> dict[str, Tensor]:
         return super().weights(rank) | ({"seen": self.seen[rank].clone()} if self.case.buffer else {})
 
-    def named_mains(self) -> list[tuple[str, Tensor]]:
+    def named_weights(self) -> list[tuple[str, Tensor]]:
         names = {id(param): name for name, param in self.model.named_parameters()}
-        return [(names[id(weight)], main) for weight, main in zip(self.model.weights, self.mains, strict=True)]
+        return [(names[id(weight)], weight) for weight in self.model.weights]
+
+    def named_mains(self) -> list[tuple[str, Tensor]]:
+        return [(name, main) for (name, _), main in zip(self.named_weights(), self.mains, strict=True)]
 
     def main(self) -> dict[str, Tensor]:
-        named = zip(self.named_mains(), self.case.layers, strict=True)
-        return {name: main.detach().clone() for (name, main), layer in named if layer.dtype != "float32"}
+        named = list(zip(self.named_mains(), self.case.layers, strict=True))
+        mains = {name: main.detach().clone() for (name, main), layer in named if layer.dtype != "float32"}
+        remainders = {f"{name}{REMAINDER}": self.remainders.get(id(weight)) for name, weight in self.named_weights()}
+        return mains | {name: left.detach().clone() for name, left in remainders.items() if left is not None}
 
     def load(self, saved: Saved) -> None:
         super().load(saved)
         for name, main in self.named_mains():
             with torch.no_grad():
                 main.copy_(saved.main.get(name, saved.weights[name].float()))
+        for name, weight in self.named_weights():
+            if id(weight) in self.remainders:
+                left = saved.main.get(f"{name}{REMAINDER}")
+                self.remainders[id(weight)] = torch.zeros_like(weight) if left is None else left.clone()
         if self.case.buffer:
             self.seen = [saved.weights["seen"]] * self.ranks

@@ -90,7 +90,9 @@ def test_a_model_that_torch_ddp_only_calls_is_none_of_its_own() -> None:
 
         # Engines that reduce in one backward need groups of their own, or they meet in each other's collectives.
         of_ddp = gloo_group(PrefixStore("ddp", group.get_group_store()), rank, 2)
-        TorchDDP(Calls(), process_group=of_ddp)(torch.ones(2, 10)).sum().backward()
+        # Held: collected before the backward on one rank alone, its reducer would leave the other's all-reduce waiting.
+        outer = TorchDDP(Calls(), process_group=of_ddp)
+        outer(torch.ones(2, 10)).sum().backward()
         assert critic.full_grad(critic.module[0].bias) is not None
 
     run_ranks(2, run)
