@@ -168,9 +168,8 @@ def _sent_bytes(layout: BufferLayout, kind: EventKind, bucket: int) -> int:
     buffer = layout.buffers[place.buffer]
     shard_numel = place.numel // layout.num_shards
     if kind is not EventKind.REDUCE_START:
-        sent = buffer.param_wire_dtype or buffer.dtype
-        return shard_numel * (layout.num_shards - 1) * sent.itemsize
-    scattered = shard_numel * (layout.num_shards - 1) * buffer.grad_wire_dtype.itemsize
+        return buffer.sent_weight_nbytes(shard_numel * (layout.num_shards - 1))
+    scattered = buffer.sent_grad_nbytes(shard_numel * (layout.num_shards - 1))
     all_reduced = 2 * (shard_numel // layout.num_instances) * (layout.num_instances - 1) * buffer.sum_dtype.itemsize
     return scattered + all_reduced
 

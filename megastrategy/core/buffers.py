@@ -30,6 +30,7 @@ from .errors import ParameterChangedError
 from .layout import BufferLayout, ParamSpec
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad
+from .wire_format import read_wire
 
 
 def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:
@@ -116,7 +117,8 @@ class GradBuffers(ABC):
 
     def show(self, bucket: int, check: FiniteCheck) -> None:
         """Lets the check look at this rank's gradients in a sealed bucket, before it is staged."""
-        check.look_at_bucket(self.stage(bucket, 0)[0], bucket, self.layout)
+        sent = read_wire(self.stage(bucket, 0)[0], self.layout.buckets[bucket].numel)
+        check.look_at_bucket(sent, bucket, self.layout)
 
     @abstractmethod
     def publish(self, bucket: int) -> None:

@@ -62,18 +62,19 @@ class DistributedDataParallelConfig:
     microbatch a step). Costs 4/d bytes a parameter. Needs ``grad_reduce_in_fp32=False`` and the distributed optimizer;
     fp32 gradients are sent as they always are."""
 
-    grad_wire_dtype: Literal["bf16", "fp16"] | None = None
+    grad_wire_dtype: Literal["bf16", "fp16", "int8"] | None = None
     """The dtype in which gradients are sent, if theirs is wider. Each rank rounds its gradients once, when their bucket
     is sent, and a shard's owner sums them in the gradients' own dtype, in the order of the ranks: half the bytes of
-    fp32, for slow links. ``"fp16"`` keeps three bits more than ``"bf16"``, and overflows above 65,504. Costs 4/d bytes
-    a parameter for the sums. Needs ``use_distributed_optimizer``; of no effect on one rank."""
+    fp32, for slow links. ``"fp16"`` keeps three bits more than ``"bf16"``, and overflows above 65,504. ``"int8"`` sends
+    a quarter, 8 bits each with a scale for 64. Costs 4/d bytes a parameter for the sums. Needs
+    ``use_distributed_optimizer``; of no effect on one rank."""
 
-    param_wire_dtype: Literal["bf16"] | None = None
+    param_wire_dtype: Literal["bf16", "int8"] | None = None
     """The dtype in which new fp32 weights are sent: each owner sends what its weights have changed by, rounded, and
     adds it to its own weights as the others do, so all ranks hold the same ones. What rounding left out stays with the
-    owner, and is sent with the next change. Half the bytes of fp32. Costs 4/d bytes a parameter for what was left out,
-    and 2 for what is on its way. Weights of 16 bits are sent as they are. Needs ``use_distributed_optimizer``; of no
-    effect on one rank."""
+    owner, and is sent with the next change. ``"bf16"`` is half the bytes of fp32; ``"int8"``, with a scale for 64, a
+    quarter. Costs 4/d bytes a parameter for what was left out, and 2 or 1 for what is on its way. Weights of 16 bits
+    are sent as they are. Needs ``use_distributed_optimizer``; of no effect on one rank."""
 
     average_in_collective: bool = False
     """Divide the sum over ranks by their number, not what each rank adds (on NCCL: the collective averages). Saves a
@@ -140,8 +141,8 @@ class DistributedDataParallelConfig:
 _NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "grad_buffer": ("contiguous", "pooled"),
-    "grad_wire_dtype": (None, "bf16", "fp16"),
-    "param_wire_dtype": (None, "bf16"),
+    "grad_wire_dtype": (None, "bf16", "fp16", "int8"),
+    "param_wire_dtype": (None, "bf16", "int8"),
 }
 """The fields that are no switches."""
 

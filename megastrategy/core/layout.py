@@ -36,8 +36,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from .config import DistributedDataParallelConfig
+from .wire_format import wire_dtypes, wire_nbytes
 
-# 128 bytes in 16 bits: every view of a parameter starts on a cache line, as kernels that load vectors expect.
+# 128 bytes in 16 bits: every view starts on a cache line, as kernels that load vectors expect. And a block of
+# wire_format's, which two parameters, or two owners, would else share.
 PARAM_ALIGNMENT_NUMEL = 64
 # The same for a shard, which collectives and optimizers work on. NCCL moves what does not start on 16 bytes element by
 # element, and Megatron-LM's lcm(dp_size, 128) alone leaves a shard of 128 ranks a multiple of one element.
@@ -57,7 +59,6 @@ RECEIVED_BUFFERS = 2
 """The number of buckets (or pieces) whose parts from other ranks there is memory for, where they are added up here: one
 is added up while the next comes in."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
-WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Spans = Sequence[Sequence[tuple[int, int]]]
 """By rank, parts ``[start, end)`` of a tensor."""
@@ -122,7 +123,8 @@ class Buffer:
 
     ``sum_dtype`` is that of reduced gradients. ``sums_apart``: a rank's shards of them have memory of their own, to
     which each reduction adds; else they are where the gradients were. ``grad_wire_dtype``: in which gradients are sent.
-    ``param_wire_dtype``: in which changes of weights are sent; None where weights are sent themselves.
+    ``param_wire_dtype``: in which changes of weights are sent; None where weights are sent themselves. int8 stands for
+    blocks (wire_format's [Note: blocks]). ``sent_grad_nbytes``, ``sent_weight_nbytes``: of so many on the wire.
     """
 
     dtype: torch.dtype
@@ -132,6 +134,17 @@ class Buffer:
     sums_apart: bool
     grad_wire_dtype: torch.dtype
     param_wire_dtype: torch.dtype | None
+
+    @property
+    def staging_dtype(self) -> torch.dtype:
+        """In which gradients are gathered to be sent: blocks are written when all of a piece is there."""
+        return self.grad_dtype if self.grad_wire_dtype == torch.int8 else self.grad_wire_dtype
+
+    def sent_grad_nbytes(self, numel: int) -> int:
+        return wire_nbytes(numel, self.grad_wire_dtype)
+
+    def sent_weight_nbytes(self, numel: int) -> int:
+        return wire_nbytes(numel, self.param_wire_dtype or self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,23 +227,20 @@ class BufferLayout:
     @property
     def staging_nbytes(self) -> list[int]:
         """The bytes of each staging buffer: of the largest piece, in as many as there are pieces for."""
-        return self._largest_piece_for_each_of(STAGING_BUFFERS) if self.is_pooled else []
+        nbytes = [numel * buffer.staging_dtype.itemsize for buffer, numel in self._piece_numels()]
+        return _largest_for_each_of(nbytes, STAGING_BUFFERS) if self.is_pooled else []
 
     @property
     def received_nbytes(self) -> list[int]:
         """The bytes of the memory for what ranks exchange, to add it up themselves in a wider dtype; see
         collectives.part_exchange's [Note: memory for what comes]."""
-        return self._largest_piece_for_each_of(RECEIVED_BUFFERS, sums_apart=True)
+        nbytes = [buffer.sent_grad_nbytes(numel) for buffer, numel in self._piece_numels() if buffer.sums_apart]
+        return _largest_for_each_of(nbytes, RECEIVED_BUFFERS)
 
-    def _largest_piece_for_each_of(self, number: int, *, sums_apart: bool = False) -> list[int]:
-        nbytes = [
-            (end - start) * self.num_shards * self.buffers[bucket.buffer].grad_wire_dtype.itemsize
-            for bucket in self.buckets
-            if self.buffers[bucket.buffer].sums_apart or not sums_apart
-            for start, end in self.pieces(bucket)
-        ]
-        # Of the largest piece each, since any piece may come to any of them: they are used in turn.
-        return [max(nbytes)] * min(number, len(nbytes)) if nbytes else []
+    def _piece_numels(self) -> Iterator[tuple[Buffer, int]]:
+        for bucket in self.buckets:
+            for start, end in self.pieces(bucket):
+                yield self.buffers[bucket.buffer], (end - start) * self.num_shards
 
     @property
     def num_instances(self) -> int:
@@ -427,7 +437,7 @@ def build_layout(
     buffers = []
     for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True):
         sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT else grad_dtype
-        sent, weights_sent = _wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
+        sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
         # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
         buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, pooled or sum_dtype != sent, sent, weights_sent))
     return BufferLayout(
@@ -439,16 +449,6 @@ def build_layout(
         num_shards=num_shards,
         piece_numel=_round_up(size, alignment) if pooled else None,
     )
-
-
-def _wire_dtypes(
-    config: DistributedDataParallelConfig, dtype: torch.dtype, grad_dtype: torch.dtype
-) -> tuple[torch.dtype, torch.dtype | None]:
-    """The dtypes that gradients, and changes of weights, are sent in: narrower ones only where that is rounding."""
-    is_wide = grad_dtype.is_floating_point and grad_dtype.itemsize > 2
-    sent = WIRE_DTYPES[config.grad_wire_dtype] if config.grad_wire_dtype is not None and is_wide else grad_dtype
-    has_changes = config.param_wire_dtype is not None and dtype == torch.float32
-    return sent, WIRE_DTYPES[config.param_wire_dtype] if has_changes else None  # type: ignore[index]
 
 
 def _bucket_alignment(dp_size: int, num_shards: int) -> int:
@@ -489,6 +489,11 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
                 "instances, or leave one of the two out"
             )
     return dp_size // instances
+
+
+def _largest_for_each_of(nbytes: Sequence[int], number: int) -> list[int]:
+    """Any piece may come to any of them: they are used in turn."""
+    return [max(nbytes)] * min(number, len(nbytes)) if nbytes else []
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -46,7 +46,7 @@ def memory_use(
     sharded = layout.num_shards > 1
     param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
     # What weights change by, while it is sent.
-    param_bytes += sum(b.numel * b.param_wire_dtype.itemsize for b in layout.buffers if b.param_wire_dtype is not None)
+    param_bytes += sum(b.sent_weight_nbytes(b.numel) for b in layout.buffers if b.param_wire_dtype is not None)
     if not sharded:  # parameters stay where the module has them
         param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
     grad_bytes = 0
@@ -87,10 +87,11 @@ def sent_bytes(layout: BufferLayout, *, rounded: bool = True) -> int:
     """
     nbytes = 0
     for buffer in layout.buffers:
-        grad, weight = buffer.grad_dtype, buffer.dtype
+        numel = buffer.numel // layout.num_shards * (layout.num_shards - 1)
         if rounded:
-            grad, weight = buffer.grad_wire_dtype, buffer.param_wire_dtype or buffer.dtype
-        nbytes += buffer.numel // layout.num_shards * (layout.num_shards - 1) * (grad.itemsize + weight.itemsize)
+            nbytes += buffer.sent_grad_nbytes(numel) + buffer.sent_weight_nbytes(numel)
+        else:
+            nbytes += numel * (buffer.grad_dtype.itemsize + buffer.dtype.itemsize)
     return nbytes
 
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from .buffers import check_unchanged, slice_view
 from .layout import BufferLayout
-from .wire import NOTHING
+from .wire_format import fill_nothing_, wire_numel, wire_part
 
 
 class ParamBuffers:
@@ -18,8 +18,8 @@ class ParamBuffers:
 
     The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
     shapes and strides stay. Where changes are sent in their place, ``changes`` has memory for those, of the same
-    layout, in which everything is :data:`.wire.NOTHING` but what is on its way. ``restore`` gives parameters memory of
-    their own again, and leaves those alone that were moved out of here from outside (``module.double()``).
+    layout, in which everything is :data:`.wire_format.NOTHING` but what is on its way. ``restore`` gives parameters
+    memory of their own again, and leaves those alone that were moved out of here from outside (``module.double()``).
     """
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
@@ -37,9 +37,10 @@ class ParamBuffers:
         self.params += params[first:]
         for buffer in layout.buffers[len(self.flats) :]:
             self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
-            wire, changes = buffer.param_wire_dtype, None
-            if wire is not None:
-                changes = torch.full((buffer.numel,), NOTHING, dtype=wire, device=self._device)
+            sent, changes = buffer.param_wire_dtype, None
+            if sent is not None:
+                changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
+                fill_nothing_(changes)
             self.changes.append(changes)
         for index, param in enumerate(params[first:], first):
             self._move_in(index, param.detach())
@@ -54,7 +55,7 @@ class ParamBuffers:
         """The changes of the bucket's parameters, as they are sent: a 1-D view; None where weights are sent."""
         place = self.layout.buckets[bucket]
         changes = self.changes[place.buffer]
-        return None if changes is None else changes[place.start : place.end]
+        return None if changes is None else wire_part(changes, place.start, place.end)
 
     def recapture(self) -> None:
         """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now.

@@ -30,6 +30,7 @@ from .layout import Spans
 from .param_buffers import ParamBuffers
 from .profiler_ranges import profiler_range
 from .wire import add_changes_
+from .wire_format import wire_span
 
 
 class ParamGather:
@@ -81,6 +82,8 @@ class ParamGather:
             if not exact and (change := self._buffers.change(bucket)) is not None:
                 self._sent_changes[bucket] = spans
                 flat = change
+                if spans is not None:
+                    spans = [[wire_span(start, end, flat.dtype) for start, end in parts] for parts in spans]
             self._handles[bucket] = (
                 self._collectives.all_gather(flat) if spans is None else self._collectives.gather_spans(flat, spans)
             )

@@ -32,6 +32,7 @@ from .buffers import GradBuffers, copy_grad_
 from .layout import STAGING_BUFFERS, Bucket, BufferLayout
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad
+from .wire import round_in_place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +133,8 @@ class PooledGradBuffers(GradBuffers):
         self._on_the_way.add(bucket)
 
     def show(self, bucket: int, check: FiniteCheck) -> None:
-        # As it is sent: a finite gradient may be infinite in 16 bits.
-        sent = self.layout.buffers[self.layout.buckets[bucket].buffer].grad_wire_dtype
+        # A finite gradient may be infinite in the 16 bits in which it is sent.
+        sent = self.layout.buffers[self.layout.buckets[bucket].buffer].staging_dtype
         check.look_at_grads(
             {i: self._flatten(i, grad).to(sent) for i, grad in self._sealed[bucket].items()}, self.layout
         )
@@ -147,7 +148,8 @@ class PooledGradBuffers(GradBuffers):
         if piece == 0:  # not once for each piece, should it take a copy
             grads = self._sealed[bucket] = {index: self._flatten(index, grad) for index, grad in grads.items()}
         plan = pieces[piece]
-        tensor = self._next_staging(plan.numel, self.layout.buffers[self.layout.buckets[bucket].buffer].grad_wire_dtype)
+        buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
+        tensor = self._next_staging(plan.numel, buffer.staging_dtype)
         empty, filled, sources = list[Tensor](), list[Tensor](), list[Tensor]()
         for copy in plan.copies:
             grad = None if copy.param is None else grads.get(copy.param)
@@ -166,6 +168,8 @@ class PooledGradBuffers(GradBuffers):
         # The last reference: autograd's memory goes back here, which is what pooling is for.
         if piece == len(pieces) - 1:
             del self._sealed[bucket]
+        if buffer.staging_dtype != buffer.grad_wire_dtype:
+            tensor = round_in_place(tensor, buffer.grad_wire_dtype)
         return tensor, self._sums[bucket][plan.start : plan.end]
 
     def publish(self, bucket: int) -> None:

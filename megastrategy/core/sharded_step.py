@@ -33,6 +33,7 @@ from .trials.elementwise import Findings, counts_calls
 from .trials.later_trials import LaterTrials
 from .trials.step_arguments import StepArguments
 from .whole_params import WholeParam
+from .wire_format import wire_part
 
 Steppable = Run | WholeParam
 
@@ -254,7 +255,7 @@ class ShardedStep(OptimizerShards):
         if (change := buffers.change(run.bucket)) is None:
             return None
         start = run.start - self.layout.buckets[run.bucket].start
-        return change[start : start + run.main.numel()]
+        return wire_part(change, start, start + run.main.numel())
 
     def _changing_buckets(self, indices: Sequence[int]) -> set[int]:
         """The buckets whose parameters may change in this step on any rank, which all ranks gather. So it depends on

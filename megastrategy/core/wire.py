@@ -9,18 +9,22 @@ import torch
 from torch import Tensor
 
 from . import devices
-
-NOTHING = -0.0
-"""A change that leaves every number as it is, also zero with its sign: 0.0 would make -0.0 positive."""
+from .wire_format import fill_nothing_, read_wire, wire_numel, wire_part, write_wire_
 
 _PIECE_NUMEL = 2**16  # of a change on the host; what it is computed from and goes to stays in the second-level cache
+_DEVICE_PIECE_NUMEL = 2**24  # bounds what is taken for temporaries there
 
 
 def round_in_place(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds a 1-D contiguous tensor to a narrower dtype in its own memory, of which the result, a view of as many
-    elements, takes the beginning. ``tensor`` has no meaning afterwards."""
+    """Rounds a 1-D contiguous tensor in its own memory, of which the result, a view of ``dtype``
+    (:func:`.wire_format.wire_numel`), takes the beginning. ``tensor`` has no meaning afterwards; for blocks its end is
+    that of one."""
     numel = tensor.numel()
-    rounded = tensor.view(dtype)[:numel]
+    rounded = tensor.view(dtype)[: wire_numel(numel, dtype)]
+    if dtype == torch.int8:  # each piece is written where it or one before it was read
+        for start, end in _pieces(tensor):
+            write_wire_(wire_part(rounded, start, end), tensor[start:end])
+        return rounded
     # An eighth by way of other memory. What is rounded takes half of the bytes or less, so from there on as many
     # elements again as there are already can be rounded without writing to where they are read: three times, whatever
     # the size.
@@ -39,13 +43,13 @@ def publish_change_(main: Tensor, weights: Tensor, change: Tensor) -> None:
 
     Args:
         main, weights: 1-D contiguous tensors of one dtype.
-        change: as long, of the dtype that is sent.
+        change: as many numbers, as they are sent.
     """
-    for piece in _pieces(main):
-        left, held, sent = main[piece], weights[piece], change[piece]
-        sent.copy_(left - held)
+    for start, end in _pieces(main):
+        left, held, sent = main[start:end], weights[start:end], wire_part(change, start, end)
+        write_wire_(sent, left - held)
         # Computed as every other rank does, so that all hold the same bits.
-        held.add_(sent)
+        held.add_(read_wire(sent, end - start))
         left.sub_(held)
         # Of what is infinite nothing is left out; NaN would stay, whatever weights are loaded later.
         torch.nan_to_num_(left, nan=0.0, posinf=0.0, neginf=0.0)
@@ -55,29 +59,30 @@ def add_changes_(weights: Tensor, change: Tensor, own: Sequence[tuple[int, int]]
     """Adds what others sent to the weights, which have this rank's own changes already; nothing is in ``change`` after.
 
     Args:
-        weights, change: 1-D contiguous tensors, equally long.
+        weights: a 1-D contiguous tensor.
+        change: as many numbers, as they are sent.
         own: the parts ``[start, end)`` that this rank sent.
         is_even: whether that is one part, and all the rest came from others. Else it came with gaps, where
-            ``change`` is :data:`NOTHING`.
+            ``change`` is :data:`~.wire_format.NOTHING`.
     """
     for start, end in own:
-        change[start:end].fill_(NOTHING)
+        fill_nothing_(wire_part(change, start, end))
     if is_even:
         [(start, end)] = own
-        others = [(weights[:start], change[:start]), (weights[end:], change[end:])]
+        others = [(0, start), (end, weights.numel())]
     else:
-        others = [(weights, change)]
-    for held, came in others:
-        for piece in _pieces(held):
-            held[piece].add_(came[piece])
+        others = [(0, weights.numel())]
+    for first, last in others:
+        came = wire_part(change, first, last)
+        for start, end in _pieces(held := weights[first:last]):
+            held[start:end].add_(read_wire(wire_part(came, start, end), end - start))
     # The next gather may be of other parts, and what came now would be added again; equal parts come anew in whole.
     if not is_even:
-        change.fill_(NOTHING)
+        fill_nothing_(change)
 
 
-def _pieces(tensor: Tensor) -> Iterator[slice]:
-    """All of a 1-D tensor: at once on a device, and on the host, where operations of two dtypes are slow on long ones
-    too, in pieces."""
+def _pieces(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """All of a 1-D tensor, in parts ``[start, end)``. On the host operations of two dtypes are slow on long tensors."""
     numel = tensor.numel()
-    size = _PIECE_NUMEL if devices.is_on_host(tensor.device) else max(numel, 1)
-    return (slice(start, start + size) for start in range(0, numel, size))
+    size = _PIECE_NUMEL if devices.is_on_host(tensor.device) else _DEVICE_PIECE_NUMEL
+    return ((start, min(start + size, numel)) for start in range(0, numel, size))

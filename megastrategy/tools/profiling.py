@@ -156,9 +156,8 @@ class Recorder:
         layout = model.layout
         buffers = [layout.buffers[bucket.buffer] for bucket in layout.buckets]
         numels = [bucket.numel for bucket in layout.buckets]
-        self._reduced_bytes = [n * b.grad_wire_dtype.itemsize for n, b in zip(numels, buffers, strict=True)]
-        sent = [buffer.param_wire_dtype or buffer.dtype for buffer in buffers]
-        self._gathered_bytes = [n * dtype.itemsize for n, dtype in zip(numels, sent, strict=True)]
+        self._reduced_bytes = [b.sent_grad_nbytes(n) for n, b in zip(numels, buffers, strict=True)]
+        self._gathered_bytes = [b.sent_weight_nbytes(n) for n, b in zip(numels, buffers, strict=True)]
 
     def take(self) -> ModelEvents:
         """Returns what is kept so far."""

@@ -119,7 +119,7 @@ BREAKAGES = (
     Breakage(
         "an owner has the exact weights, and the others rounded ones",
         "core/wire.py",
-        "        held.add_(sent)\n",
+        "        held.add_(read_wire(sent, end - start))\n",
         "        held.copy_(left)\n",
         "tests/ranks/test_wire_dtypes.py",
     ),
@@ -133,8 +133,22 @@ BREAKAGES = (
     Breakage(
         "changes that came with another optimizer's gather are added once more",
         "core/wire.py",
-        "    if not is_even:\n        change.fill_(NOTHING)\n",
+        "    if not is_even:\n        fill_nothing_(change)\n",
         "",
+        "tests/ranks/test_wire_dtypes.py",
+    ),
+    Breakage(
+        "of 8-bit blocks, nothing is zero with another sign",
+        "core/wire_format.py",
+        "    scales.fill_(NOTHING)\n",
+        "    scales.zero_()\n",
+        "tests/unit/test_wire_format.py",
+    ),
+    Breakage(
+        "8-bit changes of owned parameters are looked for where 16-bit ones would be",
+        "core/param_gather.py",
+        "[[wire_span(start, end, flat.dtype) for start, end in parts] for parts in spans]",
+        "[list(parts) for parts in spans]",
         "tests/ranks/test_wire_dtypes.py",
     ),
     Breakage(

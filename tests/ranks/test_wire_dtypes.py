@@ -28,6 +28,7 @@ from tests.support.training import assert_same_state
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BOTH = {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}
+EIGHT = {"grad_wire_dtype": "int8", "param_wire_dtype": "int8"}
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
@@ -50,6 +51,19 @@ def matrices_and_rest(params: Iterable[Any]) -> torch.optim.Optimizer:
     every = list(params)
     rest = [param for param in every if param.dim() < 2]
     return MatricesAndRest([{"params": [p for p in every if p.dim() > 1], "by_row": True}, {"params": rest}])
+
+
+def rounded(values: Tensor, wire: str | None) -> Tensor:
+    """What is read of fp32 numbers that were sent."""
+    if wire is None:
+        return values
+    if wire != "int8":
+        return values.to(DTYPES[wire]).float()
+    blocks = []
+    for block in values.flatten().split(64):  # parameters and shards begin with one
+        scale = (block.abs().max() * (1 / 127)).clamp(min=2.0**-120).bfloat16().float()
+        blocks.append((block * (1 / scale)).round() * scale)
+    return torch.cat(blocks).view(values.shape)
 
 
 class Ours:
@@ -100,7 +114,7 @@ def train_alone(
     exact = copy.deepcopy(held)
     optimizer = make(exact.parameters())
     remainders = [torch.zeros_like(param) for param in held.parameters()]
-    sent = DTYPES.get(options.get("grad_wire_dtype", ""), torch.float32)
+    of_grads, of_weights = options.get("grad_wire_dtype"), options.get("param_wire_dtype")
     for step in range(steps):
         sums = [torch.zeros_like(param) for param in held.parameters()]
         for rank in range(size):
@@ -109,17 +123,16 @@ def train_alone(
                 (held(batch(rank, step, microbatch)).square().sum() / accumulate).backward()
             for total, param in zip(sums, held.parameters(), strict=True):
                 assert param.grad is not None
-                total.add_(param.grad.to(sent).float() * (1.0 / size))
+                total.add_(rounded(param.grad, of_grads) * (1.0 / size))
         with torch.no_grad():
             for param, total, weights, left in zip(
                 exact.parameters(), sums, held.parameters(), remainders, strict=True
             ):
-                param.copy_(weights + left if "param_wire_dtype" in options else param)
+                param.copy_(weights + left if of_weights else param)
                 param.grad = total
             optimizer.step()
             for number, (param, weights) in enumerate(zip(exact.parameters(), held.parameters(), strict=True)):
-                change = param - weights
-                weights.copy_(weights + change.bfloat16() if "param_wire_dtype" in options else param)
+                weights.copy_(weights + rounded(param - weights, of_weights) if of_weights else param)
                 remainders[number] = param - weights
     return [param.detach() for param in held.parameters()], remainders, optimizer.state_dict()
 
@@ -127,8 +140,14 @@ def train_alone(
 WIRES: dict[str, dict[str, Any]] = {
     "gradients": {"grad_wire_dtype": "bf16"},
     "gradients in fp16": {"grad_wire_dtype": "fp16"},
+    "gradients in int8": {"grad_wire_dtype": "int8"},
     "weights": {"param_wire_dtype": "bf16"},
+    "weights in int8": {"param_wire_dtype": "int8"},
     "both": BOTH,
+    "both in int8": EIGHT,
+    "both in int8, in the next forward": {**EIGHT, "overlap_param_gather": "forward"},
+    "both in int8, pooled": {**EIGHT, "grad_buffer": "pooled"},
+    "both in int8, one bucket": {**EIGHT, "bucket_size": 10**9},
     "both, in the next forward": {**BOTH, "overlap_param_gather": "forward"},
     "both, gathered after the step": {**BOTH, "overlap_param_gather": False},
     "both, pooled": {**BOTH, "grad_buffer": "pooled"},
@@ -176,12 +195,12 @@ def test_instances_round_what_is_sent_inside_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("overlap", ["step", "forward"])
-def test_ranks_stay_equal_to_the_bit_while_a_run_changes(size: int, overlap: str) -> None:
+@pytest.mark.parametrize(("overlap", "wire"), [("step", BOTH), ("forward", BOTH), ("step", EIGHT), ("forward", EIGHT)])
+def test_ranks_stay_equal_to_the_bit_while_a_run_changes(size: int, overlap: str, wire: dict[str, str]) -> None:
     """200 steps with clipping, accumulation, a layer that is unfrozen, and weights that are written from outside."""
 
     def run(rank: int, group: ProcessGroup) -> list[list[Tensor]]:
-        ours = Ours(group, overlap_param_gather=overlap, **BOTH)
+        ours = Ours(group, overlap_param_gather=overlap, **wire)
         first = next(iter(ours.module.children()))
         seen = []
         for step in range(200):
@@ -208,9 +227,10 @@ def test_ranks_stay_equal_to_the_bit_while_a_run_changes(size: int, overlap: str
                 assert torch.equal(one.view(torch.int32), other.view(torch.int32)), "zeros have one sign"
 
 
-def test_a_parameter_joins_and_its_changes_are_sent_too() -> None:
+@pytest.mark.parametrize("wire", [BOTH, EIGHT])
+def test_a_parameter_joins_and_its_changes_are_sent_too(wire: dict[str, str]) -> None:
     def run(rank: int, group: ProcessGroup) -> list[Tensor]:
-        ours = Ours(group, **BOTH)
+        ours = Ours(group, **wire)
         for step in range(6):
             ours.step(step)
             if step == 2:
@@ -228,16 +248,17 @@ def test_a_parameter_joins_and_its_changes_are_sent_too() -> None:
     assert all(map(torch.equal, first, second))
 
 
-def test_half_the_bytes_are_sent() -> None:
+@pytest.mark.parametrize(("wire", "dtype", "nbytes_of_64"), [(BOTH, torch.bfloat16, 128), (EIGHT, torch.int8, 66)])
+def test_half_the_bytes_are_sent_or_a_quarter(wire: dict[str, str], dtype: torch.dtype, nbytes_of_64: int) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        ours = Ours(group, **BOTH)
+        ours = Ours(group, **wire)
         ours.collectives.calls.clear()  # of the set-up
         for step in range(3):
             ours.step(step)
         numel = sum(bucket.numel for bucket in ours.model.layout.buckets)
         for name in ("reduce_scatter_into", "all_gather"):
-            assert sum(call.nbytes for call in ours.collectives.named(name)) == 3 * 2 * numel
-            assert {call.dtype for call in ours.collectives.named(name)} == {torch.bfloat16}
+            assert sum(call.nbytes for call in ours.collectives.named(name)) == 3 * nbytes_of_64 * numel // 64
+            assert {call.dtype for call in ours.collectives.named(name)} == {dtype}
         assert not ours.collectives.named("reduce_scatter")
         ours.model.close()
 
@@ -245,7 +266,9 @@ def test_half_the_bytes_are_sent() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["gradients", "weights", "both", "both, pooled"])
+@pytest.mark.parametrize(
+    "name", ["gradients", "weights", "both", "both, pooled", "both in int8", "both in int8, pooled"]
+)
 @pytest.mark.parametrize("make", [adamw, matrices_and_rest])
 def test_memory_is_what_the_table_says_to_the_byte(make: MakeOptimizer, name: str, size: int) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
@@ -278,6 +301,7 @@ def test_the_table_says_what_is_saved() -> None:
         assert "sent as bfloat16 while backward runs" in text
         numel = sum(buffer.numel for buffer in layout.buffers)
         assert (sent_bytes(layout), sent_bytes(layout, rounded=False)) == (4 * numel // 2, 8 * numel // 2)
+        assert sent_bytes(Ours(group, **EIGHT).model.layout) == 2 * 66 * numel // 64 // 2
         assert "rounded for the wire: in a step of one microbatch a rank sends 0.00 MiB instead of 0.00 MiB" in text
         assert "rounded" not in describe_setup(Ours(group).model.layout, rank, True, 2)
         ours.model.close()
@@ -314,13 +338,14 @@ def test_on_one_rank_nothing_is_rounded_and_nothing_kept() -> None:
     assert not remainders
 
 
-def test_two_optimizers_whose_parameters_share_a_bucket() -> None:
+@pytest.mark.parametrize("wire", [BOTH, EIGHT])
+def test_two_optimizers_whose_parameters_share_a_bucket(wire: dict[str, str]) -> None:
     """Each gathers what it stepped, and what came for the other one is not added once more."""
     size, steps = 3, 5
-    weights, remainders, _ = train_alone(matrices_and_rest, size, steps, 1, BOTH)
+    weights, remainders, _ = train_alone(matrices_and_rest, size, steps, 1, wire)
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor]:
-        ours = Ours(group, bucket_size=10**9, **BOTH)
+        ours = Ours(group, bucket_size=10**9, **wire)
         params = list(ours.module.parameters())
         groups = [
             {"params": [param for param in params if param.dim() > 1], "by_row": True},
@@ -433,11 +458,14 @@ def test_a_step_that_fails_leaves_the_weights_and_can_be_followed(overlap: Any) 
 
 
 @pytest.mark.parametrize("grad_buffer", ["contiguous", "pooled"])
-def test_a_gradient_that_is_infinite_in_sixteen_bits_is_found_by_the_check(grad_buffer: str) -> None:
+@pytest.mark.parametrize(("wire", "scale"), [("fp16", 1e6), ("int8", float("inf"))])
+def test_a_gradient_that_is_infinite_as_it_is_sent_is_found_by_the_check(
+    wire: str, scale: float, grad_buffer: str
+) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        ours = Ours(group, grad_wire_dtype="fp16", check_for_nan_in_grad=True, grad_buffer=grad_buffer)
+        ours = Ours(group, grad_wire_dtype=wire, check_for_nan_in_grad=True, grad_buffer=grad_buffer)
         with pytest.raises(NonFiniteGradError, match=r"rank 1.*2\.weight"):
-            (ours.model(batch(rank, 0)).sum() * (1e6 if rank == 1 else 1.0)).backward()
+            (ours.model(batch(rank, 0)).sum() * (scale if rank == 1 else 1.0)).backward()
         ours.model.close()
 
     run_ranks(2, run)

@@ -40,6 +40,8 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "unit/test_clip_grads.py",
         "unit/test_layout.py",
         "unit/test_wire.py",
+        "unit/test_wire_format.py",
+        "tools/test_wire_benchmarks.py",
     ),
     "optimizers": (
         "*/test_users_step.py",

@@ -43,7 +43,7 @@ MAY_IMPORT = {
 # Core's rooms: what of core each may import, besides itself. The files beside them, the way of a gradient, may use
 # every room; that no way leads back to where it began, the test of circles holds.
 ROOMS_OF_CORE = {
-    "collectives": {"errors", "devices", "layout"},
+    "collectives": {"errors", "devices", "layout", "wire_format"},
     "trials": {"engine"},
     "checkpoint": {"errors", "devices", "layout", "param_shard", "collectives", "trials"},
     "rebucketing": {"config", "events", "layout", "buffers", "collectives", "engine", "module_plan"},

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastrategy.core.wire import NOTHING, publish_change_, round_in_place
+from megastrategy.core.wire import publish_change_, round_in_place
+from megastrategy.core.wire_format import fill_nothing_, read_wire, wire_numel, write_wire_
+
+
+def empty_wire(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(wire_numel(numel, dtype), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 8192, 8193, 100_000])
+@pytest.mark.parametrize(
+    ("wire", "numel"),
+    [
+        *itertools.product([torch.bfloat16, torch.float16], [0, 1, 4095, 4096, 4097, 8192, 8193, 100_000]),
+        *((torch.int8, 64 * blocks) for blocks in (0, 1, 2, 1023, 1024, 1025, 3000)),
+    ],
+)
 def test_a_tensor_is_rounded_in_its_own_memory(numel: int, wire: torch.dtype, dtype: torch.dtype) -> None:
     around = torch.randn(numel + 256, generator=torch.Generator().manual_seed(numel)).to(dtype)
     tensor, before, after = around[128 : 128 + numel], around[:128].clone(), around[128 + numel :].clone()
-    expected = tensor.to(wire)
+    write_wire_(expected := empty_wire(numel, wire), tensor)
     rounded = round_in_place(tensor, wire)
     assert torch.equal(rounded, expected)
     assert numel == 0 or rounded.data_ptr() == tensor.data_ptr()
@@ -30,8 +42,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int32)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2**16, 2**16 + 1])
-def test_what_cannot_be_sent_stays_and_is_sent_with_the_next_change(numel: int) -> None:
+@pytest.mark.parametrize(("wire", "error"), [(torch.bfloat16, 2**-8), (torch.int8, 2**-7)])
+@pytest.mark.parametrize("numel", [0, 1, 63, 2**16, 2**16 + 1])
+def test_what_cannot_be_sent_stays_and_is_sent_with_the_next_change(
+    numel: int, wire: torch.dtype, error: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     weights, remainder = torch.randn(numel, generator=generator), torch.zeros(numel)
     exact, other = weights.clone(), weights.clone()
@@ -40,13 +55,12 @@ def test_what_cannot_be_sent_stays_and_is_sent_with_the_next_change(numel: int) 
         main = remainder.add_(weights)
         main.add_(update)
         exact.add_(update)
-        change = torch.full((numel,), NOTHING, dtype=torch.bfloat16)
-        publish_change_(main, weights, change)
-        other.add_(change)
+        publish_change_(main, weights, change := empty_wire(numel, wire))
+        other.add_(read_wire(change, numel))
         assert torch.equal(bits(other), bits(weights)), "whoever adds the change has the same bits"
         # Not the sum of what twenty roundings left out: nothing of it was lost.
         largest = update.abs().max().item() if numel else 0.0
-        torch.testing.assert_close(weights, exact, rtol=0, atol=2**-8 * largest + 1e-5)
+        torch.testing.assert_close(weights, exact, rtol=0, atol=error * largest + 1e-5)
         torch.testing.assert_close(weights + remainder, exact, rtol=0, atol=1e-5)
 
 
@@ -62,17 +76,20 @@ def test_a_saved_remainder_gives_back_the_weights_that_a_run_goes_on_with(pairs:
     assert torch.equal(held + (exact - held), exact)
 
 
-def test_nothing_changes_no_bit() -> None:
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.int8])
+def test_nothing_changes_no_bit(wire: torch.dtype) -> None:
     values = torch.tensor([0.0, -0.0, 1.5, -1e-45, float("inf")])
-    assert torch.equal(bits(values + torch.tensor(NOTHING, dtype=torch.bfloat16)), bits(values))
-    weights = values.clone()
-    publish_change_(weights.clone(), weights, torch.full((5,), NOTHING, dtype=torch.bfloat16))
-    assert torch.equal(weights[:4], values[:4])
+    fill_nothing_(nothing := empty_wire(5, wire))
+    assert torch.equal(bits(values + read_wire(nothing, 5)), bits(values))
+    weights = values[:4].clone()
+    publish_change_(weights.clone(), weights, empty_wire(4, wire))
+    assert torch.equal(weights, values[:4])
 
 
-def test_what_is_not_finite_leaves_no_remainder() -> None:
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.int8])
+def test_what_is_not_finite_leaves_no_remainder(wire: torch.dtype) -> None:
     weights = torch.zeros(3)
     main = torch.tensor([float("inf"), float("nan"), 1.0])
-    publish_change_(main, weights, torch.empty(3, dtype=torch.bfloat16))
+    publish_change_(main, weights, empty_wire(3, wire))
     assert not weights[:2].isfinite().any()
     assert main.tolist() == [0.0, 0.0, 0.0]

@@ -9,33 +9,40 @@ import torch
 from torch import Tensor
 
 from .. import devices
+from ..wire_format import read_wire, wire_part
 
 _PIECE_NUMEL = 2**16  # 256 kB in fp32: a piece of sums, total and addend stay in a core's second-level cache
+_DEVICE_PIECE_NUMEL = 2**24
 
 
 def add_parts_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
-    """Adds ``scale`` times the sum of ``parts`` (1-D, as long as ``sums``; the caller gives them up) to ``sums``, in
-    its dtype: first part first, and the total to what was there. The same bits on every kind of device."""
+    """Adds ``scale`` times the sum of ``parts`` (as many numbers as ``sums``, as they were sent; the caller gives them
+    up) to ``sums`` (1-D), in its dtype: first part first, and the total to what was there. The same bits on every kind
+    of device."""
     if devices.is_on_host(sums.device):
-        _add_in_pieces_(sums, parts, scale, scale_sum)
+        _add_in_pieces_(sums, parts, scale, scale_sum, _PIECE_NUMEL)
+    elif parts[0].dtype == torch.int8:  # read in wider memory, of which pieces take less
+        _add_in_pieces_(sums, parts, scale, scale_sum, _DEVICE_PIECE_NUMEL)
     else:
         _add_in_whole_(sums, parts, scale, scale_sum)
 
 
-def _add_in_pieces_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool) -> None:
-    """In pieces that stay in the cache."""
-    for start in range(0, sums.numel(), _PIECE_NUMEL):
-        piece = slice(start, start + _PIECE_NUMEL)
+def _add_in_pieces_(sums: Tensor, parts: Sequence[Tensor], scale: float, scale_sum: bool, numel: int) -> None:
+    """In pieces of so many elements, which stay in the cache of a host."""
+    for start in range(0, sums.numel(), numel):
+        end = min(start + numel, sums.numel())
+        piece = slice(start, end)
         # Summed apart, then added: the sum over ranks has the same bits whatever earlier backwards left in sums.
         total = torch.zeros_like(sums[piece])
         for part in parts:
+            came = read_wire(wire_part(part, start, end), end - start)
             # A power of two times 16 bits is exact, and so is added in one pass.
             if part.dtype != sums.dtype and (scale_sum or _is_power_of_two(scale)):
-                total.add_(part[piece], alpha=1.0 if scale_sum else scale)
+                total.add_(came, alpha=1.0 if scale_sum else scale)
                 continue
             # Widened before it is scaled: a product in 16 bits would lose what the fp32 sum is for. Where dtypes agree
             # this scales the part itself.
-            addend = part[piece].to(sums.dtype)
+            addend = came.to(sums.dtype)
             total.add_(addend if scale_sum or scale == 1.0 else addend.mul_(scale))
         sums[piece].add_(total.mul_(scale) if scale_sum and scale != 1.0 else total)
 
