@@ -49,13 +49,13 @@ def wire_nbytes(numel: int, dtype: torch.dtype) -> int:
 
 
 def wire_span(start: int, end: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Which elements of a tensor of ``dtype`` numbers ``[start, end)`` are. Of blocks, ``start`` begins one, and what
-    ends inside one takes all of it."""
+    """The elements ``[first, last)`` of a tensor of ``dtype`` that numbers ``[start, end)`` are. Of blocks, ``start``
+    begins one, and what ends inside one takes all of it."""
     return wire_numel(start, dtype), wire_numel(end, dtype)
 
 
 def wire_part(wire: Tensor, start: int, end: int) -> Tensor:
-    """Where numbers ``[start, end)`` are written: a 1-D view."""
+    """The part in which numbers ``[start, end)`` are written: a view."""
     first, last = wire_span(start, end, wire.dtype)
     return wire[first:last]
 

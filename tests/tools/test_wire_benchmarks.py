@@ -45,5 +45,5 @@ def test_losses_of_rounded_wires_are_compared_with_those_of_ddp(tmp_path: Path) 
             losses = curves[seed]["training"]
             assert f"{name[:8]}" in told
             assert len(losses) == 3
-            assert math.isclose(losses[0], plain[0], rel_tol=1e-5), "all begin with the same weights and windows"
+            assert math.isclose(losses[0], plain[0], rel_tol=1e-3), "all begin with the same weights and windows"
             assert (losses == plain) == (name == "ddp"), "and then each goes its own way"
