@@ -36,7 +36,7 @@ from megastrategy.core.errors import OptimizerNotShardableError
 NUM_RANKS = 2
 _NUM_STEPS = 6
 """Steps before a checkpoint, and after it."""
-_TIMEOUT = datetime.timedelta(seconds=60)
+TIMEOUT = datetime.timedelta(seconds=60)
 CLOSE = 1e-6
 
 
@@ -197,7 +197,7 @@ def _on_ranks(run: Callable[[int, ProcessGroup], Outcome]) -> list[Outcome]:
 
     def target(rank: int) -> None:
         options = ProcessGroupGloo._Options()
-        options._timeout = _TIMEOUT
+        options._timeout = TIMEOUT
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         group = ProcessGroup(store, rank, NUM_RANKS)
         backend = ProcessGroupGloo(store, rank, NUM_RANKS, options)

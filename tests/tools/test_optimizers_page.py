@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import re
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,8 @@ def test_containers_of_another_kind_are_not_equal() -> None:
     assert "by inf" in compare([outcome(2.0, state=[1])], [outcome(2.0, state=(1,))])
 
 
-def test_what_rank_is_at_fault_is_said_and_not_who_waited_for_it() -> None:
+def test_what_rank_is_at_fault_is_said_and_not_who_waited_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "TIMEOUT", datetime.timedelta(seconds=5))  # that the other rank waits
     found = try_optimizer(Library("torch", __name__, ("FailsOnAnOwner",)), "FailsOnAnOwner")
     assert found.result.startswith("FAILED after it was wrapped: RuntimeError: no step of this many elements")
 
