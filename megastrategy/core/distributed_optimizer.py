@@ -30,11 +30,11 @@ from .checkpoint.full_state import (
     gather_state_dict,
     groups_by_number,
     load_full_state_dict,
-    load_main_params,
     load_own_state,
     number_params,
 )
 from .checkpoint.hand_over import MAIN_PARAMS, STATE, Borrowing
+from .checkpoint.host_copies import to_host
 from .checkpoint.sharded_state import check_same_groups, read_optimizer, sharded_state_dict
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
@@ -189,7 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether ranks step a part of the parameter each: not if every rank steps all of it, or its owner does."""
         impl = self._impl
         index = impl.index_by_id.get(id(param))
-        return impl.sharded and index is not None and index not in impl.whole_params
+        return index is not None and impl.is_cut(index)
 
     def require_all_ranks(self, what: str) -> None:
         """Returns when all ranks are about to do ``what``, as a framework's saving needs; at once if it is not sharded.
@@ -291,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.inner.param_groups.pop()
             raise
         impl.engine.include_trainable()
-        impl.follow_model(together=True)
+        impl.follow_model()
 
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
@@ -306,13 +306,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not impl.sharded:  # it says itself what it saves, of main params where there are some
             with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
                 return impl.inner.state_dict()
-        with impl.at_rest.lock:
-            impl.follow_model()
         with self._gather(STATE) as (gather, is_here):
             if gather is None or not is_here:
                 return {"state": OnRankZero(), "param_groups": groups_by_number(impl.inner, number_params(impl.inner))}
             own = impl.own_parts(STATE)
-            return gather_state_dict(impl.inner, impl.index_by_id, own, gather, impl.engine.device)
+            return gather_state_dict(impl.inner, impl.followed_by_id, own, gather, impl.engine.device)
 
     @contextlib.contextmanager
     def _gather(self, what: str) -> Iterator[tuple[Gather | None, bool]]:
@@ -346,7 +344,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             load_full_state_dict(
                 impl.inner,
                 state_dict,
-                impl.index_by_id,
+                impl.followed_by_id,
                 impl.shards,
                 impl.layout,
                 impl.element_names,
@@ -357,22 +355,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Called as
         :meth:`state_dict` is."""
         impl = self._impl
-        impl.follow_model()
-        if not any(impl.layout.is_stepped_apart(index) for index in range(len(impl.layout.params))):
+        to_come = impl.main_params_to_come
+        if not to_come and not any(impl.layout.is_stepped_apart(index) for index in range(len(impl.layout.params))):
             return {}
         with self._gather(MAIN_PARAMS) as (gather, is_here):
             if not is_here:
                 return OnRankZero()
             own = impl.own_parts(MAIN_PARAMS)
-            main_params = gather_main_params(impl.param_indices(), own, gather, impl.engine.device)
+            cut = [index for index in impl.param_indices() if impl.is_cut(index)]
+            main_params = gather_main_params(cut, own, gather, impl.engine.device) | to_host(to_come)
             return main_params if gather is None or gather.is_root else OnRankZero()
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
         check_is_here(main_params, "main_params()")
         with self._impl.at_rest.replaced():
-            self._impl.follow_model()
-            load_main_params(main_params, self._impl.shards, self._impl.layout)
+            self._impl.load_main_params(main_params)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.
@@ -389,8 +387,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return None  # rank 0's are saved
             return impl.stepped_tensor(param) if impl.has_shards else param
 
-        where = impl.index_by_id, impl.shards, impl.layout, impl.element_names
-        return sharded_state_dict(impl.inner, impl.names_by_id(), stepped, *where, impl.whole_states())
+        where = impl.followed_by_id, impl.shards, impl.layout, impl.element_names
+        state = sharded_state_dict(impl.inner, impl.names_by_id(), stepped, *where, impl.whole_states())
+        main_params = {**state.pop("main_params", {}), **impl.main_params_to_come}
+        return state | ({"main_params": main_params} if main_params else {})
 
     def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
         """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
@@ -406,9 +406,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CheckpointError: if it cannot be read, or is of another model.
         """
         impl = self._impl
-        impl.follow_model()
-        names = impl.names_by_id()
-        own = impl.shards, impl.layout, impl.element_names, impl.whole_params
+        names, followed = impl.names_by_id(), impl.followed_by_id
+        own = impl.shards, impl.layout, impl.element_names, impl.whole_params, followed.values()
         saved = read_optimizer(Path(path), key, names.values(), *own)
         if "param_groups" not in saved:
             raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
@@ -423,9 +422,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with impl.at_rest.replaced():
                 impl.split_state(replace=True)
                 groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
-                index_by_id = impl.index_by_id if impl.has_shards else {}
+                index_by_id = followed if impl.has_shards else {}
                 load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
-                load_main_params(saved.get("main_params", {}), impl.shards, impl.layout)
+                impl.load_main_params(saved.get("main_params", {}))
 
         return apply
 

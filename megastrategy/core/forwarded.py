@@ -134,6 +134,7 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
     if moves:
         # One rank alone would gather weights that the others never send, and hang in it.
         engine.collectives.require_all_ranks(f"{name} of a sharded {type(impl.inner).__name__}")
+        impl.follow_model()
     # A gather on its way would overwrite what the call does, and a parameter that was re-pointed (p.data = x) would
     # not be among what it does it to.
     engine.param_gather.finish()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint.full_state import MAIN_PARAM, shard_state
+from .checkpoint.full_state import MAIN_PARAM, load_main_params, main_params_to_come, shard_state
 from .checkpoint.hand_over import STATE, AtRest, Version
 from .checkpoint.own_parts import OwnParts, Piece
 from .checkpoint.whole_state import as_saved
@@ -37,6 +37,7 @@ class OptimizerShards(ShardHolder):
     Attributes:
         element_names: of the state that has one number for each element, as far as trials and steps have shown; None if
             nothing is sharded.
+        main_params_to_come: loaded ones, whole, of parameters that have no shards yet, by the name in the file.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
@@ -48,6 +49,7 @@ class OptimizerShards(ShardHolder):
         self.sharded = self.layout.num_shards > 1
         self.shards: dict[int, ParamShard] = {}
         self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
+        self.main_params_to_come: dict[str, Tensor] = {}
         self._passing_through = False
         self._grad_views: dict[int, Tensor] = {}
         self.num_steps_begun = self.num_steps_done = 0
@@ -64,7 +66,7 @@ class OptimizerShards(ShardHolder):
         self._whole = WholeParams(engine)
         self._num_whole_tensors = findings.whole_tensors if findings is not None else 0
         self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
-        self.follow_model(together=True)
+        self.follow_model()
 
     @property
     def layout(self) -> BufferLayout:
@@ -74,6 +76,17 @@ class OptimizerShards(ShardHolder):
     @property
     def index_by_id(self) -> dict[int, int]:
         return self.engine.index_by_id
+
+    @property
+    def followed_by_id(self) -> dict[int, int]:
+        """``index_by_id`` without this optimizer's parameters that have no shards yet: their state is whole on every
+        rank, like that of frozen ones."""
+        waiting = self._not_followed()[0] if self.has_shards else {}
+        return {key: index for key, index in self.index_by_id.items() if index not in waiting}
+
+    def is_cut(self, index: int) -> bool:
+        """Whether ranks have a part of the parameter each: not if its owner has all of it, or every rank has."""
+        return self.sharded and index in self._followed and index not in self._whole.indices
 
     @property
     def owner_collectives(self) -> Collectives | None:
@@ -94,25 +107,23 @@ class OptimizerShards(ShardHolder):
         """Looks for parameters that the model has not; see :meth:`Strangers.find`."""
         self.strangers.find()
 
-    def follow_model(self, *, together: bool = False) -> None:
+    def follow_model(self) -> None:
         """Makes the shards of parameters that have none yet: at the start, and when some were unfrozen or added.
+        Collective if there are any.
 
-        State that was there before, made when the optimizer was constructed or loaded while a parameter was frozen, is
-        from then on that of its shard.
-
-        Args:
-            together: all ranks call this at the same place, so that parameters which are stepped whole may be given
-                owners. Else these wait for the next such call: a rank that reads its state alone would wait for others.
+        Until then the state of these is whole on every rank, as it was made when the optimizer was constructed or
+        loaded while they were frozen. From then on it is that of shards.
         """
         if not self.has_shards or self.engine.is_closed:
             return
         params, whole = self._not_followed()
-        if whole and together:
+        if whole:
             self._whole.add(whole)
-        elif whole:
-            params = {index: param for index, param in params.items() if index not in whole}
-        if not params:
-            return
+        if params:
+            with self.at_rest.lock:
+                self._follow(params)
+
+    def _follow(self, params: Mapping[int, Parameter]) -> None:
         buffers = self.engine.param_buffers
         if buffers is None:
             for index, param in params.items():
@@ -126,7 +137,29 @@ class OptimizerShards(ShardHolder):
             if state and index in self.shards:
                 shard = self.shards[index]
                 self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, self.element_names)
+        to_come = self.main_params_to_come
+        load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
         self._followed.update(params)
+        remainders = self.sharded and self.engine.config.param_wire_dtype is not None
+        self.main_params_to_come = main_params_to_come(to_come, self._params_to_come(), with_remainders=remainders)
+        self.at_rest.num_moves += 1
+
+    def load_main_params(self, main_params: Mapping[str, Tensor]) -> None:
+        """Takes over saved main params, those of parameters without shards until they have some.
+
+        Raises:
+            CheckpointError: if a shape does not fit, before anything is changed.
+        """
+        remainders = self.sharded and self.engine.config.param_wire_dtype is not None
+        to_come = main_params_to_come(main_params, self._params_to_come(), with_remainders=remainders)
+        load_main_params(main_params, self.shards, self.layout)
+        self.main_params_to_come = to_come
+
+    def _params_to_come(self) -> dict[str, Parameter]:
+        """The model's parameters in the groups that have no shards yet, by name."""
+        names, followed = self.names_by_id(), {id(self.engine.params[index]) for index in self._followed}
+        params = [param for group in self.inner.param_groups for param in group["params"]]
+        return {names[id(param)]: param for param in params if id(param) not in followed}
 
     def _not_followed(self) -> tuple[dict[int, Parameter], set[int]]:
         """The parameters in the groups that have no shards yet, by index, and which of them are stepped whole."""
@@ -188,9 +221,9 @@ class OptimizerShards(ShardHolder):
     # --- groups ------------------------------------------------------------------------------------------------------
 
     def stepped_tensor(self, param: Parameter) -> Tensor | None:
-        """The tensor in its place: this rank's shard, itself if frozen, None if all of it is elsewhere."""
+        """The tensor in its place: this rank's shard, itself if it has no shards, None if all of it is elsewhere."""
         index = self.index_by_id.get(id(param))
-        if index is None:
+        if index is None or index not in self._followed:
             return param
         return self.shards[index].main if index in self.shards else None
 
@@ -223,7 +256,6 @@ class OptimizerShards(ShardHolder):
             replace: another state is about to be loaded.
         """
         with self.at_rest.lock:
-            self.follow_model()
             if self._is_joined:
                 for run in self._runs:
                     run.split_state(self.inner.state, self.element_names)

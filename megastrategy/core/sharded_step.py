@@ -74,9 +74,11 @@ class ShardedStep(OptimizerShards):
         Without shards ``.grad`` is the truth, local or not, as under torch DDP.
         """
         self.engine.check_open()
-        self.follow_model(together=True)
+        # Reduced first: rank 0 takes part in that, so that no rank changes what it keeps while rank 0 reads it alone.
         if self.sharded:
             self.engine.reducer.finish_grad_sync()
+        self.follow_model()
+        if self.sharded:
             self.engine.grad_buffers.adopt_written(self.param_indices())
 
     def step_whole(self, arguments: StepArguments) -> Any:

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from .. import devices
 from ..collectives import Collectives
 from ..errors import CheckpointError
-from ..layout import Bucket, BufferLayout, ParamSpec
+from ..layout import SIXTEEN_BIT, Bucket, BufferLayout, ParamSpec
 from ..param_shard import ParamShard
 from .flat_shard import FlatShard
 from .own_parts import Described, Keys, OwnParts, agreed_keys
@@ -195,11 +195,29 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
     for index, shard in shards.items():
         spec, name = layout.params[index], saved_name(layout, index)
         if layout.is_stepped_apart(index) and name in main_params:
+            _check_shape(main_params[name], "main_param", spec.name, spec.shape)
             parts.append((shard.main, _cut(main_params[name], spec, shard, "main_param", {"main_param"})))
         elif shard.keeps_remainder:  # of weights that are gone
             parts.append((shard.main, torch.zeros_like(shard.main)))
     for main, saved in parts:  # all of them fit, or one has raised above
         main.copy_(saved)
+
+
+def main_params_to_come(
+    main_params: Mapping[str, Tensor], params: Mapping[str, Parameter], *, with_remainders: bool
+) -> dict[str, Tensor]:
+    """Copies of those of saved main params that ``params``, which have no shards yet, may begin with.
+
+    Raises:
+        CheckpointError: if a shape does not fit.
+    """
+    to_come = {}
+    for name, value in main_params.items():
+        param = params.get(name.removesuffix(REMAINDER))
+        if param is not None and (with_remainders if name.endswith(REMAINDER) else param.dtype in SIXTEEN_BIT):
+            _check_shape(value, "main_param", name, tuple(param.shape))
+            to_come[name] = value.clone()
+    return to_come
 
 
 def load_full_state_dict(
@@ -241,7 +259,7 @@ def load_full_state_dict(
     def values_of(param: Parameter) -> dict[str, Any]:
         values, index = state_dict["state"].get(numbers[id(param)], {}), params_by_id.get(id(param))
         if index is None:
-            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
+            return {key: _own(value) for key, value in values.items()}
         spec, shard = layout.params[index], shards[index]
         return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
 
@@ -287,9 +305,19 @@ def load_own_state(
         for number, values in state.items():
             is_narrow = stepped[number].dtype in (torch.bfloat16, torch.float16)
             for key, value in values.items() if is_narrow else ():
-                kept = optimizer.state[stepped[number]].get(key)
-                if isinstance(value, Tensor) and isinstance(kept, Tensor) and kept.dtype != value.dtype:
-                    optimizer.state[stepped[number]][key] = value.to(kept.device)
+                if key in (kept := optimizer.state[stepped[number]]):
+                    kept[key] = _in_saved_dtype(kept[key], value)
+
+
+def _in_saved_dtype(kept: Any, saved: Any) -> Any:
+    """The value that an optimizer has loaded; where it has cast it, the saved one."""
+    if isinstance(kept, Tensor) and isinstance(saved, Tensor):
+        return kept if kept.dtype == saved.dtype else saved.to(kept.device)
+    if isinstance(kept, dict) and isinstance(saved, dict) and kept.keys() == saved.keys():
+        return {key: _in_saved_dtype(value, saved[key]) for key, value in kept.items()}
+    if type(kept) is type(saved) and type(kept) in (list, tuple) and len(kept) == len(saved):
+        return type(kept)(map(_in_saved_dtype, kept, saved))
+    return kept
 
 
 class _Scratch:
@@ -424,9 +452,14 @@ def _cloned(value: Any) -> Any:
     return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
 
 
+def _own(value: Any) -> Any:
+    """A copy of a value with all that it holds: a step changes tensors in a list in place."""
+    return _cloned(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
 def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
     if not isinstance(value, Tensor):
-        return copy.deepcopy(value)  # with what it holds: a step changes tensors in a list in place
+        return _own(value)
     if isinstance(value, FlatShard):
         return value.local  # read for this very shard
     if not shard.is_cut:  # what is kept for a whole parameter stays with it, whatever its shape
@@ -435,9 +468,13 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
         return _cloned(value)  # torch's load_state_dict would go on using the caller's tensor
     if key not in per_element:  # a count, a flag: every owner has all of it
         return value.clone()
-    if tuple(value.shape) != spec.shape:
-        raise CheckpointError(
-            f"state {key!r} of parameter {spec.name!r} has shape {tuple(value.shape)}, the parameter {spec.shape}: "
-            "this state is of another model"
-        )
+    _check_shape(value, key, spec.name, spec.shape)
     return in_memory_order(value, spec)[shard.start : shard.end].clone()
+
+
+def _check_shape(value: Tensor, key: str, name: str, shape: tuple[int, ...]) -> None:
+    if tuple(value.shape) != shape:
+        raise CheckpointError(
+            f"state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, the parameter {shape}: this state is "
+            "of another model"
+        )

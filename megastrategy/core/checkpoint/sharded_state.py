@@ -378,16 +378,22 @@ def read_optimizer(
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
     known: set[str] | None,
-    whole: Collection[int] = (),
+    whole: Collection[int],
+    followed: Collection[int],
 ) -> dict[str, Any]:
     """An optimizer's state by parameter name, of which only this rank's parts are read: :class:`FlatShard` or whole.
 
-    ``whole``: parameters that are not cut, each of which has one owner.
+    Args:
+        path, key: of the directory, and of the optimizer in it.
+        names: of the optimizer's parameters.
+        shards, layout, known: as for :func:`sharded_state_dict`.
+        whole: parameters that are not cut, each of which has one owner.
+        followed: parameters that have shards, here or elsewhere; of others every rank reads all.
 
     Raises:
         CheckpointError: if the directory cannot be read, or a parameter in it is not in ``names``, or of another shape.
     """
-    laid_out = {spec.name: (index, spec) for index, spec in enumerate(layout.params)}
+    laid_out = {layout.params[index].name: (index, layout.params[index]) for index in followed}
     present = {*names, *laid_out}
     metadata = read_metadata(path)
     per_element = per_element_keys(_sizes_of_state(metadata, key), known)
@@ -401,7 +407,7 @@ def read_optimizer(
         if name not in present:
             raise CheckpointError(f"{path} has state {what!r} of a parameter {name!r}, which the model does not have")
         index, spec = laid_out.get(name, (None, None))
-        if index is None or spec is None:  # frozen now
+        if index is None or spec is None:  # frozen now, or no shard was made yet
             return torch.empty(size, dtype=dtype)
         shard = shards.get(index)
         if index in whole and shard is None:
