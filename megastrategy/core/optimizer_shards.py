@@ -158,8 +158,8 @@ class OptimizerShards(ShardHolder):
     def _params_to_come(self) -> dict[str, Parameter]:
         """The model's parameters in the groups that have no shards yet, by name."""
         names, followed = self.names_by_id(), {id(self.engine.params[index]) for index in self._followed}
-        params = [param for group in self.inner.param_groups for param in group["params"]]
-        return {names[id(param)]: param for param in params if id(param) not in followed}
+        params = {id(param): param for group in self.inner.param_groups for param in group["params"]}
+        return {names[key]: params[key] for key in (params.keys() & names.keys()) - followed}
 
     def _not_followed(self) -> tuple[dict[int, Parameter], set[int]]:
         """The parameters in the groups that have no shards yet, by index, and which of them are stepped whole."""

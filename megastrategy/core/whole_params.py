@@ -189,7 +189,10 @@ class WholeParams:
         return {index: self._joined(index, found) for index, found in pieces.items()}
 
     def _joined(self, index: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
-        spec = self._engine.layout.params[index]
+        engine = self._engine
+        spec = engine.layout.params[index]
+        if not spec.numel:  # any rank may own it, and none holds a part
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.grad_dtype, device=engine.device)
         by_address = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]
         flat = by_address[0] if len(by_address) == 1 else torch.cat(by_address)
         return flat.as_strided(spec.shape, spec.stride)

@@ -21,6 +21,7 @@ from tests.support.interchange import (
     nadam,
     read,
 )
+from tests.support.optimizers import LambWithMoments
 from tests.support.ranks import run_ranks
 
 
@@ -51,6 +52,10 @@ def counting(module: nn.Module) -> torch.optim.Optimizer:
     return Counting(module.parameters(), lr=0.1, momentum=0.9)
 
 
+def lamb(module: nn.Module) -> torch.optim.Optimizer:
+    return LambWithMoments(module.parameters(), lr=0.01)
+
+
 def asgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.ASGD(module.parameters(), lr=0.01)
 
@@ -64,14 +69,14 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     "mixed": [(65,), (), (1,), (3, 2)],
     "empty": [(3,), (0,), (2, 0)],
 }
-TORCHS, THIRD_PARTY = [amsgrad, momentum, nadam, asgd], [counting]
+TORCHS, THIRD_PARTY, WHOLE = [amsgrad, momentum, nadam, asgd], [counting], [lamb]
 
 
 def cases() -> list[Any]:
     return [
         pytest.param(shapes, optimizers, id=f"{name}-{kind}")
         for (name, shapes), (kind, optimizers) in itertools.product(
-            SHAPES.items(), (("torch", TORCHS), ("counting", THIRD_PARTY))
+            SHAPES.items(), (("torch", TORCHS), ("counting", THIRD_PARTY), ("whole", WHOLE))
         )
     ]
 

@@ -191,11 +191,13 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
     Raises:
         CheckpointError: if a shape does not fit, before anything is changed.
     """
+    for index, spec in enumerate(layout.params):  # of other ranks' shards too, so that all of them raise
+        if layout.is_stepped_apart(index) and (name := saved_name(layout, index)) in main_params:
+            _check_shape(main_params[name], "main_param", spec.name, spec.shape)
     parts: list[tuple[Tensor, Tensor]] = []
     for index, shard in shards.items():
         spec, name = layout.params[index], saved_name(layout, index)
         if layout.is_stepped_apart(index) and name in main_params:
-            _check_shape(main_params[name], "main_param", spec.name, spec.shape)
             parts.append((shard.main, _cut(main_params[name], spec, shard, "main_param", {"main_param"})))
         elif shard.keeps_remainder:  # of weights that are gone
             parts.append((shard.main, torch.zeros_like(shard.main)))
