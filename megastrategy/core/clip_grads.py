@@ -44,13 +44,15 @@ def zero_norms(number: int, device: torch.device) -> Tensor:
 
 def norms_of(grads: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """The norm of each gradient: 1-D, in ``dtype``, of at least fp32. A few kernels for all gradients of one dtype."""
-    norms = []
-    for kind in dict.fromkeys(grad.dtype for grad in grads):
+    some = [grad for grad in grads if grad.numel()]
+    # 0 for each of those without elements: a kernel has no largest of none.
+    norms = [torch.zeros(len(grads) - len(some), dtype=dtype, device=grads[0].device)]
+    for kind in dict.fromkeys(grad.dtype for grad in some):
         # Asked for in fp32: a norm in 16 bits would be rounded before it is joined with thousands of others.
         wider = torch.float32 if kind in SIXTEEN_BIT else None
-        of_kind = [grad for grad in grads if grad.dtype == kind]
+        of_kind = [grad for grad in some if grad.dtype == kind]
         norms.append(torch.stack(list(torch._foreach_norm(of_kind, norm_type, dtype=wider))).to(dtype))
-    return norms[0] if len(norms) == 1 else torch.cat(norms)
+    return torch.cat(norms)
 
 
 def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -> Tensor:

@@ -93,3 +93,12 @@ def test_a_device_without_fp64_has_norms_in_fp32(options: dict[str, Any]) -> Non
 
     first, second = run_ranks(2, run)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_a_gradient_without_elements_has_the_norm_zero(norm_type: float) -> None:
+    """torch's kernel has no largest of none; one rank alone would raise, and the others wait for it."""
+    grads = draw(3)
+    total = total_grad_norm(grads, norm_type, None, CPU)
+    assert torch.equal(total_grad_norm([torch.empty(0, 3), *grads], norm_type, None, CPU), total)
+    assert total_grad_norm([torch.empty(0)], norm_type, None, CPU) == 0
