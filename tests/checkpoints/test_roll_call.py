@@ -25,8 +25,10 @@ from tests.support.processes import run_processes
 
 
 class Training:
-    def __init__(self, kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam) -> None:
-        self.model = DistributedDataParallel(two_layers().to(torch.bfloat16))
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer] = torch.optim.Adam, *, frozen: bool = False) -> None:
+        module = two_layers().to(torch.bfloat16)
+        module[0].requires_grad_(not frozen)
+        self.model = DistributedDataParallel(module)
         self.optimizer = DistributedOptimizer(kind(self.model.parameters()), self.model)
         self.train(1)
 
@@ -102,6 +104,31 @@ def test_rank_zero_alone_gets_what_all_get(kind: Any) -> None:
         for then in ("backward", "barrier", "late", "no_sync")
     ]
     assert run_processes(3, call_on_rank_zero, kind) == [cases] * 3
+
+
+def call_before_a_joined_layer_is_stepped(kind: Any) -> bool:
+    """No rank has shards of it; rank 0 has all of its state."""
+    before = Training(kind)
+    saved: list[Any] = [(before.optimizer.state_dict(), before.optimizer.main_params())]
+    dist.broadcast_object_list(saved)
+    training = Training(kind, frozen=True)
+    training.optimizer.load_state_dict(saved[0][0])
+    training.optimizer.load_main_params(saved[0][1])
+    training.model.module[0].requires_grad_(True)
+    with training.model.no_sync():
+        training.train(0, backwards=1)
+    training.optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        assert_equal(training.optimizer.state_dict(), saved[0][0])
+        main_params = training.optimizer.main_params()
+        assert_equal({name: main_params[name] for name in saved[0][1]}, saved[0][1])
+    dist.barrier()
+    return training.finish()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Shampoo])
+def test_rank_zero_alone_has_the_state_of_what_has_joined(kind: Any) -> None:
+    assert run_processes(2, call_before_a_joined_layer_is_stepped, kind) == [True] * 2
 
 
 def call_on_rank_one() -> list[float]:
