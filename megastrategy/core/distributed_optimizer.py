@@ -388,7 +388,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return impl.stepped_tensor(param) if impl.has_shards else param
 
         where = impl.followed_by_id, impl.shards, impl.layout, impl.element_names
-        state = sharded_state_dict(impl.inner, impl.names_by_id(), stepped, *where, impl.whole_states())
+        state = sharded_state_dict(impl.inner, impl.names_by_id(), stepped, *where)
         main_params = {**state.pop("main_params", {}), **impl.main_params_to_come}
         return state | ({"main_params": main_params} if main_params else {})
 

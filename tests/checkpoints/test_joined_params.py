@@ -34,6 +34,10 @@ def shampoo(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizers.Shampoo(params, lr=0.02)
 
 
+def wraps(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return optimizers.WrapsState(params, lr=0.02)
+
+
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -97,12 +101,27 @@ def test_state_of_a_parameter_that_has_joined_is_saved_and_loaded(
     make: Make, dtype: torch.dtype, options: dict[str, Any], loads: str, directory: bool, tmp_path: Path
 ) -> None:
     """Loaded while it was frozen, or after it has joined; saved before it is stepped; and stepped as if nothing was."""
+    check_joining(make, dtype, options, loads, directory, tmp_path)
 
+
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}], ids=["sharded", "whole"])
+@pytest.mark.parametrize("loads", ["frozen", "joined"])
+@pytest.mark.parametrize("directory", [False, True])
+def test_state_that_is_saved_in_another_form(
+    options: dict[str, Any], loads: str, directory: bool, tmp_path: Path
+) -> None:
+    """The optimizer's own form is the file's, also for what is frozen, and where nothing is sharded."""
+    check_joining(wraps, torch.float32, options, loads, directory, tmp_path)
+
+
+def check_joining(
+    make: Make, dtype: torch.dtype, options: dict[str, Any], loads: str, directory: bool, path: Path
+) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         first = Training(group, make, dtype, options, frozen=False)
         first.train(range(3))
         saved = first.saved()
-        first.write(tmp_path / "first")
+        first.write(path / "first")
         first.train(range(3, 5))
         uncut = first.saved()
 
@@ -111,14 +130,14 @@ def test_state_of_a_parameter_that_has_joined_is_saved_and_loaded(
             if change == "joined":
                 second.join()
             if change == loads:
-                second.read(tmp_path / "first") if directory else second.load(saved)
+                second.read(path / "first") if directory else second.load(saved)
         assert same(second.saved(), saved)
-        second.write(tmp_path / "second")
+        second.write(path / "second")
         second.train(range(3, 5))
         assert same(second.saved(), uncut)
 
         third = Training(group, make, dtype, options, frozen=False)
-        third.read(tmp_path / "second")
+        third.read(path / "second")
         assert same(third.saved(), saved)
 
     with saving_among_threads():

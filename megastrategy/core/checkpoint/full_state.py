@@ -23,8 +23,9 @@ from ..errors import CheckpointError
 from ..layout import SIXTEEN_BIT, Bucket, BufferLayout, ParamSpec
 from ..param_shard import ParamShard
 from .flat_shard import FlatShard
+from .host_copies import to_host
 from .own_parts import Described, Keys, OwnParts, agreed_keys
-from .whole_state import gather_whole
+from .whole_state import as_saved, gather_whole
 
 
 class Gather(Protocol):
@@ -124,7 +125,8 @@ def gather_state_dict(
         state = {number_of[index]: values for index, values in scalars.items() if index in number_of}
         # Of no shard: what was frozen at the wrap, and strangers. Both are whole on every rank.
         frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
-        state.update({numbers[id(p)]: _to_host(optimizer.state[p]) for p in frozen if optimizer.state.get(p)})
+        kept = as_saved(optimizer, {numbers[id(p)]: p for p in frozen if optimizer.state.get(p)})
+        state.update({number: to_host(dict(values)) for number, values in kept.items()})
     scratch = _Scratch(layout, device)
     for bucket in layout.buckets:
         members_by_key: dict[tuple[str, torch.dtype], list[int]] = {}
@@ -393,10 +395,6 @@ def _describe_everywhere(parts: OwnParts, gather: Gather) -> tuple[dict[int, dic
     for described in everybody if gather.is_root else ():  # elsewhere nobody needs the thousands of tensors
         scalars = dict(described.values()) | scalars  # of several owners the lowest rank's word holds
     return scalars, sharded
-
-
-def _to_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
 def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:

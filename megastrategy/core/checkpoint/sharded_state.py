@@ -26,6 +26,7 @@ from ..param_shard import ParamShard
 from ..trials.elementwise import is_per_element
 from .flat_shard import FlatShard
 from .full_state import REMAINDER, per_element_keys, saved_name
+from .whole_state import as_saved
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -51,7 +52,6 @@ def sharded_state_dict(
     shards: Mapping[int, ParamShard],
     layout: BufferLayout,
     known: set[str] | None,
-    whole: Mapping[int, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """This rank's part of the state: the tensors themselves, or :class:`FlatShard` around them; nothing is copied.
 
@@ -61,18 +61,17 @@ def sharded_state_dict(
         stepped: what is stepped in a parameter's place on this rank; None if all of it is elsewhere.
         params_by_id, shards, layout: where the parameters are.
         known: names of what has one number for each element; None if nobody knows them.
-        whole: by parameter, the state of those that this rank owns whole.
     """
     state: dict[str, dict[str, Any]] = {}
     main_params: dict[str, Tensor] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        tensor = stepped(param)
+    # None where another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
+    every = [param for group in optimizer.param_groups for param in group["params"]]
+    tensors = {id(param): tensor for param in every if (tensor := stepped(param)) is not None}
+    cut = {key for key, index in params_by_id.items() if index in shards and shards[index].is_cut}
+    whole = as_saved(optimizer, {key: tensor for key, tensor in tensors.items() if key not in cut})
+    for param in (param for param in every if id(param) in tensors):
         index = params_by_id.get(id(param))
-        # Another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
-        if tensor is None:
-            continue
-        kept = whole.get(index) if index is not None else None
-        values = optimizer.state.get(tensor, {}) if kept is None else kept
+        values = optimizer.state.get(tensors[id(param)], {}) if id(param) in cut else whole.get(id(param), {})
         shard = shards.get(index) if index is not None else None
         if shard is not None and index is not None:
             spec, sharded = layout.params[index], shard.is_cut
