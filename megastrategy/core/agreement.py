@@ -6,6 +6,18 @@ import dataclasses
 from collections.abc import Sequence
 
 from .collectives import Collectives
+from .errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError
+from .loss_tokens import Counting, describe_counting
+from .nonfinite import NonFinite, describe_nonfinite
+
+
+@dataclasses.dataclass(frozen=True)
+class Reasons:
+    """The facts that a rank tells the others where a backward is refused; see :class:`Agreement`."""
+
+    microbatch: int
+    nonfinite: Sequence[NonFinite]
+    counting: Counting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +31,7 @@ class Agreement:
             did not all say the same.
         has_nonfinite: whether a gradient is infinite or NaN.
         wants_other_order: whether buckets would be launched materially earlier in another order.
+        counting: whether losses were counted by tokens; None where the ranks did not all say the same.
     """
 
     used: Sequence[bool]
@@ -26,26 +39,30 @@ class Agreement:
     microbatch: int | None
     has_nonfinite: bool
     wants_other_order: bool
+    counting: Counting | None
 
     def encode(self) -> list[int]:
         """Bytes of which the maximum over ranks, element by element, is what they agree on."""
         assert self.microbatch is not None, "a rank knows where it is"
+        assert self.counting is not None, "and what it counted"
         # Eight bits are enough: ranks part by a microbatch or two, and are compared in every synchronised backward.
         last = self.microbatch % 256
         # A maximum cannot show that ranks differ. So each sends n and 255 - n: if all n are equal, the two maxima add
         # up to 255, else to more.
-        return [*self.used, *self.late, last, 255 - last, self.has_nonfinite, self.wants_other_order]
+        equal = last, 255 - last, self.counting, 255 - self.counting
+        return [*self.used, *self.late, *equal, self.has_nonfinite, self.wants_other_order]
 
     @classmethod
     def decode(cls, numbers: Sequence[int], num_params: int) -> Agreement:
         """Reads the maximum over ranks of what :meth:`encode` gave, for so many parameters."""
-        *flags, last, complement, has_nonfinite, wants_other_order = numbers
+        *flags, last, complement, counting, not_counting, has_nonfinite, wants_other_order = numbers
         return cls(
             used=[bool(flag) for flag in flags[:num_params]],
             late=[bool(flag) for flag in flags[num_params:]],
             microbatch=last if complement == 255 - last else None,
             has_nonfinite=bool(has_nonfinite),
             wants_other_order=bool(wants_other_order),
+            counting=Counting(counting) if not_counting == 255 - counting else None,
         )
 
     def over_ranks(self, collectives: Collectives) -> Agreement:
@@ -56,3 +73,38 @@ class Agreement:
         if collectives.size == 1:
             return self
         return Agreement.decode(collectives.max_of_bytes(self.encode()), len(self.used))
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether gradients must not be used, on any rank."""
+        is_counting_known = self.counting in (Counting.NOT_COUNTED, Counting.COUNTED)
+        return self.microbatch is None or self.has_nonfinite or not is_counting_known
+
+    def refusal(self, own: Reasons, collectives: Collectives) -> MegastrategyError:
+        """The error that all ranks raise for gradients that must not be used. Collective."""
+        every: list[Reasons] = collectives.all_gather_objects(own)
+        if self.microbatch is None:
+            return MicrobatchMismatchError(describe_microbatches([reasons.microbatch for reasons in every]))
+        if self.has_nonfinite:
+            return NonFiniteGradError(describe_nonfinite([found for reasons in every for found in reasons.nonfinite]))
+        return LossTokensError(describe_counting([reasons.counting for reasons in every]))
+
+
+def describe_microbatches(by_rank: Sequence[int]) -> str:
+    """Says where each rank is, and what to do."""
+    return (
+        "the ranks reduce the gradients of different microbatches: "
+        + ", ".join(f"rank {rank} is at number {number}" for rank, number in enumerate(by_rank))
+        + ". A rank that is ahead ran a training_step without a backward (one that returned None, or skipped its "
+        "batch) where others had one. Run a backward on every rank, on zero times the loss if need be"
+    )
+
+
+def describe_broken_promise(promise: str, rank: int, names: Sequence[str], *, has_none: bool) -> str:
+    """Says which parameters were used against what the configuration promises, and what to do."""
+    first = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+    return (
+        f"rank {rank}: {len(names)} parameter(s) received {'no gradient' if has_none else 'a gradient'} in this "
+        f"backward against {promise}: {first}. Drop the option (unused parameters are handled by default, at one byte "
+        "a parameter a step), or freeze what is never used"
+    )

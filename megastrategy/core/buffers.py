@@ -56,6 +56,7 @@ class GradBuffers(ABC):
         views: what ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own.
         has_grad: whether a parameter received a gradient since it was last cleared (after a synchronised backward: on
             any rank).
+        zeroed: parameters whose gradients :meth:`zero` was called for; whoever wants to know empties it.
         reduces_every_backward: whether nothing can accumulate on a rank beyond one backward.
         max_in_flight: how many pieces may be on their way at once; None where each has memory of its own.
         all_reduce_option: how whoever set the engine up asks it for whole gradients, for an error to say.
@@ -69,6 +70,7 @@ class GradBuffers(ABC):
         self.params: list[Parameter] = []
         self.views: list[Tensor | None] = []
         self.has_grad: list[bool] = []
+        self.zeroed: set[int] = set()
         self._stand_ins: list[ReducedGrad | None] = []  # made when they are first needed
         self._dp_rank = 0
         self._reduced: list[bool] = []  # the bucket holds a result, outside this rank's shard rubbish
@@ -201,6 +203,7 @@ class GradBuffers(ABC):
             if self.has_grad[index]:
                 self._zero_sums(index)
                 self._stale[index] = False  # a gradient of zeros is one: optimizers step with it
+            self.zeroed.add(index)
 
     def _show_reduced(self, params: Iterable[int]) -> None:
         """``.grad`` of scattered gradients is a stand-in where there is one, and None where there is none, as in torch;

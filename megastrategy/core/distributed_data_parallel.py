@@ -19,6 +19,7 @@ from .engine import Engine, raise_closed
 from .events import EventKind, Listener
 from .graph_splits import GraphSplits
 from .layout import BufferLayout
+from .loss_tokens import read_count
 from .rebucketing.relayout import relayout
 from .reduced_grad import inside_backward
 
@@ -231,6 +232,26 @@ class DistributedDataParallel(nn.Module):
     @microbatch.setter
     def microbatch(self, number: int) -> None:
         self.engine.reducer.microbatch = number
+
+    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+        """Tells over how many tokens (or samples) the loss of the next backward is a mean; 0 for none, where it may be
+        NaN.
+
+        Gradients are then those of the mean over all tokens of all ranks and of the microbatches accumulated together,
+        where without it every rank and microbatch weighs the same. The loss stays a mean, divided by the number of
+        microbatches or not, as it was. To be called before every backward of a step, on all ranks.
+
+        Args:
+            num_tokens: a tensor is read, so on a device it is waited for. What the collate function counts is on the
+                host.
+
+        Raises:
+            ValueError: if it is negative, not finite, or more than one number.
+            LossTokensError: here if it is called too late for all ranks to know of it, and at the end of the
+                synchronised backward, on all ranks, if they did not all count every loss, or if the gradients of the
+                synchronised backward before it were neither stepped with nor dropped.
+        """
+        self.engine.reducer.count_tokens(read_count(num_tokens))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of all parameters."""

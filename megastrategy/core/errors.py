@@ -34,6 +34,10 @@ class MicrobatchMismatchError(MegastrategyError):
     """The ranks reduce gradients of different microbatches with each other."""
 
 
+class LossTokensError(MegastrategyError):
+    """Gradients cannot be averaged by tokens: some of their losses were counted and others were not."""
+
+
 class ReducedGradError(MegastrategyError):
     """Something computed with ``.grad`` after a reduce-scatter, when this rank has a shard of the gradient alone."""
 

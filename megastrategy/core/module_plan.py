@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
 from .errors import LayoutMismatchError
+from .grad_hooks import is_wrapped
 from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, dense_stride, digest
-from .reducer import is_wrapped
 
 
 def check_module(module: nn.Module, own: type[nn.Module]) -> None:

@@ -31,16 +31,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from .agreement import Agreement
+from .agreement import Agreement, Reasons, describe_broken_promise
 from .backward import BackwardPhase, backward_starts
 from .buffers import GradBuffers
 from .collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
-from .errors import BucketInFlightError, MicrobatchMismatchError, NonFiniteGradError, UnusedParameterError
+from .errors import BucketInFlightError, LossTokensError, UnusedParameterError
 from .events import Event, EventKind, Listener
 from .grad_accumulators import GradAccumulators
+from .grad_hooks import GradHook
 from .layout import BufferLayout
-from .nonfinite import FiniteCheck, describe_nonfinite
+from .loss_tokens import TOO_LATE, LossTokens
+from .nonfinite import FiniteCheck
 from .profiler_ranges import profiler_range
 from .rebucketing.planner import BucketPlanner
 from .reduced_grad import NO_TASK, inside_backward
@@ -98,6 +100,9 @@ class Reducer:
         self.num_reductions: list[int] = []
         """Reductions of each parameter's gradient so far; the same on all ranks, whatever they do to ``.grad``."""
         self._has_local_grads = False
+        self._ends_window = True  # whether the last backward's gradients are final when they are reduced
+        self._has_agreed = False
+        self._tokens = LossTokens(collectives.rank)
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
@@ -117,14 +122,16 @@ class Reducer:
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
         self._planner = None  # what has joined lies apart, and stays there
+        self._tokens.follow(self.buffers)
         self._accumulators.extend(params[first:])
         for index, param in enumerate(params[first:], first):
-            self._hooks.append(param.register_post_accumulate_grad_hook(_GradHook(self, index)))
+            self._hooks.append(param.register_post_accumulate_grad_hook(GradHook(self, index)))
 
     def follow(self, layout: BufferLayout, buffers: GradBuffers) -> None:
         """Everything has moved to another layout, between two backwards."""
         assert not self._handles, "nothing is on the wire"
         self.layout, self.buffers = layout, buffers
+        self._tokens.follow(buffers)
         self._bucket_of = [slot.bucket for slot in layout.slots]
 
     def close(self) -> None:
@@ -165,6 +172,7 @@ class Reducer:
             self._nonfinite.clear()  # of gradients that are gone: the next backward would be refused for them
             self._has_local_grads = False
             self.buffers.drop_unfinished()
+            self._tokens.drop()
 
     def after_forward(self, outputs: Any, sync: bool) -> None:
         """A forward ended whose backward shall be synchronised or not."""
@@ -196,7 +204,7 @@ class Reducer:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def _on_grad_accumulated(self, index: int, param: Tensor) -> None:
+    def on_grad_accumulated(self, index: int, param: Tensor) -> None:
         bucket = self._bucket_of[index]
         if self._phase is BackwardPhase.IDLE:
             self._begin_backward()
@@ -218,7 +226,8 @@ class Reducer:
                 self._launch_ready()
 
     def _begin_backward(self) -> None:
-        syncs = self._should_sync(self._forward_decision) or self.buffers.reduces_every_backward
+        self._ends_window = self._should_sync(self._forward_decision)
+        syncs = self._ends_window or self.buffers.reduces_every_backward
         self._phase = BackwardPhase.SYNCHRONISING if syncs else BackwardPhase.ACCUMULATING
         self._epoch += 1
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
@@ -249,6 +258,7 @@ class Reducer:
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             return
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
+        self._tokens.end_backward()
         if synced:
             self._is_unfinished = True
             self.finish_grad_sync()
@@ -270,6 +280,23 @@ class Reducer:
         self._deferred.add(index)
         if self._planner is not None:
             self._planner.note(index)
+
+    # --- averages by tokens ------------------------------------------------------------------------------------------
+
+    def count_tokens(self, count: float) -> None:
+        """The loss of the next backward is a mean over so many tokens; see loss_tokens' [Note: averages by tokens].
+
+        Raises:
+            LossTokensError: if the others, with which nothing is agreed on any more, would not know of it.
+        """
+        if not (self._tokens.is_used or self._must_agree() or not self._has_agreed or self._collectives.size == 1):
+            raise LossTokensError(TOO_LATE)
+        is_open = self._has_local_grads or not self._ends_window
+        self._tokens.give(count, self._accumulators, is_open=is_open)
+
+    def finish_on_this_rank(self) -> None:
+        """Makes gradients final that are about to be used although no backward has reduced them."""
+        self._tokens.finish_on_this_rank()
 
     # --- reduction ---------------------------------------------------------------------------------------------------
 
@@ -304,6 +331,7 @@ class Reducer:
                 self._wait_for_launched(publish=True)
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
+                self._tokens.finish(self._collectives)
             self._kept[:] = self.buffers.has_grad
         finally:
             self._phase = BackwardPhase.IDLE
@@ -316,6 +344,8 @@ class Reducer:
             # Gradients are final and nothing is on the wire: the one moment at which all ranks can move.
             planner, self._planner = self._planner, None
             planner.finish(self.layout, moves=moves)
+        if self._ends_window or not self.buffers.reduces_every_backward:
+            self._tokens.become_final()
         self._is_unfinished = False
 
     def _launch_ready(self) -> None:
@@ -380,6 +410,7 @@ class Reducer:
         Raises, on all ranks alike:
             MicrobatchMismatchError: if the ranks are not at the same microbatch.
             NonFiniteGradError: if any rank had a gradient that is not finite, and the configuration checks it.
+            LossTokensError: if losses were counted by tokens in part.
         """
         agrees = self._agrees()
         has_grad = self.buffers.has_grad
@@ -389,7 +420,9 @@ class Reducer:
             has_grad[:] = self._static_used
         planner = self._planner
         wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
-        if not (agrees or planner is not None or self._config.check_for_nan_in_grad):  # facts that all ranks share
+        # Facts that all ranks share. Whether they count is one from the first backward on.
+        must_agree = self._must_agree() or planner is not None or self._tokens.is_used or not self._has_agreed
+        if not must_agree:
             return [], False
         used = self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
@@ -401,11 +434,13 @@ class Reducer:
             microbatch=self.microbatch,
             has_nonfinite=bool(self._nonfinite.found()),
             wants_other_order=wants,
+            counting=self._tokens.counting,
         ).over_ranks(self._collectives)
-        if agreement.microbatch is None:
-            self._raise_microbatch_mismatch()
-        if agreement.has_nonfinite:
-            self._raise_nonfinite()
+        if agreement.is_refused:
+            own = Reasons(self.microbatch, self._nonfinite.found(), self._tokens.counting)
+            self._drop_unfinished()  # shards that sums are added to would keep what is not finite
+            raise agreement.refusal(own, self._collectives)
+        self._has_agreed = True
         if not agrees:
             return [], agreement.wants_other_order
         has_grad[:] = agreement.used
@@ -416,6 +451,10 @@ class Reducer:
     def _agrees(self) -> bool:
         """Whether a synchronised backward ends with an exchange of what was used."""
         return self._config.find_unused_parameters and self._static_used is None
+
+    def _must_agree(self) -> bool:
+        """Whether every synchronised backward ends with an exchange."""
+        return self._agrees() or self._config.check_for_nan_in_grad
 
     def _used_locally(self) -> list[bool]:
         """Tells, by parameter, whether this rank has a gradient that was not reduced yet."""
@@ -434,14 +473,9 @@ class Reducer:
         else:
             return
         if changed:
-            names = ", ".join(repr(self.layout.params[i].name) for i in changed[:5]) + (
-                ", ..." if len(changed) > 5 else ""
-            )
-            what = "no gradient" if not has_grad[changed[0]] else "a gradient"
+            names, has_none = [self.layout.params[index].name for index in changed], not has_grad[changed[0]]
             raise UnusedParameterError(
-                f"rank {self._collectives.rank}: {len(changed)} parameter(s) received {what} in this backward "
-                f"against {promise}: {names}. Drop the option (unused parameters are handled by default, at one byte "
-                "a parameter a step), or freeze what is never used"
+                describe_broken_promise(promise, self._collectives.rank, names, has_none=has_none)
             )
 
     def _reduce_again(self, bucket: int) -> None:
@@ -461,40 +495,6 @@ class Reducer:
         for index in self._late:
             self._nonfinite.look_at_grads({index: self.buffers.late_grad(index)}, self.layout)
 
-    def _raise_nonfinite(self) -> None:
-        found = self._nonfinite.found()
-        self._drop_unfinished()  # shards that sums are added to would keep what is not finite
-        by_rank = self._collectives.all_gather_objects(found)
-        raise NonFiniteGradError(describe_nonfinite([item for items in by_rank for item in items]))
-
-    def _raise_microbatch_mismatch(self) -> None:
-        self._drop_unfinished()
-        microbatches = self._collectives.all_gather_objects(self.microbatch)
-        raise MicrobatchMismatchError(
-            "the ranks reduce the gradients of different microbatches: "
-            + ", ".join(f"rank {rank} is at number {number}" for rank, number in enumerate(microbatches))
-            + ". A rank that is ahead ran a training_step without a backward (one that returned None, or skipped its "
-            "batch) where others had one. Run a backward on every rank, on zero times the loss if need be"
-        )
-
     def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:
             self._listener(Event(kind, index, ran_ns=ran_ns))
-
-
-class _GradHook:
-    """A parameter's hook. Its reference is weak, or a model that is never closed would never be freed."""
-
-    def __init__(self, reducer: Reducer, index: int) -> None:
-        self.reducer, self._index = weakref.ref(reducer), index
-
-    def __call__(self, param: Tensor) -> None:
-        reducer = self.reducer()
-        if reducer is not None:
-            reducer._on_grad_accumulated(self._index, param)
-
-
-def is_wrapped(param: Parameter) -> bool:
-    """Whether the gradient of this parameter is counted by a reducer that is alive and not closed."""
-    hooks = (param._post_accumulate_grad_hooks or {}).values()
-    return any(isinstance(hook, _GradHook) and hook.reducer() is not None for hook in hooks)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .clip_grads import norms_over_owners, total_grad_norm
 from .engine import Engine
-from .reducer import is_wrapped
+from .grad_hooks import is_wrapped
 
 
 class Strangers:

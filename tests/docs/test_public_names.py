@@ -33,6 +33,7 @@ PUBLIC = {
         "CollectiveError",
         "DirectUseError",
         "LayoutMismatchError",
+        "LossTokensError",
         "MegastrategyError",
         "MicrobatchMismatchError",
         "NonFiniteGradError",

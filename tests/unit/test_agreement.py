@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megastrategy.core.agreement import Agreement
+from megastrategy.core.loss_tokens import Counting
 
 
 @st.composite
@@ -19,12 +20,13 @@ def said_by_ranks(draw: st.DrawFn) -> list[Agreement]:
         microbatch=st.integers(0, 600),
         has_nonfinite=st.booleans(),
         wants_other_order=st.booleans(),
+        counting=st.sampled_from(Counting),
     )
     return draw(st.lists(rank, min_size=1, max_size=5))
 
 
 @given(said_by_ranks())
-def test_what_some_rank_says_holds_for_all_and_microbatches_have_to_be_one(ranks: list[Agreement]) -> None:
+def test_what_some_rank_says_holds_for_all_and_what_has_to_be_one_is_compared(ranks: list[Agreement]) -> None:
     numbers = [max(of_all) for of_all in zip(*(rank.encode() for rank in ranks), strict=True)]
     assert all(0 <= number <= 255 for number in numbers), "bytes"
     agreed = Agreement.decode(numbers, len(ranks[0].used))
@@ -34,3 +36,5 @@ def test_what_some_rank_says_holds_for_all_and_microbatches_have_to_be_one(ranks
     assert agreed.wants_other_order == any(rank.wants_other_order for rank in ranks)
     last_bits = {rank.microbatch % 256 for rank in ranks if rank.microbatch is not None}
     assert agreed.microbatch == (last_bits.pop() if len(last_bits) == 1 else None)
+    said = {rank.counting for rank in ranks}
+    assert agreed.counting == (said.pop() if len(said) == 1 else None)
