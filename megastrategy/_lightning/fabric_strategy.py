@@ -208,6 +208,12 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         self.precision.unscale_gradients(distributed)
         distributed.clip_grad_value_(clip_val)
 
+    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+        """Tells over how many tokens the loss of the next backward is a mean, for every model that was set up; see
+        :meth:`DistributedDataParallel.loss_tokens <megastrategy.DistributedDataParallel.loss_tokens>`."""
+        for model in self._models.open():
+            model.loss_tokens(num_tokens)
+
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Returns a parameter's whole reduced gradient, for which ``.grad`` stands in under reduce-scatter. Collective.
 

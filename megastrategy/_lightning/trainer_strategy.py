@@ -252,6 +252,13 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
     def post_backward(self, closure_loss: Tensor) -> None:
         """Does nothing: gradients are final when backward returns, before ``on_after_backward``."""
 
+    def loss_tokens(self, num_tokens: float | Tensor) -> None:
+        """Tells in ``training_step``, or before ``manual_backward``, over how many tokens the loss is a mean; see
+        :meth:`DistributedDataParallel.loss_tokens <megastrategy.DistributedDataParallel.loss_tokens>`. Does nothing
+        where no fit is going on, so that a step may be shared with evaluation."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.loss_tokens(num_tokens)
+
     def full_grad(self, param: torch.nn.Parameter) -> Tensor | None:
         """Returns a parameter's whole reduced gradient, for which ``.grad`` stands in. Collective."""
         if not isinstance(self.model, DistributedDataParallel):

@@ -35,6 +35,7 @@ from .._faults.process_collectives import checkpoint_collectives, engine_collect
 from .._whole_optimizers import WholeOptimizers
 from ..core import DistributedOptimizer, LoneCollectives, adapt_scaler
 from . import checkpoint
+from .counts_tokens import CountsTokens
 from .plugin import MegatronDDPPlugin, refuse_other_engines
 from .prepared_model import (
     PREPARED,
@@ -51,7 +52,7 @@ __all__ = ["Accelerator", "MegatronDDPPlugin"]
 _log = get_logger(__name__)
 
 
-class Accelerator(SavesAlone, accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(SavesAlone, CountsTokens, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator``, with all of its arguments and methods, training with Megatron-LM's data parallelism.
 
     Args:

@@ -1,0 +1,199 @@
+"""Averages by tokens through every door: two ranks train as one process that has all of their tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..support.ragged_tokens import TokenModel, assert_close, batch, count, token_model, train_on_all
+from .accelerate_loops import Worlds, make_accelerator, weights_of
+from .fabric_loops import make_fabric
+from .fits import make_strategy, make_trainer
+from .matrix import MODES
+from .rank_processes import Ranks, number_of_ranks
+from .transformers_fits import accelerators_of
+
+STEPS, ACCUMULATE = 4, 3
+BOTH = pytest.mark.parametrize("accumulate", [1, ACCUMULATE])
+EVERY_MODE = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def adamw(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.02, eps=1e-2)
+
+
+def expected(size: int, accumulate: int, **options: Any) -> dict[str, Tensor]:
+    return train_on_all(size, [accumulate] * STEPS, adamw, **options)
+
+
+class Ragged(IterableDataset[tuple[Tensor, Tensor]]):
+    """All microbatches of one rank."""
+
+    def __init__(self, rank: int, accumulate: int) -> None:
+        self.rank, self.accumulate = rank, accumulate
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (batch(self.rank, step, number) for step in range(STEPS) for number in range(self.accumulate))
+
+
+# --- Lightning -------------------------------------------------------------------------------------------------------
+
+
+class Counting(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = token_model()
+
+    def shared_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        ids, labels = batch
+        self.trainer.strategy.loss_tokens((labels != -100).sum())
+        loss: Tensor = self.model(ids, labels, self.global_rank)
+        return loss
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.shared_step(batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("loss", self.shared_step(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.model)
+
+
+class CountingByHand(Counting):
+    """Manual optimization, with the loss that is not the wrapped forward's output."""
+
+    def __init__(self, accumulate: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.accumulate = accumulate
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        last = (batch_idx + 1) % self.accumulate == 0
+        with self.trainer.strategy.block_backward_sync() if not last else torch.enable_grad():
+            self.manual_backward(self.shared_step(batch) / self.accumulate)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def fit(mode: dict[str, Any], accumulate: int, *, by_hand: bool = False, **options: Any) -> dict[str, Tensor]:
+    module = CountingByHand(accumulate) if by_hand else Counting()
+    if not by_hand:
+        options["accumulate_grad_batches"] = accumulate
+    trainer = make_trainer(make_strategy("megatron_ddp", **mode), max_epochs=1, **options)
+    data = DataLoader(Ragged(trainer.global_rank, accumulate), batch_size=None)
+    trainer.fit(module, data, data)
+    weights = weights_of(module.model)
+    trainer.validate(module, data, verbose=False)
+    return weights
+
+
+@BOTH
+@EVERY_MODE
+def test_a_trainer(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
+    for weights in ranks.run(fit, mode, accumulate):
+        assert_close(weights, expected(2, accumulate), 1e-6)
+
+
+def test_a_trainer_that_clips(ranks: Ranks) -> None:
+    for weights in ranks.run(fit, {}, ACCUMULATE, gradient_clip_val=0.05):
+        assert_close(weights, expected(2, ACCUMULATE, clip_norm=0.05), 1e-6)
+
+
+def test_a_trainer_on_one_rank(one_rank: Ranks) -> None:
+    [weights] = one_rank.run(fit, {}, ACCUMULATE)
+    assert_close(weights, expected(1, ACCUMULATE), 1e-6)
+
+
+# --- Fabric ----------------------------------------------------------------------------------------------------------
+
+
+def fabric_loop(mode: dict[str, Any], accumulate: int, clip_norm: float | None = None) -> dict[str, Tensor]:
+    fabric = make_fabric("megatron_ddp", mode)
+    module = token_model()
+    model, optimizer = fabric.setup(module, adamw(module))
+    for step in range(STEPS):
+        for number in range(accumulate):
+            ids, labels = batch(fabric.global_rank, step, number)
+            with fabric.no_backward_sync(model, enabled=number < accumulate - 1):
+                loss = model(ids, labels, fabric.global_rank) / accumulate
+                fabric.strategy.loss_tokens(count(labels))
+                fabric.backward(loss)
+        if clip_norm is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(module)
+
+
+@BOTH
+@EVERY_MODE
+def test_fabric(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
+    for weights in ranks.run(fabric_loop, mode, accumulate, 0.05):
+        assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
+
+
+# --- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+def accelerate_loop(mode: dict[str, Any], accumulate: int, *, checkpointed: bool = False) -> dict[str, Tensor]:
+    accelerator = make_accelerator("megatron_ddp", mode, gradient_accumulation_steps=accumulate)
+    rank = accelerator.process_index
+    module = CheckpointedModel() if checkpointed else token_model()
+    module.load_state_dict(token_model().state_dict())
+    model, optimizer = accelerator.prepare(module, adamw(module))
+    for step in range(STEPS):
+        for number in range(accumulate):
+            ids, labels = batch(rank, step, number)
+            with accelerator.accumulate(model):
+                loss = model(ids, labels, rank)
+                accelerator.loss_tokens(count(labels))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = weights_of(module)
+    accelerator.free_memory()
+    assert (
+        not any(param._post_accumulate_grad_hooks for param in module.parameters())
+        or rank
+        or accelerator.num_processes > 1
+    )
+    return weights
+
+
+class CheckpointedModel(TokenModel):
+    """A re-entrant checkpoint, whose backward is one inside of another."""
+
+    def logits(self, ids: Tensor, rank: int) -> Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(self.twice, self.embedding(ids), use_reentrant=True)
+        hidden = torch.tanh(self.twice(torch.tanh(hidden)))
+        if rank == 0:
+            hidden = hidden + self.rank_zero(hidden)
+        return self.head(hidden).flatten(0, 1)
+
+
+@BOTH
+@EVERY_MODE
+def test_accelerate(worlds: Worlds, mode: dict[str, Any], accumulate: int) -> None:
+    for weights in worlds.run(accelerate_loop, mode, accumulate):
+        assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_accelerate_in_one_process(worlds: Worlds, checkpointed: bool) -> None:
+    """Where models are not wrapped, and microbatches are ragged all the same."""
+    [weights] = worlds.run(accelerate_loop, {}, ACCUMULATE, size=1, checkpointed=checkpointed)
+    assert_close(weights, expected(1, ACCUMULATE, clip_norm=0.05), 1e-6)
