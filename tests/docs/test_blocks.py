@@ -58,6 +58,7 @@ def test_the_plain_loop(tmp_path: Path) -> None:
     [
         ("gradients.md", 0, 2),
         ("gradients.md", 1, 2),
+        ("gradients.md", 2, 2),
         ("failures.md", 0, 2),
         ("failures.md", 1, 2),
         ("options.md", 0, 1),
@@ -68,6 +69,7 @@ def test_the_plain_loop(tmp_path: Path) -> None:
     ],
     ids=[
         "reading gradients",
+        "by tokens",
         "not finite",
         "fitting again",
         "a backward left out",
@@ -95,7 +97,7 @@ def test_no_block_is_left_out() -> None:
     assert {name: len(found) for name, found in by_page.items()} == {
         "lightning.md": 1,
         "plain_loop.md": 1,
-        "gradients.md": 2,
+        "gradients.md": 3,
         "failures.md": 2,
         "options.md": 1,
         "one_gradient.md": 1,

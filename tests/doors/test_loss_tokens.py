@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..support.ragged_tokens import TokenModel, assert_close, batch, count, token_model, train_on_all
+from ..support.ragged_tokens import VOCABULARY, TokenModel, assert_close, batch, count, token_model, train_on_all
 from .accelerate_loops import Worlds, make_accelerator, weights_of
 from .fabric_loops import make_fabric
 from .fits import make_strategy, make_trainer
 from .matrix import MODES
-from .rank_processes import Ranks, number_of_ranks
+from .rank_processes import Ranks
 from .transformers_fits import accelerators_of
 
 STEPS, ACCUMULATE = 4, 3
@@ -80,7 +80,7 @@ class CountingByHand(Counting):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()
         last = (batch_idx + 1) % self.accumulate == 0
-        with self.trainer.strategy.block_backward_sync() if not last else torch.enable_grad():
+        with contextlib.nullcontext() if last else self.trainer.strategy.block_backward_sync():
             self.manual_backward(self.shared_step(batch) / self.accumulate)
         if last:
             optimizer.step()
@@ -104,6 +104,12 @@ def fit(mode: dict[str, Any], accumulate: int, *, by_hand: bool = False, **optio
 def test_a_trainer(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
     for weights in ranks.run(fit, mode, accumulate):
         assert_close(weights, expected(2, accumulate), 1e-6)
+
+
+@EVERY_MODE
+def test_a_trainer_with_manual_optimization(ranks: Ranks, mode: dict[str, Any]) -> None:
+    for weights in ranks.run(fit, mode, ACCUMULATE, by_hand=True):
+        assert_close(weights, expected(2, ACCUMULATE), 1e-6)
 
 
 def test_a_trainer_that_clips(ranks: Ranks) -> None:
@@ -147,6 +153,17 @@ def test_fabric(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
 # --- Accelerate ------------------------------------------------------------------------------------------------------
 
 
+class CheckpointedModel(TokenModel):
+    """A re-entrant checkpoint, whose backward is one inside of another."""
+
+    def logits(self, ids: Tensor, rank: int) -> Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(self.twice, self.embedding(ids), use_reentrant=True)
+        hidden = torch.tanh(self.twice(torch.tanh(hidden)))
+        if rank == 0:
+            hidden = hidden + self.rank_zero(hidden)
+        return self.head(hidden).flatten(0, 1)
+
+
 def accelerate_loop(mode: dict[str, Any], accumulate: int, *, checkpointed: bool = False) -> dict[str, Tensor]:
     accelerator = make_accelerator("megatron_ddp", mode, gradient_accumulation_steps=accumulate)
     rank = accelerator.process_index
@@ -166,23 +183,9 @@ def accelerate_loop(mode: dict[str, Any], accumulate: int, *, checkpointed: bool
                 optimizer.zero_grad()
     weights = weights_of(module)
     accelerator.free_memory()
-    assert (
-        not any(param._post_accumulate_grad_hooks for param in module.parameters())
-        or rank
-        or accelerator.num_processes > 1
-    )
+    if accelerator.num_processes == 1:
+        assert not any(param._post_accumulate_grad_hooks for param in module.parameters()), "the user's own again"
     return weights
-
-
-class CheckpointedModel(TokenModel):
-    """A re-entrant checkpoint, whose backward is one inside of another."""
-
-    def logits(self, ids: Tensor, rank: int) -> Tensor:
-        hidden = torch.utils.checkpoint.checkpoint(self.twice, self.embedding(ids), use_reentrant=True)
-        hidden = torch.tanh(self.twice(torch.tanh(hidden)))
-        if rank == 0:
-            hidden = hidden + self.rank_zero(hidden)
-        return self.head(hidden).flatten(0, 1)
 
 
 @BOTH
@@ -197,3 +200,80 @@ def test_accelerate_in_one_process(worlds: Worlds, checkpointed: bool) -> None:
     """Where models are not wrapped, and microbatches are ragged all the same."""
     [weights] = worlds.run(accelerate_loop, {}, ACCUMULATE, size=1, checkpointed=checkpointed)
     assert_close(weights, expected(1, ACCUMULATE, clip_norm=0.05), 1e-6)
+
+
+# --- Transformers ----------------------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sentences of a fixed length with ragged labels: four steps of six microbatches in one process."""
+
+    def __len__(self) -> int:
+        return 2 * 6 * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids, labels = batch(0, index, 0)
+        return {"input_ids": ids.flatten(), "labels": labels.flatten()}
+
+
+class Logits(nn.Module):
+    """Leaves the loss to ``compute_loss_func``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = token_model()
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.model.logits(input_ids, 0)}
+
+
+def make_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+
+
+def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    return F.cross_entropy(outputs["logits"], labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+def train_with_transformers(kind: str, mode: dict[str, Any], folder: Path, microbatches: int) -> dict[str, Tensor]:
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    with accelerators_of("megatron_ddp", mode):
+        module = make_gpt2() if kind == "gpt2" else Logits()
+        arguments = TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=microbatches,
+            average_tokens_across_devices=True,
+            num_train_epochs=1,
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            optim="sgd",
+            save_strategy="no",
+            remove_unused_columns=False,
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to=[],
+        )
+        options = {} if kind == "gpt2" else {"compute_loss_func": loss_of}
+        trainer = Trainer(module, arguments, train_dataset=Samples(), **options)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        assert trainer.state.global_step == STEPS
+        return weights_of(module)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "compute_loss_func"])
+@EVERY_MODE
+def test_transformers_averages_by_tokens_itself(
+    worlds: Worlds, mode: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    """It divides by ``num_items_in_batch`` of all processes, and multiplies by their number: nobody calls us."""
+    [alone] = worlds.run(train_with_transformers, kind, {}, tmp_path, 6, size=1)
+    for weights in worlds.run(train_with_transformers, kind, mode, tmp_path, 3):
+        assert_close(weights, alone, 1e-6)

@@ -21,6 +21,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "doors/test_lightning_clipping.py",
         "doors/test_lightning_hooks.py",
         "doors/test_lightning_manual.py",
+        "doors/test_loss_tokens.py",
         "fuzzing/*",
         "ranks/test_backwards.py",
         "ranks/test_contiguous_buffers.py",
