@@ -64,5 +64,5 @@ class CountsTokens:
 
     @property
     def _engines_beside(self) -> dict[Module, DistributedDataParallel]:
-        known: dict[Module, DistributedDataParallel] = self.__dict__.setdefault("_megatron_ddp_beside", {})
+        known: dict[Module, DistributedDataParallel] = self.__dict__.setdefault("megatron_ddp_engines_beside", {})
         return known

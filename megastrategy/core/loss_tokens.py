@@ -198,7 +198,7 @@ class LossTokens:
 
     @property
     def counting(self) -> Counting:
-        """What this rank says of its window."""
+        """The state of this rank's window, for the others."""
         return self._counting or Counting.NOT_COUNTED
 
     def finish(self, collectives: Collectives) -> None:
