@@ -186,6 +186,42 @@ BREAKAGES = (
         "        total = torch.zeros_like(sums[piece], dtype=parts[0].dtype)\n",
         "tests/ranks/test_fp32_sums.py",
     ),
+    # --- averages by tokens ------------------------------------------------------------------------------------------
+    Breakage(
+        "the mean over tokens is of this rank's alone",
+        "core/loss_tokens.py",
+        "            self._reduced_tokens += tokens\n",
+        "            self._reduced_tokens += tokens if not self._reduced_tokens else 0.0\n",
+        "tests/ranks/test_loss_tokens.py",
+    ),
+    Breakage(
+        "a mean over no tokens leaves NaN in the gradients of all ranks",
+        "core/loss_tokens.py",
+        "        if self._count == 0:\n            return torch.zeros_like(grad)\n",
+        "",
+        "tests/ranks/test_loss_tokens.py",
+    ),
+    Breakage(
+        "pooled sums are corrected to the mean over tokens once more after each microbatch",
+        "core/loss_tokens.py",
+        "        factor, self._unit = self._unit / mean, mean\n",
+        "        factor = self._unit / mean\n",
+        "tests/ranks/test_loss_tokens.py",
+    ),
+    Breakage(
+        "what accumulated before a count, or without one, is averaged with the rest",
+        "core/loss_tokens.py",
+        "            self._counting = Counting.IN_PART\n",
+        "            self._counting = Counting.COUNTED\n",
+        "tests/ranks/test_loss_tokens_windows.py",
+    ),
+    Breakage(
+        "the tokens of gradients that were dropped count in the next mean",
+        "core/loss_tokens.py",
+        "            if dropped == self._joined:\n                self._begin_window()\n",
+        "            if dropped == self._joined:\n                pass\n",
+        "tests/ranks/test_loss_tokens_windows.py",
+    ),
     # --- layout ------------------------------------------------------------------------------------------------------
     Breakage(
         "a rank takes another rank's shard for its own",
