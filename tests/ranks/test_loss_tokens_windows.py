@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -11,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.errors import LossTokensError
 from tests.support.doubles import RecordingCollectives
-from tests.support.ragged_tokens import batch
+from tests.support.ragged_tokens import batch, count, token_model
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.token_training import MODES, Setup, assert_same
 
@@ -358,3 +360,80 @@ def test_a_counted_model_is_freed_and_closed_like_any() -> None:
         assert alive() is None
 
     run_ranks(1, run)
+
+
+# --- gradients that come in other ways -------------------------------------------------------------------------------
+
+
+class Unusual(nn.Module):
+    """A sparse gradient, and a layer used by two re-entrant checkpoints, whose gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.embedding, self.layer = nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 1)
+        for param in self.parameters():
+            nn.init.normal_(param, std=0.5, generator=generator)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for _ in range(2):
+            hidden = torch.tanh(checkpoint(self.layer, hidden, use_reentrant=True))
+        return self.last(hidden).square().mean()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce", "flattened"])
+def test_sparse_late_and_compiled_gradients(mode: str, compiled: bool) -> None:
+    ids = [torch.tensor([[1, 2, 3]]), torch.tensor([[3], [4]])]
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = token_model() if compiled else Unusual()
+        plain = copy.deepcopy(module)
+        config = DistributedDataParallelConfig(**{"bucket_size": 1, **MODES[mode]})
+        model = DistributedDataParallel(module, config, group)
+
+        def losses(model: Any, rank: int) -> Tensor:
+            if not compiled:
+                return model(ids[rank])
+            return model(*batch(rank, 0, 0), 1)
+
+        num_tokens = [count(batch(r, 0, 0)[1]) for r in range(2)] if compiled else [3, 2]
+        for other in range(2):
+            (losses(plain, other) * num_tokens[other] / sum(num_tokens)).backward()
+        expected = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in plain.parameters()]
+        run_compiled = torch.compile(model, backend="aot_eager") if compiled else model
+        for _ in range(3):
+            model.zero_grad()
+            model.loss_tokens(num_tokens[rank])
+            losses(run_compiled, rank).backward()
+            for param, total in zip(module.parameters(), expected, strict=True):
+                found = model.full_grad(param)
+                assert found is not None or not total.any()
+                if found is not None:
+                    torch.testing.assert_close(found, total, rtol=1e-5, atol=1e-6)
+
+    run_ranks(2, run)
+
+
+def test_gradients_of_gradients_are_those_of_the_weighed_loss() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = Dense()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)
+        weight = module.layers[0].weight
+
+        def penalised(of: nn.Module, value: float) -> Tensor:
+            x = torch.full((2, 4), value, requires_grad=True)
+            loss = of(x)
+            [gradient] = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + gradient.square().sum()
+
+        expected = sum(
+            n * torch.autograd.grad(penalised(module, value), weight)[0] for n, value in ((1, 1.0), (3, 2.0))
+        )
+        model.loss_tokens((1, 3)[rank])
+        penalised(model, (1.0, 2.0)[rank]).backward()
+        torch.testing.assert_close(model.full_grad(weight), expected / 4, rtol=1e-5, atol=1e-7)
+
+    run_ranks(2, run)
