@@ -153,9 +153,11 @@ class LossTokens:
             # Frozen ones get nothing now: another optimizer's, which toggle_optimizer has put aside.
             kept = [index for index, is_present in enumerate(present) if is_present]
             unused = any(params[i].requires_grad and self._versions(i) == self._final[i] for i in kept)
+            were_counted = self._counting is not Counting.NOT_COUNTED
             self._begin_window()
             self._carried = {index for index in kept if not params[index].requires_grad}
-            self._counting = Counting.AFTER_A_SYNC if unused else None
+            if unused:  # sums of plain means, which torch DDP has as well, may go on
+                self._counting = Counting.AFTER_A_SYNC if were_counted else Counting.NOT_COUNTED
         elif any(self._joined):
             dropped = [joined and not is_present for joined, is_present in zip(self._joined, present, strict=True)]
             if dropped == self._joined:

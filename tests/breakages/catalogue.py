@@ -76,9 +76,9 @@ BREAKAGES = (
     ),
     Breakage(
         "gradients of different microbatches are added up",
-        "core/reducer.py",
-        "if agreement.microbatch is None:",
-        "if False:",
+        "core/agreement.py",
+        "return self.microbatch is None or self.has_nonfinite or",
+        "return self.has_nonfinite or",
         "tests/ranks/test_checks.py",
     ),
     Breakage(

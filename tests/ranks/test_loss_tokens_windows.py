@@ -192,6 +192,16 @@ def steps_without_a_drop(setup: Setup) -> None:
     setup.optimizer.zero_grad()
 
 
+def several_uncounted_backwards(setup: Setup) -> None:
+    setup.step(0, 1)
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
+    setup.backward(3, counts=False)
+    setup.backward(4, counts=False)
+    setup.optimizer.step()
+    setup.optimizer.zero_grad()
+
+
 def evaluation(setup: Setup) -> None:
     setup.module.eval()
     with torch.no_grad():
@@ -220,6 +230,7 @@ WINDOW_BEGINS = [
     uncounted_step,
     counted_and_uncounted_steps,
     steps_without_a_drop,
+    several_uncounted_backwards,
     evaluation,
     gradient_by_autograd,
 ]
