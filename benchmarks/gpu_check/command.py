@@ -21,7 +21,7 @@ from .lines import Line, Verdict
 from .sections import SECTIONS, Section
 from .versions import describe
 
-_HOST_BOX_S = 120.0
+_HOST_BOX_S = 240.0
 """A section's on the host, where models are smaller: twenty times what one takes there on quiet cores."""
 
 

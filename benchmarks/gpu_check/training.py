@@ -209,14 +209,17 @@ def train_ddp(rank: Rank, recipe: Recipe) -> Trained:
 
 
 def train_obviously(rank: Rank, recipe: Recipe) -> Trained:
-    """With nothing but an all-gather: the mean over ranks of fp32 gradients, and fp32 copies of 16-bit weights."""
+    """With nothing but an all-gather: the mean over ranks of fp32 gradients, and fp32 copies of 16-bit weights; or of
+    weights whose changes are sent rounded, as gradients are then."""
+    config = dict(recipe.config)
+    sent_grads, sent_weights = config.get("grad_wire_dtype"), config.get("param_wire_dtype")
     device, dtype = rank.device.torch_device, DTYPES[recipe.dtype]
     module = make_model(recipe.model, dtype).to(device)
     params = [param for param in module.parameters() if param.requires_grad]
     for param in params:
         param.grad_dtype = torch.float32  # a weight that is used twice: summed as it is accumulated
-    mains = [nn.Parameter(param.detach().float()) for param in params]
-    optimizer = recipe.make_optimizer(mains)
+    mains = [nn.Parameter(param.detach().to(torch.float32, copy=True)) for param in params]
+    step_mains = _WithMains(params, mains, recipe.make_optimizer(mains), sent_weights).step
     losses = []
     for step in range(recipe.steps):
         _broadcast(rank, list(module.buffers()))
@@ -230,16 +233,49 @@ def train_obviously(rank: Rank, recipe: Recipe) -> Trained:
                     before = sums[place]
                     sums[place] = grad.float() if before is None else before + grad.float()
         losses.append(float(loss.detach()))
-        for main, grad in zip(mains, _means(rank, params, sums), strict=True):
+        for main, grad in zip(mains, _means(rank, params, sums, sent_grads), strict=True):
             main.grad = grad
-        optimizer.step()
-        with torch.no_grad():
-            for param, main in zip(params, mains, strict=True):
-                param.copy_(main)
+        step_mains()
     return _trained(module, losses)
 
 
-def _means(rank: Rank, params: list[nn.Parameter], grads: list[Tensor | None]) -> list[Tensor | None]:
+class _WithMains:
+    """Steps fp32 copies of parameters, and gives the parameters what these become, or what can be sent of it."""
+
+    def __init__(
+        self, params: list[nn.Parameter], mains: list[nn.Parameter], optimizer: torch.optim.Optimizer, sent: str | None
+    ) -> None:
+        self.optimizer, self.sent = optimizer, sent
+        self.each = [(param, main, torch.zeros_like(main)) for param, main in zip(params, mains, strict=True)]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, main, left_out in self.each if self.sent else ():
+            main.copy_(param + left_out)
+        self.optimizer.step()
+        for param, main, left_out in self.each:
+            if self.sent is None:
+                param.copy_(main)
+            elif main.grad is not None:
+                param.add_(_rounded(main - param, param, self.sent))
+                left_out.copy_(main - param)
+
+
+def _rounded(values: Tensor, param: Tensor, sent: str | None) -> Tensor:
+    """fp32 values of a parameter as they are read where they were sent as ``sent``."""
+    if sent is None:
+        return values
+    if sent != "int8":
+        return values.to({"bf16": torch.bfloat16, "fp16": torch.float16}[sent]).float()
+    as_param = torch.empty_strided(param.shape, param.stride(), device=param.device)  # blocks go by address
+    flat = as_param.copy_(values).as_strided((param.numel(),), (1,))
+    blocks = nn.functional.pad(flat, (0, -param.numel() % 64)).view(-1, 64)
+    scale = (blocks.abs().amax(1, keepdim=True) * (1 / 127)).clamp(min=2.0**-120).bfloat16().float()
+    flat.copy_(((blocks * (1 / scale)).round() * scale).view(-1)[: param.numel()])
+    return as_param
+
+
+def _means(rank: Rank, params: list[nn.Parameter], grads: list[Tensor | None], sent: str | None) -> list[Tensor | None]:
     used = gather(rank, torch.tensor([grad is not None for grad in grads], dtype=torch.int64))
     means: list[Tensor | None] = []
     for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
@@ -248,7 +284,7 @@ def _means(rank: Rank, params: list[nn.Parameter], grads: list[Tensor | None]) -
             continue
         # A rank that has not used it adds zero, as under torch DDP.
         own = grad if grad is not None else torch.zeros_like(param, dtype=torch.float32)
-        parts = [part * (1.0 / rank.size) for part in gather(rank, own)]
+        parts = [part * (1.0 / rank.size) for part in gather(rank, _rounded(own, param, sent))]
         means.append(sum(parts[1:], parts[0]).to(param.device))
     return means
 

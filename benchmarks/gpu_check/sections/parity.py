@@ -104,11 +104,22 @@ RECIPES: dict[str, Recipe] = {
     "whole-params": _recipe(how=_ADAFACTOR),
     "whole-params-forward": _recipe(how=_ADAFACTOR, overlap_param_gather="forward"),
     "instances": _recipe(how=_SGD, num_distributed_optimizer_instances=2),
+    "wire-16-bits": _recipe(how=_SGD, grad_wire_dtype="bf16", param_wire_dtype="bf16"),
+    "wire-16-bits-pooled": _recipe(how=_SGD, grad_wire_dtype="fp16", param_wire_dtype="bf16", grad_buffer="pooled"),
+    "wire-8-bits-forward": _recipe(
+        how=_ADAFACTOR, grad_wire_dtype="int8", param_wire_dtype="int8", overlap_param_gather="forward"
+    ),
 }
 """What the page of options promises, once each."""
 
-_BY_HAND = {"bf16-weights", "bf16-fp32-sums", "pooled-bf16", "late-bucket"}
-"""torch DDP steps 16-bit weights themselves, and refuses a layer in two re-entrant checkpoints."""
+_BY_HAND = {
+    "bf16-weights",
+    "bf16-fp32-sums",
+    "pooled-bf16",
+    "late-bucket",
+    *(name for name in RECIPES if name.startswith("wire-")),
+}
+"""torch DDP steps 16-bit weights themselves, and refuses a layer in two re-entrant checkpoints; it rounds nothing."""
 
 _IN_ANOTHER_ORDER = {"late-bucket"}
 """What comes late is averaged by itself, and added to the mean of what came before."""
