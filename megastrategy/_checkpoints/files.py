@@ -23,10 +23,13 @@ import pickle
 import struct
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 
 from ..core import CheckpointError, check_replaceable, replace_path, sync_directory
 
@@ -138,3 +141,12 @@ def _problem(path: Path, error: Exception) -> str | None:
         short = isinstance(error, EOFError | IndexError | struct.error) or size < len(_LEGACY_START)
         return cut_off if short or "EOF" in str(error) or "truncated" in str(error) else None
     return "is no checkpoint: torch.save did not write it. Check the path"
+
+
+def trainable_weights(module: Module, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a file that may become main params: its fp32 ones, where the module's are of 16 bits.
+
+    Those of frozen parameters stay behind: they would be kept whole on every rank, for nothing while they are frozen.
+    """
+    names = [name for name, param in module.named_parameters() if param.requires_grad and param.is_floating_point()]
+    return {name: state_dict[name] for name in names if isinstance(state_dict.get(name), Tensor)}

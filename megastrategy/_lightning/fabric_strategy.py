@@ -33,7 +33,7 @@ from .._checkpoints.directories import (
     local_directory,
     of_rank_zero,
 )
-from .._checkpoints.files import local_path, own_memory
+from .._checkpoints.files import local_path, own_memory, trainable_weights
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, engine_collectives
 from .._prepared_models import PreparedModels
@@ -247,7 +247,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
         super().load_module_state_dict(_unwrapped(module), state_dict, strict)
         # fp32 values that the module has just rounded; main params in the file come later, and replace these
-        weights = {name: value for name, value in state_dict.items() if _is_floating_point(value)}
+        weights = trainable_weights(_unwrapped(module), state_dict)
         for optimizer, model in self._pairs():
             if model is module:
                 optimizer.load_main_params(weights)
@@ -421,7 +421,3 @@ class BackwardSyncControl:
 
 def _unwrapped(module: Module) -> Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def _is_floating_point(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

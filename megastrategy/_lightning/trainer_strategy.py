@@ -32,7 +32,7 @@ from .._checkpoints.directories import (
     of_rank_zero,
     remove_directory,
 )
-from .._checkpoints.files import local_path, own_memory
+from .._checkpoints.files import local_path, own_memory, trainable_weights
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import (
     begin_setup,
@@ -463,11 +463,7 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         names = {param: name for name, param in self.lightning_module.named_parameters()}
         states = checkpoint["optimizer_states"]
         # a file without main params has fp32 weights, perhaps, which the cast to 16 bits rounded
-        weights = {
-            name: value
-            for name, value in checkpoint["state_dict"].items()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        }
+        weights = trainable_weights(self.lightning_module, checkpoint["state_dict"])
         if any(isinstance(state, OptimizerInDirectory) for state in states):
             load_optimizers(self.optimizers, states, weights)
             return

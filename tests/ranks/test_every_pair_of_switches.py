@@ -167,7 +167,7 @@ class Watched:
         self.num_synced += 1
         if self.num_synced > 1:  # the first agrees on a move, too
             agrees = config.check_for_nan_in_grad or (config.find_unused_parameters and not config.static_graph)
-            sizes = [len(plan.params) + len(plan.buckets) + 4] if agrees else []  # a byte each
+            sizes = [len(plan.params) + len(plan.buckets) + 6] if agrees else []  # a byte each
             assert [call.nbytes for call in agreements] == sizes
         self.check_overlap(events)
         self.check_memory_of_grads()
