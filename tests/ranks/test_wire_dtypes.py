@@ -194,6 +194,7 @@ def test_instances_round_what_is_sent_inside_them(name: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("overlap", "wire"), [("step", BOTH), ("forward", BOTH), ("step", EIGHT), ("forward", EIGHT)])
 def test_ranks_stay_equal_to_the_bit_while_a_run_changes(size: int, overlap: str, wire: dict[str, str]) -> None:

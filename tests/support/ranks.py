@@ -62,7 +62,7 @@ def retire_with(group: ProcessGroup, *others: ProcessGroup) -> None:
 _parts: weakref.WeakKeyDictionary[ProcessGroup, list[ProcessGroup]] = weakref.WeakKeyDictionary()
 """Made of a group by hand; they end with it."""
 
-_retired: collections.deque[tuple[ProcessGroup, ...]] = collections.deque(maxlen=16)
+_retired: collections.deque[tuple[ProcessGroup, ...]] = collections.deque(maxlen=8)
 """Groups whose ranks have ended. One that went at once could deadlock: its destructor waits for gloo's threads while
 holding the GIL, which such a thread needs to let go of the last tensor. By the time they leave here they are idle.
 """
