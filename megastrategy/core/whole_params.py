@@ -23,9 +23,11 @@ from torch import Tensor
 from .buffers import slice_view
 from .collectives import Handle
 from .engine import Engine
+from .events import EventKind
 from .layout import Bucket, Spans
 from .owners import Owners, Part
 from .param_shard import ParamShard
+from .profiler_ranges import profiler_range
 
 
 @dataclasses.dataclass
@@ -169,7 +171,8 @@ class WholeParams:
         coming.parts = list(itertools.chain(*of))
         coming.received = nothing.new_empty(sum(part.numel for part in coming.parts))
         sizes, sizes_of = ([sum(part.numel for part in parts) for parts in by_rank] for by_rank in (to, of))
-        coming.handle = collectives.all_to_all(coming.received, coming.sent, sizes_of, sizes)
+        with profiler_range("send to owners", bucket.index):
+            coming.handle = collectives.all_to_all(coming.received, coming.sent, sizes_of, sizes)
         return coming
 
     def arrived(self, bucket: int) -> dict[int, Tensor]:
@@ -182,11 +185,19 @@ class WholeParams:
             own = layout.owned_range(index, engine.shard_collectives.rank)
             pieces[index] = [] if own is None else [(own[0], engine.grad_buffers.reduced(bucket, *own))]
         if coming.handle is not None:
-            coming.handle.wait()
+            self._wait(coming.handle)
             assert coming.received is not None, "there is memory for what comes"
             for part, came in zip(coming.parts, coming.received.split([p.numel for p in coming.parts]), strict=True):
                 pieces[part.param].append((part.start, came))
         return {index: self._joined(index, found) for index, found in pieces.items()}
+
+    def _wait(self, handle: Handle) -> None:
+        self._engine.emit(EventKind.WAIT_START, 0)
+        try:
+            with profiler_range("wait for gradients"):
+                handle.wait()
+        finally:
+            self._engine.emit(EventKind.WAIT_END, 0)
 
     def _joined(self, index: int, pieces: Sequence[tuple[int, Tensor]]) -> Tensor:
         engine = self._engine
