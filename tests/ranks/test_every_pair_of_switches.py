@@ -389,7 +389,7 @@ def parameters(training: Training) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in training.module.named_parameters()}
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("row", "point", "on_the_wire", "culprit"), CASES)
 def test_one_rank_fails(row: Row, point: Point, on_the_wire: bool, culprit: int) -> None:
     """Every rank ends in an error, long before the group's timeout, with nothing half done and no thread left."""

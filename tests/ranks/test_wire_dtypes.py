@@ -163,6 +163,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("make", [adamw, lamb, matrices_and_rest])
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_equal_to_the_bit_with_a_loop_that_rounds_by_itself(name: str, make: MakeOptimizer, size: int) -> None:

@@ -135,6 +135,7 @@ def test_it_measures_and_writes_what_it_measured(network: str, tmp_path: Path) -
 
 
 @pytest.mark.fresh
+@pytest.mark.long
 def test_with_muon_every_engine_that_can_trains_to_the_losses_of_ddp(tmp_path: Path) -> None:
     results = run(tmp_path, "--cases", "tiny-muon", "--engines", "bound-sharded,ddp,zero,ours,deepspeed-1")
     assert results["failed"] == []
