@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, TCPStore
 
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
 from megastrategy.core.collectives.roll_call import RollCall
@@ -89,3 +89,14 @@ def test_what_an_instance_starts_is_evidence_that_a_rank_has_gone_on(kind: type[
         return seconds
 
     assert max(run_ranks(4, run)) < TIMEOUT_S / 2
+
+
+def test_a_rank_goes_on_when_the_process_of_the_store_has_just_ended() -> None:
+    """Its thread for rank 0 connects anew, which torch attempts for the store's timeout; the rank itself learns of the
+    end by its next collective."""
+    host = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", host.port, timeout=timedelta(seconds=1.0))
+    del host
+    calls = RollCall(PrefixStore("roll", store), 1, 2, timedelta(seconds=TIMEOUT_S))
+    assert calls.attend(lambda: print) is print, "the rank has what it asked for"
+    calls.dismiss()

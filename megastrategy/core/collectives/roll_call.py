@@ -135,7 +135,7 @@ class Attendant:
 
     def __init__(self, store: Store, rank: int, progress: Progress, handler: Handler, number: int) -> None:
         self._store, self._rank = store, rank
-        self._own_store: Store = store.clone()  # type: ignore[attr-defined] # what waits keeps a connection
+        self._own_store: Store  # the thread makes it
         self._progress, self._handler = progress, handler
         self.number = number  # of the next request
         self._stops = False
@@ -176,6 +176,9 @@ class Attendant:
 
     def _run(self) -> None:
         try:
+            # What waits keeps a connection. It is made here: to a store whose process has just ended torch tries to
+            # connect until the store's timeout, half an hour, and the main thread is to find that out by a collective.
+            self._own_store = self._store.clone()  # type: ignore[attr-defined] # missing in torch's stubs
             while not self._stops:
                 self._wait()
                 request = self._own_store.get(self._key())
