@@ -225,30 +225,35 @@ class GradBuffers(ABC):
             known = self._stand_ins[param] = ReducedGrad(
                 self.layout.params[param], self.params[param].device, zero, self.all_reduce_option
             )
-        known.pending = None  # of a backward that broke off
+        elif known.pending is not None:  # of a backward that broke off
+            known.pending = None
         return known
 
-    def _notice_drops(self, params: Iterable[int]) -> None:
+    def _notice_drops(self, params: Sequence[int]) -> list[Tensor | None]:
         """Scattered gradients whose stand-in the user has taken away (``zero_grad`` of the raw module, ``.grad =
         None``) are dropped: nobody steps with them, and the next backward starts from zero.
+
+        Returns:
+            their ``.grad``, since with thousands of parameters each look at it shows in a step's time.
 
         Raises:
             ReducedGradError: if a stand-in was put back after that, since the gradient is gone, or is another
                 parameter's.
         """
-        has_grad = self.has_grad
-        for index in params:
-            grad = self.params[index].grad
-            # Nearly always its own; moved with the module it is another object.
-            if grad is not self._stand_ins[index] and isinstance(grad, ReducedGrad):
-                grad.check_is_of(self.layout.params[index])
-            if (grad is not None) == has_grad[index]:
+        has_grad, stand_ins = self.has_grad, self._stand_ins
+        grads = [self.params[index].grad for index in params]
+        for index, grad in zip(params, grads, strict=True):
+            if grad is None:
+                # Where a gradient is whole, None says nothing: sealing and zero_grad leave it behind as well.
+                if has_grad[index] and self.is_sharded(index):
+                    has_grad[index], self._stale[index] = False, True
                 continue
-            # Where a gradient is whole, None says nothing: sealing and zero_grad leave it behind as well.
-            if grad is None and self.is_sharded(index):
-                has_grad[index], self._stale[index] = False, True
-            elif isinstance(grad, ReducedGrad):
+            # Nearly always its own; moved with the module it is another object.
+            if grad is not stand_ins[index] and isinstance(grad, ReducedGrad):
+                grad.check_is_of(self.layout.params[index])
+            if not has_grad[index] and isinstance(grad, ReducedGrad):
                 raise grad.error("putting back a .grad that was dropped")
+        return grads
 
     def _zero_sums(self, param: int) -> None:  # noqa: B027 - nothing to do where there are none apart
         """This rank's part of what was reduced, where that has memory of its own, becomes zero."""

@@ -36,6 +36,7 @@ class ContiguousGradBuffers(GradBuffers):
         self._shards: list[tuple[int, int]] = []
         self._sums: list[Tensor | None] = []
         self._rounded: dict[int, Tensor] = {}  # by bucket, what is sent of it: its memory in another dtype
+        self._large: set[int] = set()  # parameters whose first gradient is copied; see [Note: what is not zeroed]
         self._unfilled: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
         self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
         self.extend(layout, params)
@@ -52,6 +53,8 @@ class ContiguousGradBuffers(GradBuffers):
                 apart = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
             self._sums.append(apart)
         for index, grad in enumerate(grads, first):
+            if layout.params[index].numel >= FILLED_NUMEL:
+                self._large.add(index)
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
             if grad is not None:  # from before the model was wrapped: kept, as torch DDP keeps it
@@ -79,7 +82,7 @@ class ContiguousGradBuffers(GradBuffers):
         return self._sharded and self._reduced[self.layout.slots[param].bucket]
 
     def open(self) -> None:
-        self._notice_drops(range(len(self.params)))
+        grads = self._notice_drops(range(len(self.params)))
         for bucket in self.layout.buckets:
             # Outside this rank's shard a reduced bucket has other ranks' leftovers, which must not be averaged in
             # again.
@@ -88,8 +91,7 @@ class ContiguousGradBuffers(GradBuffers):
             else:
                 self._zero_stale(bucket.index)
         specs = self.layout.params
-        for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
-            grad = param.grad
+        for index, (param, view, grad) in enumerate(zip(self.params, self.views, grads, strict=True)):
             if grad is view:  # nearly always
                 continue
             if grad is None and index in self._unfilled:  # autograd hands its gradient over
@@ -152,20 +154,22 @@ class ContiguousGradBuffers(GradBuffers):
         self.params[param].grad = view
 
     def seal(self, bucket: int) -> None:
+        params, views, addresses, has_grad = self.params, self.views, self._addresses, self.has_grad
+        stand_in = self._stand_in if self._sharded else None
         for index in self.layout.buckets[bucket].params:
-            param, view = self.params[index], self._get_view(index)
+            param, view = params[index], views[index]
             grad = param.grad
             if grad is None:  # dropped in this backward: the view still holds it, and would send it
                 self._zero_param(index)
-                self.has_grad[index] = False
-            elif grad is not view or view.data_ptr() != self._addresses[index]:
+                has_grad[index] = False
+            elif grad is not view or grad.data_ptr() != addresses[index]:
                 # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
                 self.check_param(index)
                 self.views[index] = self._view(index)
                 self._zero_sums(index)
                 copy_grad_(self._get_view(index), grad)
-                self.has_grad[index] = True
-            param.grad = self._stand_in(index) if self._sharded and self.has_grad[index] else None
+                has_grad[index] = True
+            param.grad = stand_in(index) if stand_in is not None and has_grad[index] else None
         buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
         if buffer.grad_wire_dtype != buffer.grad_dtype:  # nobody reads the bucket again before it is zeroed
             self._rounded[bucket] = round_in_place(self.bucket(bucket), buffer.grad_wire_dtype)
@@ -186,17 +190,16 @@ class ContiguousGradBuffers(GradBuffers):
         if not self._sharded:
             return
         params = list(params)
-        self._notice_drops(params)
-        for index in params:
-            param = self.params[index]
-            if param.grad is not None and not isinstance(param.grad, ReducedGrad):
+        stand_ins = self._stand_ins
+        for index, grad in zip(params, self._notice_drops(params), strict=True):
+            if not (grad is None or grad is stand_ins[index] or isinstance(grad, ReducedGrad)):
                 self.check_param(index)
-                copy_grad_(self._get_view(index), param.grad)
+                copy_grad_(self._get_view(index), grad)
                 if (sums := self._owned_sums(index)) is not None:  # what is stepped, where there are such
                     start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
                     sums.copy_(self.flats[self.layout.slots[index].buffer][start:end])
                 self.has_grad[index], self._stale[index] = True, False
-                param.grad = self._stand_in(index)
+                self.params[index].grad = self._stand_in(index)
 
     def detach_unused(self) -> None:
         if not all(self.has_grad):
@@ -221,7 +224,7 @@ class ContiguousGradBuffers(GradBuffers):
     def _zero_stale(self, bucket: int) -> None:
         params = self.layout.buckets[bucket].params
         stale = [index for index in params if self._stale[index]]
-        filled = [index for index in stale if self.layout.params[index].numel >= FILLED_NUMEL]
+        filled = [index for index in stale if index in self._large]
         if len(stale) == len(params) and filled:
             if (sums := self._sums[bucket]) is not None:
                 sums.zero_()

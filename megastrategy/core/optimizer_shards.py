@@ -7,8 +7,9 @@ Between steps each shard has its own state, as checkpoints want it; in a step ne
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -202,21 +203,23 @@ class OptimizerShards(ShardHolder):
 
     def param_indices(self) -> list[int]:
         """The layout's indices of this optimizer's parameters."""
-        index_by_id = self.index_by_id
-        ids = {id(param): None for group in self.inner.param_groups for param in group["params"]}
-        return [index_by_id[key] for key in ids if key in index_by_id]
+        params = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
+        indices = dict.fromkeys(map(self.index_by_id.get, map(id, params)))
+        return [index for index in indices if index is not None]
 
-    def may_step(self, index: int) -> bool:
-        """Whether the next step has a gradient of this sharded parameter to step with."""
-        return self.engine.grad_buffers.has_grad[index] and self._may_change(index)
+    def changing(self, indices: Iterable[int]) -> set[int]:
+        """Those of the parameters that some rank may step.
 
-    def _may_change(self, index: int) -> bool:
-        """Whether some rank may step the parameter, the same on all ranks, whatever they do to ``.grad``.
-
-        What was frozen after its gradient was reduced is stepped once more, with that gradient.
+        The same on all ranks, as it depends on what they share alone (``requires_grad``, reductions): a gradient may be
+        written on one rank only. What was frozen after its gradient was reduced is stepped once more, with that.
         """
-        reductions = self.engine.reducer.num_reductions[index]
-        return self.engine.params[index].requires_grad or reductions != self._reductions.get(index, 0)
+        params, reductions, stepped = self.engine.params, self.engine.reducer.num_reductions, self._reductions
+        return {i for i in indices if params[i].requires_grad or reductions[i] != stepped.get(i, 0)}
+
+    def with_grads(self, changing: Iterable[int]) -> set[int]:
+        """Those of :meth:`changing` parameters that the next step has a gradient for on this rank."""
+        has_grad = self.engine.grad_buffers.has_grad
+        return {index for index in changing if has_grad[index]}
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -298,14 +301,14 @@ class OptimizerShards(ShardHolder):
             pieces += [Piece((shard,), shard.numel, {MAIN_PARAM: shard.main}) for shard in with_main]
         return OwnParts(pieces, self.layout, self.engine.shard_collectives.rank, names, whole)
 
-    def _join_state(self) -> list[Run]:
+    def _join_state(self, with_grads: Set[int]) -> list[Run]:
         """Makes the state that of the runs, and returns those that have gradients to step with."""
-        groups, index_by_id, may_step = self.inner.param_groups, self.index_by_id, self.may_step
+        groups, index_by_id = self.inner.param_groups, self.index_by_id
         members = [[index_by_id.get(id(param), -1) for param in group["params"]] for group in groups]
         shards = self.shards
         if self._whole.indices:
             shards = {index: shard for index, shard in shards.items() if shard.is_cut}
-        stepping = {index for indices in members for index in indices if index in shards and may_step(index)}
+        stepping = with_grads & shards.keys()
         state, names = self.inner.state, self.element_names
         # other runs: groups or layout changed, one shard of a run has a gradient and its neighbour none, or state was
         # loaded that tells them apart

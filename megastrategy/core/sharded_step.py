@@ -16,7 +16,7 @@ somebody's hook counts steps, the optimizer is called once, and all gathers foll
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -165,19 +165,21 @@ class ShardedStep(OptimizerShards):
         self._whole.check_others_are_not_owned(indices)
         engine.param_gather.finish()
         engine.param_buffers.recapture()
-        runs = self._join_state()
-        changing = self._changing_buckets(indices)
+        changing_params = self.changing(indices)
+        with_grads = self.with_grads(changing_params)
+        runs = self._join_state(with_grads)
+        changing = {self.layout.slots[index].bucket for index in changing_params}  # which all ranks gather
         overlap = engine.config.overlap_param_gather
         self._begin_step()
         # buckets are numbered as backward meets them, and the next forward needs the last of them first
         order = sorted(changing | {run.bucket for run in runs}, reverse=True)
         if self._whole.indices:
-            self._whole.start(order, {index for index in indices if self._may_change(index)})
+            self._whole.start(order, changing_params)
         if overlap and (runs or self._whole.owns_any) and self._keeps_state_only and not counts_calls(self.inner):
             try:
                 for bucket in order:
                     flat = [run for run in runs if run.bucket == bucket]
-                    self._step_runs([*flat, *self._arrived_whole(bucket)])
+                    self._step_runs([*flat, *self._arrived_whole(bucket, with_grads)])
                     if bucket in changing:
                         self.start_gather(bucket, indices)
                 self._step_runs([], with_strangers=bool(self.strangers.grads()))
@@ -187,7 +189,7 @@ class ShardedStep(OptimizerShards):
                 raise
             engine.emit(EventKind.STEP_END, 0)
         else:
-            whole = [run for bucket in order for run in self._arrived_whole(bucket)]
+            whole = [run for bucket in order for run in self._arrived_whole(bucket, with_grads)]
             self._step_runs([*runs, *whole], with_strangers=True)
             engine.emit(EventKind.STEP_END, 0)
             for bucket in sorted(changing, reverse=True):
@@ -201,17 +203,16 @@ class ShardedStep(OptimizerShards):
                 run.split_state(self.inner.state, self.element_names)
                 run.join_state(self.inner.state, self.element_names, self._chunk_numel(run))
         # a backward through a graph from before the step must raise, as it does where torch's optimizers step
-        stepped = [engine.params[index] for index in indices if self.may_step(index)]
-        torch.autograd.graph.increment_version(stepped)
-        self._reductions.update({index: engine.reducer.num_reductions[index] for index in indices})
+        torch.autograd.graph.increment_version([engine.params[index] for index in with_grads])
+        self._reductions.update(zip(indices, map(engine.reducer.num_reductions.__getitem__, indices), strict=True))
 
-    def _arrived_whole(self, bucket: int) -> list[WholeParam]:
+    def _arrived_whole(self, bucket: int, with_grads: Set[int]) -> list[WholeParam]:
         """The whole parameters of a bucket that this rank steps now."""
         groups, slots = self._groups, self.layout.slots
         return [
             WholeParam(bucket, groups[index], slots[index].start, self.shards[index], grad)
             for index, grad in self._whole.arrived(bucket).items()
-            if self.may_step(index)
+            if index in with_grads
         ]
 
     def _step_runs(self, runs: Sequence[Steppable], *, with_strangers: bool = False) -> None:
@@ -262,11 +263,6 @@ class ShardedStep(OptimizerShards):
             return None
         start = run.start - self.layout.buckets[run.bucket].start
         return wire_part(change, start, start + run.main.numel())
-
-    def _changing_buckets(self, indices: Sequence[int]) -> set[int]:
-        """The buckets whose parameters may change in this step on any rank, which all ranks gather. So it depends on
-        what ranks share alone (``requires_grad``, reductions): a gradient may be written on one rank only."""
-        return {self.layout.slots[index].bucket for index in indices if self._may_change(index)}
 
     def refuse_direct_use(self, *_: Any) -> None:
         """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards."""
