@@ -112,8 +112,8 @@ BREAKAGES = (
     Breakage(
         "a gradient that does not come is the one of the step before",
         "core/contiguous_buffers.py",
-        "                self._zero_param(index)\n                self.has_grad[index] = False\n",
-        "                self.has_grad[index] = False\n",
+        "                self._zero_param(index)\n                has_grad[index] = False\n",
+        "                has_grad[index] = False\n",
         "tests/ranks/test_contiguous_buffers.py",
     ),
     Breakage(

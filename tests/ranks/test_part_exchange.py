@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from megastrategy.core import memory_use
 from megastrategy.core.collectives import BackendCollectives, GlooCollectives
 from megastrategy.core.collectives.part_exchange import PartExchange
 from megastrategy.core.collectives.tensor_parts import add_parts_
+from megastrategy.core.layout import RECEIVED_BUFFERS
 from megastrategy.core.memory import describe_setup
 from tests.support.lazy_device import Event, LazyDevice, Stream
 from tests.support.ranks import run_ranks
@@ -126,12 +128,22 @@ class Watching(BackendCollectives):
     def _all_to_all(self, received: Tensor, tensor: Tensor) -> Any:
         storage = received.untyped_storage()
         self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self._wait_until_alive(RECEIVED_BUFFERS)
         self.most_nbytes = max(self.most_nbytes, sum(nbytes for _, nbytes in self._alive.values()))
         return super()._all_to_all(received, tensor)
 
     def nbytes_now(self) -> int:
-        return sum(nbytes for ref, nbytes in self._alive.values() if not ref.expired())
+        self._wait_until_alive(0)
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+    def _wait_until_alive(self, count: int) -> None:
+        """For 5 s at most: a thread of gloo's lets go a little after the exchange has ended, later when busy."""
+        deadline = time.monotonic() + 5.0
+        while True:
+            self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+            if len(self._alive) <= count or time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
 
 @pytest.mark.parametrize("options", [{"reduce_scatter_with_fp32_accumulation": True}, {"grad_buffer": "pooled"}])
