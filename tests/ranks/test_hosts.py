@@ -269,8 +269,10 @@ def bound_while_made(ranks: list[int]) -> list[Any]:
         patch.setattr(c10d, "_new_process_group_helper", helper)
         world.bound_device_id = device
         if dist.get_rank() in ranks:
-            process_groups.part_of_group(world, ranks, "a part", CPU)
+            part = process_groups.part_of_group(world, ranks, "a part", CPU)
             assert world.bound_device_id == device
+            # A rank that ended here would close connections which the other one is still making.
+            part.allreduce([torch.zeros(1)]).wait()
     return seen
 
 
