@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 
 project = "megastrategy"
+copyright = "the authors of megastrategy"
 version = release = importlib.metadata.version("megastrategy")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
@@ -16,6 +17,8 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 html_theme = "furo"
 html_title = f"megastrategy {version}"
+html_static_path = ["_static"]
+html_css_files = ["narrow.css"]
 
 # INTERSPHINX=1 makes links of other packages' names, and fetches their inventories for it. It is asked for and never
 # tried: a build has to pass without a network, where an inventory that cannot be had is a warning, and so an error.
