@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -345,21 +345,41 @@ def by_name(
     # one of the two states would be lost under the other's name
     if len(set(name_of.values())) < len(name_of):
         raise CheckpointError(f"{source}: a name is given to two parameters")
-    # names of another order pass the count. Names that the weights lack, and shapes that differ, show it in most cases
-    for number, name in name_of.items():
-        if name not in weights:
-            raise CheckpointError(
-                f"{source}: its parameter {number} cannot be {name!r}, which is not among the weights"
-            )
-        for key, value in optimizer["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != weights[name].shape:
+    if absent := [(number, name) for number, name in name_of.items() if name not in weights]:
+        number, name = absent[0]
+        raise CheckpointError(f"{source}: its parameter {number} cannot be {name!r}, which is not among the weights")
+    # names of another order pass the count; shapes of state show it in most cases
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items() if isinstance(weight, Tensor)}
+    for key, found in _element_wise_shapes(optimizer["state"], shapes.values()).items():
+        for number, shape in found.items():
+            if number in name_of and (own := shapes.get(name_of[number])) != shape:
                 raise CheckpointError(
-                    f"{source}: its parameter {number} cannot be {name!r} of shape {tuple(weights[name].shape)}, "
-                    f"since {key!r} has shape {tuple(value.shape)}; and what is not element-wise has no place in a "
-                    "directory"
+                    f"{source}: its parameter {number} cannot be {name_of[number]!r} of shape {own}, since {key!r} has "
+                    f"shape {shape}"
                 )
     return {
         **optimizer,
         "state": {name_of[number]: values for number, values in optimizer["state"].items()},
         "param_groups": [{**group, "params": list(own)} for group, own in zip(groups, names, strict=True)],
     }
+
+
+def _element_wise_shapes(
+    state: Mapping[int, Mapping[str, Any]], weights: Iterable[tuple[int, ...]]
+) -> dict[str, dict[int, tuple[int, ...]]]:
+    """By key, the shapes by parameter of the state that has one number for each element, as far as can be seen.
+
+    That is what some naming of the parameters explains: every shape is that of a weight of its own. Rows, factors and
+    blocks, of optimizers that need whole parameters, have other shapes, or the same one too often.
+
+    Args:
+        state: by parameter number.
+        weights: the shapes of all weights.
+    """
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for number, values in state.items():
+        for key, value in values.items():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                found.setdefault(key, {})[number] = tuple(value.shape)
+    of_weights = Counter(weights)
+    return {key: shapes for key, shapes in found.items() if Counter(shapes.values()) <= of_weights}
