@@ -182,7 +182,7 @@ def _describe_owners(owners: Owners) -> list[str]:
         f"  {len(owners.rank_of):,} parameter(s), {sum(loads):,} elements, are stepped whole, each by one rank that "
         f"owns it; the fullest rank has {max(loads) / max(mean, 1) - 1:+.0%}"
     ]
-    if largest.numel > 1.1 * mean and largest.numel == max(loads):
+    if largest.numel > 1.1 * mean:
         lines.append(
             f"  {largest.name!r} alone has {largest.numel:,} of them: a parameter group with an element-wise optimizer "
             "(AdamW) would divide it among the ranks"

@@ -9,8 +9,10 @@ the gather brings to all. Owners are a pure function of the layout and of who ca
 An owner keeps the state of its parameters and spends the time of their steps; and buckets are gathered one after the
 other, each in the time that its fullest rank takes to send. So parameters are given away bucket by bucket, in each the
 largest first, to the rank that has the least by then; of several, to the one that holds most of it already, which need
-not be sent. No rank then has more than the mean and the largest parameter. Where one parameter is larger than a rank's
-part of everything (an embedding), it is the limit, whoever owns it.
+not be sent. No rank then has more than the mean and the largest parameter.
+
+A parameter that is larger than a rank's part of everything (an embedding) is the limit, whoever owns it. It comes
+first, so that its owner gets nothing else: in its turn, of the last bucket, all ranks would have their parts already.
 """
 
 from __future__ import annotations
@@ -53,12 +55,18 @@ class Owners:
     def extended_by(self, params: Collection[int]) -> Owners:
         """The same owners, and some for ``params``; see [Note: balance]."""
         layout, rank_of, loads = self.layout, dict(self.rank_of), self.loads()
-        for param in sorted(params, key=lambda param: (layout.slots[param].bucket, -layout.params[param].numel, param)):
+        numel = {param: layout.params[param].numel for param in params}
+        mean = (sum(loads) + sum(numel.values())) / len(loads)
+
+        def place(param: int) -> tuple[bool, int, int, int]:
+            return numel[param] <= mean, layout.slots[param].bucket, -numel[param], param
+
+        for param in sorted(numel, key=place):
             held = {rank: part.numel for rank, part in self.holders(param)}
             least = min(loads)
             rank = min((rank for rank, load in enumerate(loads) if load == least), key=lambda r: (-held.get(r, 0), r))
             rank_of[param] = rank
-            loads[rank] += layout.params[param].numel
+            loads[rank] += numel[param]
         return Owners(layout, rank_of)
 
     def loads(self) -> list[int]:

@@ -40,16 +40,6 @@ def test_equal_to_torch_ddp_to_the_bit_on_two_ranks(kind: str, grad_buffer: Any,
         assert_same(train_with_ours(run, 2, config), train_with_ddp(run, 2))
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 3, 4])
-def test_other_numbers_of_ranks(kind: str, size: int) -> None:
-    """More ranks than there are matrices, too."""
-    run = WholeRun(kind=kind, steps=4)
-    config = DistributedDataParallelConfig(bucket_size=SOME)
-    assert_close(train_with_ours(run, size, config), train_with_ddp(run, size), 1e-4 if kind == "shampoo" else 2e-5)
-
-
 # --- owners ----------------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +102,21 @@ def test_owners_stay_when_others_join() -> None:
     later = first.extended_by({1, 2, 8})
     assert {param: later.rank_of[param] for param in (0, 3, 5)} == first.rank_of
     assert first == Owners(layout, {}).extended_by([5, 3, 0]), "whatever the order in which they are named"
+
+
+@pytest.mark.parametrize(("size", "embedding"), [(2, 600), (4, 300), (8, 300)])
+def test_what_is_larger_than_a_ranks_part_has_an_owner_of_its_own(size: int, embedding: int) -> None:
+    """An embedding lies in the last bucket, to which others would come when all ranks have their parts already."""
+    shapes = [(embedding, 8), *12 * [(16, 8), (4, 8)], (8, 8)]
+    specs = [ParamSpec(f"p{n}", shape, (shape[1], 1), torch.float32, torch.float32) for n, shape in enumerate(shapes)]
+    layout = build_layout(specs, DistributedDataParallelConfig(bucket_size=SOME), size)
+    assert layout.slots[0].bucket == len(layout.buckets) - 1 > 2
+    rest = sum(spec.numel for spec in specs[1:])
+    assert specs[0].numel > (specs[0].numel + rest) / size
+    owners = Owners(layout, {}).extended_by(range(len(specs)))
+    loads = owners.loads()
+    assert loads.pop(owners.rank_of[0]) == specs[0].numel
+    assert max(loads) - min(loads) <= 16 * 8, "the others share the rest"
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -380,4 +385,22 @@ def test_the_table_at_the_start_names_owners_and_what_is_too_large() -> None:
     said = run_ranks(4, run)[0][0]
     assert "4 parameter(s), 601 elements, are stepped whole" in said
     assert f"the fullest rank has {330 / (601 / 4) - 1:+.0%}" in said
+    assert "'0.weight' alone has 330 of them" in said
+
+
+def test_the_table_names_what_is_too_large_where_its_owner_has_more() -> None:
+    """Unfrozen when every rank had its part."""
+
+    def run(rank: int, group: ProcessGroup) -> list[str]:
+        lines: list[str] = []
+        module, model = model_on(group)
+        first, *others = module.parameters()
+        first.requires_grad_(False)
+        optimizer = DistributedOptimizer(optimizers.LambWithMoments(others, lr=0.02), model)
+        first.requires_grad_(True)
+        optimizer.add_param_group({"params": [first]})
+        model.engine.announce(lines.append)
+        return lines
+
+    said = run_ranks(3, run)[0][0]
     assert "'0.weight' alone has 330 of them" in said
