@@ -16,11 +16,14 @@ LIGHTNING = "2.6"
 
 ACCELERATE = "1.15"
 
+RAY = "2.60"
+
 _DISTRIBUTIONS = {
     "lightning": ("lightning",),
     "pytorch_lightning": ("pytorch-lightning",),
     "lightning_fabric": ("lightning-fabric", "pytorch-lightning"),  # the second may bring the package without the first
     "accelerate": ("accelerate",),
+    "ray": ("ray[train]",),
 }
 
 
@@ -46,7 +49,7 @@ def _version(top: str) -> str | None:
         return str(told)
     for name in _DISTRIBUTIONS[top]:
         try:
-            return importlib.metadata.version(name)
+            return importlib.metadata.version(name.partition("[")[0])
         except importlib.metadata.PackageNotFoundError:
             continue
     return None

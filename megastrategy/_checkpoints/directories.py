@@ -105,20 +105,21 @@ class DirectorySaver:
         rank_zeros: set[tuple[str, str]],
         *,
         in_background: bool = False,
+        is_apart: bool = False,
     ) -> None:
         """Saves a directory. Collective. For the background the state is copied to host memory first, and training may
-        change it.
+        change it. ``is_apart``: see :func:`~megastrategy.core.checkpoint.sharded_state.save_directory`.
 
         Raises:
             CheckpointError: if this save failed, or the one before it in the background.
         """
         self.wait()  # so that at most one copy is in memory
         collectives = checkpoint_collectives()
-        if collectives.rank == 0:
+        if collectives.rank == 0 or is_apart:
             with contextlib.suppress(OSError):  # which the save will meet, and tell all ranks of
                 path.parent.mkdir(parents=True, exist_ok=True)  # at once: callbacks put links beside it
         if not in_background:
-            save_directory(state, extra, path, collectives, rank_zeros)
+            save_directory(state, extra, path, collectives, rank_zeros, is_apart=is_apart)
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megastrategy-checkpoint")

@@ -60,6 +60,7 @@ from ..core import (
 from .checked_collectives import CollectivesTogether
 from .checkpoint_io import WholeFilesByDefault
 from .precision import EnginePrecision, lend, take_back
+from .ray_workers import PointsToRayStrategy
 from .schedulers import SchedulersHoldUsersOptimizers
 from .signals import SignalAgreement
 from .signature import ALL_REDUCE_OPTION, NO_SCALER
@@ -83,7 +84,9 @@ LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on f
 """Key beside the callbacks' states. Lightning warns of those that nobody takes, so "ddp" says what it loses."""
 
 
-class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, _Base):
+class TrainerStrategy(
+    PointsToRayStrategy, WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, _Base
+):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
     Args:
@@ -408,11 +411,14 @@ class TrainerStrategy(WholeFilesByDefault, CollectivesTogether, SchedulersHoldUs
         state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
         checkpoint |= not_tensors({"model": weights})
         rank_zeros = of_rank_zero("model", weights, self.lightning_module)
-        path = local_directory(self.broadcast(filepath))
-        in_background &= (
-            self._engine is not None and not self._engine.is_closed
-        )  # after the fit nobody would wait for it
-        self._directory_saver.save(state, checkpoint, path, rank_zeros, in_background=in_background)
+        path, is_apart = self._directory_to_save(filepath)
+        # after the fit nobody would wait for it; and parts are taken away to be put together once this returns
+        in_background &= self._engine is not None and not self._engine.is_closed and not is_apart
+        self._directory_saver.save(state, checkpoint, path, rank_zeros, in_background=in_background, is_apart=is_apart)
+
+    def _directory_to_save(self, filepath: str | Path) -> tuple[Path, bool]:
+        """Returns the directory, and whether each rank has one of its own for its part. Collective."""
+        return local_directory(self.broadcast(filepath)), False
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, not before what replaces it is complete."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megastrategy._versions import ACCELERATE, LIGHTNING
+from megastrategy._versions import ACCELERATE, LIGHTNING, RAY
 from megastrategy_autoload import DOORS
 
 from .python_processes import run_python
@@ -98,6 +98,7 @@ def test_the_metadata_has_the_same_minima() -> None:
     extras = content["project"]["optional-dependencies"]
     assert f"lightning>={LIGHTNING}" in extras["lightning"]
     assert f"accelerate>={ACCELERATE}" in extras["accelerate"]
+    assert f"ray[train]>={RAY}" in extras["ray"]
 
     def release(version: str) -> list[int]:
         return [int(number) for number in version.split(".")]

@@ -114,6 +114,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     "collectives": (
         "doors/test_collectives_underneath.py",
         "ranks/test_collectives.py",
+        "ranks/test_cost_of_agreeing.py",
         "ranks/test_fp32_sums.py",
         "ranks/test_host_exchange.py",
         "ranks/test_host_staged.py",
@@ -190,8 +191,10 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "doors/test_autoload.py",
         "doors/test_launch*.py",
         "doors/test_one_rank.py",
+        "doors/test_replaced_accelerators.py",
         "doors/test_slurm_requeue.py",
         "examples/test_notebook.py",
+        "many_machines/*",
         "tools/test_launch_config.py",
     ),
     "lightning": (
@@ -207,7 +210,12 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "lightning_suite/*",
     ),
     "fabric": ("*/test_fabric*.py", "doors/test_matrix.py"),
-    "accelerate": ("*/test_accelerate*.py", "*/test_transformers_trainer.py", "doors/test_launch*.py"),
+    "accelerate": (
+        "*/test_accelerate*.py",
+        "*/test_transformers_trainer.py",
+        "doors/test_launch*.py",
+        "doors/test_repl*.py",
+    ),
     "tools": ("tools/*",),
     "docs": ("doors/test_coming_from.py", "docs/*", "examples/*", "tools/test_optimizers_page.py"),
     "structure": (

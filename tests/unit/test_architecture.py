@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "pytorch_lightning": {"_lightning", "_checkpoints", "_versions"},
     "fabric": {"_lightning", "_checkpoints", "_versions"},
     "lightning_fabric": {"_lightning", "_checkpoints", "_versions"},
+    "ray": {"lightning", "pytorch_lightning", "_checkpoints", "_versions"},
     "accelerate": {"core", "_faults", "_checkpoints", "_prepared_models", "_whole_optimizers", "_versions"},
     "launch": {"accelerate"},
     "tools": {"core", "_checkpoints.files", "accelerate.launch_config", "__version__"},
@@ -156,7 +157,8 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
 )
 def test_a_room_imports_its_own_and_what_it_may(path: Path) -> None:
     """Core by its public names: no door knows its files. No door imports another, but for the launcher, which opens
-    Accelerate's to a script that does not know it; nobody imports tools."""
+    Accelerate's to a script that does not know it, and Ray's, which is Lightning's for its workers; nobody imports
+    tools."""
     for name in imports(path):
         if name.startswith("."):
             target = resolved(path, name).split(".")
@@ -170,14 +172,15 @@ def test_every_room_says_what_it_may_import() -> None:
     assert {room(path) for path in FILES} == MAY_IMPORT.keys()
 
 
-FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers"}
+FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray"}
 
 
 def test_only_addresses_import_a_framework() -> None:
     """What they share serves mirrored packages alike (lightning_utilities belongs to none of them). The room for
-    Accelerate has one file that does, and its other files are read without; so has tools, for accelerate's launcher."""
-    addresses = {"lightning", "pytorch_lightning", "fabric", "lightning_fabric", "launch"}
-    others = {PACKAGE / "accelerate" / "accelerator.py", PACKAGE / "tools" / "launching.py"}
+    Accelerate has two files that do, and its other files are read without; tools has one, for accelerate's launcher."""
+    addresses = {"lightning", "pytorch_lightning", "fabric", "lightning_fabric", "ray", "launch"}
+    others = {PACKAGE / "accelerate" / "accelerator.py", PACKAGE / "accelerate" / "replacement.py"}
+    others |= {PACKAGE / "tools" / "launching.py"}
     for path in FILES:
         if room(path) not in addresses and path not in others:
             assert not FRAMEWORKS & {name.split(".")[0] for name in imports(path)}, path

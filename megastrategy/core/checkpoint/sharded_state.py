@@ -100,6 +100,8 @@ def save_directory(
     path: Path,
     collectives: Collectives,
     of_rank_zero: Collection[tuple[str, str]] = (),
+    *,
+    is_apart: bool = False,
 ) -> None:
     """Writes every rank's part of ``state`` and rank 0's ``extra`` into a directory, which is complete or not there.
 
@@ -114,6 +116,8 @@ def save_directory(
         collectives: over the ranks, on a gloo group that torch.distributed knows and nobody else uses meanwhile.
         of_rank_zero: the (key, name) of what ranks need not have in common, like a module's buffers; of the rest it
             does not matter who writes it.
+        is_apart: ``path`` is another one on each rank, which has this rank's files alone. The union of all is the
+            checkpoint, and somebody else makes it.
 
     Raises:
         CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
@@ -132,8 +136,10 @@ def save_directory(
             return plan
 
     staged = path.with_name(f".{path.name}.incomplete")
-    with _on_rank_zero(path, collectives) as is_rank_zero:
-        if is_rank_zero:
+    is_rank_zero = collectives.rank == 0
+    makes_directory = is_rank_zero or is_apart
+    with _failing_together(path, collectives):
+        if makes_directory:
             check_replaceable(path)
             _remove(staged)
             staged.mkdir(parents=True)
@@ -146,19 +152,15 @@ def save_directory(
         )
     # Raised on all ranks, when any failed: the saver has gathered what each said, and nobody waits.
     except api.CheckpointException as error:
-        if collectives.rank == 0:
+        if makes_directory:
             _remove(staged)
         causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
         raise CheckpointError(f"the checkpoint {path} was not written: {causes}") from error
-    with _on_rank_zero(path, collectives) as is_rank_zero:
-        if is_rank_zero:
+    with _failing_together(path, collectives):
+        if makes_directory:
             try:
-                with (staged / EXTRA_FILE).open("wb") as file:
-                    torch.save(extra, file)
-                    file.flush()
-                    # Before the rename: after a power cut a name may be on the disk without the data that it stands
-                    # for.
-                    os.fsync(file.fileno())
+                if is_rank_zero:
+                    _write_extra(staged / EXTRA_FILE, extra)
                 replace_path(staged, path)
                 # And the rename itself, without which the old one may be back.
                 sync_directory(path.parent)
@@ -166,6 +168,14 @@ def save_directory(
             except BaseException:
                 _remove(staged)
                 raise
+
+
+def _write_extra(path: Path, extra: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        torch.save(extra, file)
+        file.flush()
+        # Before the rename: after a power cut a name may be on the disk without the data that it stands for.
+        os.fsync(file.fileno())
 
 
 def check_replaceable(path: Path) -> None:
@@ -233,17 +243,16 @@ def _remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _on_rank_zero(path: Path, collectives: Collectives) -> Iterator[bool]:
-    """Whether this is rank 0; if what is done there fails, all ranks raise, and nobody waits for it."""
+def _failing_together(path: Path, collectives: Collectives) -> Iterator[None]:
+    """If the block fails on any rank, all ranks raise, and nobody waits for it. Collective."""
     failure, cause = "", None
     try:
-        yield collectives.rank == 0
+        yield
     except Exception as error:  # noqa: BLE001 - of the system, or of a user's value that cannot be pickled
-        failure, cause = f"{type(error).__name__}: {error}", error
-    # After an error of the system too, so that ranks on which nothing went wrong learn of rank 0's.
-    failure = collectives.all_gather_objects(failure)[0]
-    if failure:
-        raise CheckpointError(f"the checkpoint {path} was not written: rank 0: {failure}") from cause
+        failure, cause = f"rank {collectives.rank}: {type(error).__name__}: {error}", error
+    # After an error of the system too, so that ranks on which nothing went wrong learn of the others'.
+    if failures := [each for each in collectives.all_gather_objects(failure) if each]:
+        raise CheckpointError(f"the checkpoint {path} was not written: {'; '.join(failures)}") from cause
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Launchers of many machines, as they are: Ray Train, torchrun's elastic agents."""
