@@ -13,23 +13,14 @@ before it. Nothing outside of the process changes, nor do processes that the scr
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
-import inspect
-import logging
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from .accelerate.launch_config import LaunchConfigError, plugin_from_launch
-
-if TYPE_CHECKING:
-    from .accelerate.plugin import MegatronDDPPlugin
-
-_log = logging.getLogger("megastrategy.launch")
 
 _USAGE = "usage: megastrategy.launch [--config FILE] (script.py | -m module) [arguments]"
 
@@ -113,50 +104,6 @@ class Command:
             sys.path[0] = real if os.path.isdir(real) else os.path.dirname(real)
 
 
-def replace_accelerators(plugin: MegatronDDPPlugin) -> None:
-    """Makes ``accelerate.Accelerator(...)`` return ours in this process from now on, however the name was imported.
-
-    The class stays where it is, since libraries have it by reference already, and its ``__new__`` hands out an object
-    of ours, which is a subclass. Other subclasses are left as they are. ``plugin`` holds for all of ours that are given
-    none, those included that a script makes by our name.
-    """
-    import accelerate
-
-    from .accelerate.accelerator import Accelerator
-    from .accelerate.accelerator import MegatronDDPPlugin as Plugin
-
-    init = Accelerator.__init__
-
-    @functools.wraps(init)
-    def init_with_options(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
-        handlers = given.get("kwargs_handlers") or ()
-        if given.get("megatron_ddp_plugin") is None and not any(isinstance(item, Plugin) for item in handlers):
-            given["megatron_ddp_plugin"] = plugin
-        init(**given)
-
-    Accelerator.__init__ = init_with_options  # type: ignore[method-assign]
-    told: set[type] = set()
-
-    def __new__(cls: type, *_: Any, **__: Any) -> Any:  # noqa: N807 - it becomes the class's
-        if cls is accelerate.Accelerator:
-            return object.__new__(Accelerator)  # whose __init__ is called next
-        if not issubclass(cls, Accelerator) and cls not in told:
-            told.add(cls)
-            if os.environ.get("RANK", "0") == "0":
-                _log.warning(
-                    "%s.%s is a subclass of accelerate.Accelerator and is not replaced: it trains with torch DDP. "
-                    "Derive it from megastrategy.accelerate.Accelerator",
-                    cls.__module__,
-                    cls.__qualname__,
-                )
-        return object.__new__(cls)
-
-    # or the class would seem to take anything
-    __new__.__signature__ = inspect.signature(accelerate.Accelerator.__init__)  # type: ignore[attr-defined]
-    accelerate.Accelerator.__new__ = __new__
-
-
 def main() -> None:
     """``python -m megastrategy.launch``"""
     if sys.argv[1:] in (["-h"], ["--help"]):
@@ -171,12 +118,13 @@ def main() -> None:
         sys.stderr.write(f"megastrategy.launch: {error}\n")
         sys.exit(2)
     try:
-        replace_accelerators(plugin)
+        from .accelerate import replace_accelerators
     except ModuleNotFoundError as error:
         if error.name != "accelerate":
             raise
         sys.exit("megastrategy.launch: it needs accelerate: pip install 'megastrategy[accelerate]'")
-    command.run()
+    with replace_accelerators(plugin):
+        command.run()
 
 
 if __name__ == "__main__":

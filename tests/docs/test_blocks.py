@@ -66,6 +66,7 @@ def test_the_plain_loop(tmp_path: Path) -> None:
         ("design/wire.md", 0, 2),
         ("fabric.md", 0, 2),
         ("accelerate.md", 0, 2),
+        ("accelerate.md", 1, 1),
     ],
     ids=[
         "reading gradients",
@@ -78,6 +79,7 @@ def test_the_plain_loop(tmp_path: Path) -> None:
         "rounded",
         "Fabric",
         "Accelerate",
+        "a block of ours",
     ],
 )
 def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int, ranks: int) -> None:
