@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.distributed.distributed_c10d import PrefixStore
 
 from ..core import Collectives
 from .recovery import store_of, who_left
@@ -69,6 +70,11 @@ class _Note(NamedTuple):
         return theirs.total < self.number or any(None not in pair and pair[0] != pair[1] for pair in pairs)
 
 
+def _board(name: str) -> PrefixStore:
+    """The notes of all ranks that wait, until the exception of that name."""
+    return store_of(f"exception/{name}/waiting")
+
+
 class WaitsInVain:
     """Finds out why a rank waits in vain: another rank failed or left, or the ranks wait for each other.
 
@@ -84,6 +90,7 @@ class WaitsInVain:
         self._name = name
         self._failed: tuple[str, float] | None = None  # which exception, and since when
         self._groups: dict[str, Collectives] = {}
+        self._place: tuple[str, int] | None = None  # of this rank's note: of which exception, and its number
 
     def watch(self, purpose: str, collectives: Collectives) -> Collectives:
         """Asks :meth:`_ask` from now on while a rank waits in ``collectives``; ``purpose`` is what for, in messages."""
@@ -117,11 +124,26 @@ class WaitsInVain:
     def _started(self) -> dict[str, _Started]:
         return {name: _Started(group.num_started, list(group.last_started)) for name, group in self._groups.items()}
 
+    def _leave_note(self, name: str, own: _Note) -> None:
+        """Writes this rank's note, in the place of the one before."""
+        board = _board(name)
+        # Numbered as ranks come, and not by rank: whoever reads asks for all at once, and most ranks have none.
+        if self._place is None or self._place[0] != name:
+            self._place = name, board.add("num", 1) - 1
+        board.set(f"{self._place[1]}", pickle.dumps((torch.distributed.get_rank(), own)))  # type: ignore[arg-type]
+
     @staticmethod
     def _notes_of_others(name: str) -> dict[int, _Note]:
-        store, rank = store_of(f"exception/{name}/waiting"), torch.distributed.get_rank()
-        others = [other for other in range(torch.distributed.get_world_size()) if other != rank]
-        return {other: pickle.loads(store.get(f"{other}")) for other in others if store.check([f"{other}"])}
+        """Reads the notes of other ranks, by rank, in three requests, however many ranks there are: of all ranks that
+        wait, each reads every second."""
+        board = _board(name)
+        keys = [f"{number}" for number in range(board.add("num", 0))]
+        # One that is counted may be about to be written. Its rank reads the others' after that.
+        if keys and not board.check(keys):
+            keys = [key for key in keys if board.check([key])]
+        notes = dict(map(pickle.loads, board.multi_get(keys) if keys else ()))
+        notes.pop(torch.distributed.get_rank(), None)
+        return notes
 
     def _failure(self, name: str) -> str:
         store = store_of(f"exception/{name}")
@@ -133,10 +155,9 @@ class WaitsInVain:
 
     def _deadlock(self, name: str, group: str, what: str, number: int) -> str:
         """Says which ranks wait where, if they wait for each other; see [Note: when a deadlock is certain]."""
-        store, rank = store_of(f"exception/{name}/waiting"), torch.distributed.get_rank()
-        own = _Note(group, what, number, self._started())
+        rank, own = torch.distributed.get_rank(), _Note(group, what, number, self._started())
         # before the others' notes are read: of two ranks that write at the same moment, at least one reads both
-        store.set(f"{rank}", pickle.dumps(own))  # type: ignore[arg-type]  # bytes are taken
+        self._leave_note(name, own)
         notes = self._notes_of_others(name)
         # ``stuck`` grows to S of the note: this rank, those that need it, those that need one of these
         stuck = {rank: own}

@@ -19,6 +19,9 @@ from .._faults.recovery import POLL_S, say_left, store_of, who_left
 LOOK_S = 0.2
 """Seconds between two looks of a rank. A look is one request of the store, of a tenth of a millisecond."""
 
+_LOOKS_PER_S = 1280
+"""The most that all ranks together ask the store, a tenth of a core. From 256 ranks on each looks less often."""
+
 _PATIENCE = timedelta(seconds=20)
 """The longest that a rank waits for the others to save with it between two batches of an evaluation. A batch of theirs
 may be under way."""
@@ -39,6 +42,7 @@ class PostedSignals:
         self._name = exception_name()  # that of the exception which SIGTERM becomes
         self._store = store_of(f"exception/{self._name}/signals")
         self._size = torch.distributed.get_world_size()
+        self._look_s = max(LOOK_S, self._size / _LOOKS_PER_S)
         self._next_look = 0.0
         self._given_up = 0
         self.terminates = False
@@ -79,7 +83,7 @@ class PostedSignals:
         now = time.monotonic()
         if now < self._next_look:
             return 0
-        self._next_look = now + LOOK_S
+        self._next_look = now + self._look_s
         with contextlib.suppress(RuntimeError):
             if not self._store.check(["any"]):
                 return 0

@@ -157,9 +157,12 @@ def check_ranks_agree(layout: BufferLayout, config: DistributedDataParallelConfi
     """Raises LayoutMismatchError, on all ranks, if their layouts or options differ. Collective."""
     options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
     description = {**layout.describe(), "option (name, value)": options}
-    # 32 bytes first: the whole description of a large model is megabytes, and almost always the same.
-    digests = collectives.all_gather_bytes(digest(description))
-    if len(set(digests)) == 1:
+    # 32 bytes first: the whole description of a large model is megabytes, and almost always the same. Ranks agree by a
+    # maximum, in log2(ranks) messages where a gather has ranks - 1: all bytes are equal where the largest of each is
+    # the smallest.
+    own = list(digest(description))
+    largest = collectives.max_of_bytes([*own, *(255 - byte for byte in own)])
+    if all(byte == 255 - other for byte, other in zip(largest[: len(own)], largest[len(own) :], strict=True)):
         return
     descriptions = collectives.all_gather_objects(description)
     # Parameters come first in it, so the first difference is the cause and not one of its consequences.
