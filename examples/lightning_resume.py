@@ -65,7 +65,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     parser.add_argument("--strategy", default="megatron_ddp", help="any name that Lightning knows")
-    parser.add_argument("--devices", type=int, default=2, choices=[1, 2, 3], help="processes")
+    parser.add_argument("--devices", type=int, default=2, choices=[1, 2, 3], help="processes on each node")
+    parser.add_argument("--nodes", type=int, default=1, choices=[1, 2], help="that a scheduler starts this on")
     parser.add_argument("--epochs", type=int, default=2, help="of all runs together")
     parser.add_argument("--out", type=Path, default=Path("runs/resume"), metavar="DIR", help="where last.ckpt is")
     args = parser.parse_args()
@@ -83,6 +84,8 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="gpu" if torch.cuda.device_count() >= args.devices else "cpu",
         devices=args.devices,
+        num_nodes=args.nodes,
+        default_root_dir=args.out,  # where Lightning saves when Slurm is about to end the job, and looks for that
         strategy=args.strategy,
         max_epochs=args.epochs,
         callbacks=[ModelCheckpoint(path.parent, path.stem, enable_version_counter=False)],
@@ -90,7 +93,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(TensorDataset(images[train], targets[train]), BATCH_SIZE // args.devices, shuffle=True)
+    loader = DataLoader(TensorDataset(images[train], targets[train]), BATCH_SIZE // trainer.world_size, shuffle=True)
     trainer.fit(Classifier(images[test], targets[test]), loader, ckpt_path=path if path.exists() else None)
 
 
