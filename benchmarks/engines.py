@@ -21,7 +21,7 @@ import megastrategy
 from megastrategy.core import Event
 
 from .cases import Case, LanguageModel
-from .peers import LR, Stepper, build_deepspeed, build_dion, build_megatron_core
+from .peers import LR, Stepper, build_deepspeed, build_dion, build_megatron_core, build_megatron_core_layer_wise
 from .recipes import RECIPES, Part
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -175,8 +175,8 @@ def _ddp_hook(
 
 def _ddp_dion(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
     model = TorchDDP(module)
-    muon, rest = _parts(module, case, adamw)
-    optimizer = _together([build_dion(muon.params), rest.make()])
+    parts = _parts(module, case, adamw)
+    optimizer = _together([build_dion(part.params) if part.kind is torch.optim.Muon else part.make() for part in parts])
     return Engine(model=model, optimizer=optimizer, not_synced=model.no_sync)
 
 
@@ -290,6 +290,12 @@ def _megatron_core(module: LanguageModel, case: Case, *_: Any) -> Engine:
     return Engine(model=model, optimizer=stepper, not_synced=not_synced, settle=functools.partial(_read_params, model))
 
 
+def _megatron_core_layer_wise(module: LanguageModel, case: Case, adamw: Mapping[str, Any], *_: Any) -> Engine:
+    optimizers = [part.make() for part in _parts(module, case, adamw)]
+    model, stepper, not_synced = build_megatron_core_layer_wise(module, optimizers)
+    return Engine(model=model, optimizer=stepper, not_synced=not_synced)
+
+
 _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
     {
         "bound": _bound,
@@ -302,12 +308,18 @@ _BUILDERS: Mapping[str, Callable[..., Engine]] = MappingProxyType(
         "fsdp2": _fsdp2,
         "deepspeed": _deepspeed,
         "megatron-core": _megatron_core,
+        "megatron-core-layer-wise": _megatron_core_layer_wise,
         "ours": _ours,
         "ours-as-registered": _ours_as_registered,
     }
 )
 _PACKAGES: Mapping[str, str] = MappingProxyType(
-    {"deepspeed": "deepspeed", "megatron-core": "megatron.core", "ddp-dion": "dion"}
+    {
+        "deepspeed": "deepspeed",
+        "megatron-core": "megatron.core",
+        "megatron-core-layer-wise": "megatron.core",
+        "ddp-dion": "dion",
+    }
 )
 """Names what has to be installed, by kind."""
 _ONLY_ADAMW: Mapping[str, str] = MappingProxyType(
@@ -385,6 +397,13 @@ _SPECS = (
     EngineSpec(name="deepspeed-1", about="DeepSpeed ZeRO-1", kind="deepspeed", options={"stage": 1}),
     EngineSpec(name="deepspeed-2", about="DeepSpeed ZeRO-2", kind="deepspeed", options={"stage": 2}),
     EngineSpec(name="megatron-core", about="Megatron-core DDP + distributed optimizer", kind="megatron-core"),
+    EngineSpec(
+        name="megatron-core-layer-wise",
+        about="Megatron-core DDP + layer-wise optimizer",
+        kind="megatron-core-layer-wise",
+        only_dtype="fp32",
+        only_recipe="muon",
+    ),
     ours("ours", "default"),
     ours("ours-all-reduce", "not sharded", use_distributed_optimizer=False),
     ours("ours-gather-off", "gather after the step", overlap_param_gather=False),

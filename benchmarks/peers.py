@@ -51,21 +51,38 @@ def build_deepspeed(
     return engine, Stepper(engine.step, lambda: None), not_last
 
 
-def build_megatron_core(module: nn.Module, dtype: str) -> Peer:
-    """DDP and the distributed optimizer, both overlaps on."""
+def _megatron_ddp(module: nn.Module, *, is_bf16: bool, **options: bool) -> Any:
+    """Its DDP, with gradients reduced in fp32 under backward."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
-    is_bf16 = dtype == "bf16"
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
     # of a transformer, which the module need not be: nothing reads these sizes
     of_model = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, bf16=is_bf16)
-    of_ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True, overlap_param_gather=True
-    )
+    of_ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, **options)
+    return DistributedDataParallel(of_model, of_ddp, module)
+
+
+def _megatron_peer(model: Any, optimizer: Any) -> Peer:
+    def zero_grad() -> None:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+
+    def step() -> None:
+        model.finish_grad_sync()
+        with OnHost():
+            optimizer.step()
+
+    return model, Stepper(step, zero_grad), model.no_sync
+
+
+def build_megatron_core(module: nn.Module, dtype: str) -> Peer:
+    """DDP and the distributed optimizer, both overlaps on."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    is_bf16 = dtype == "bf16"
     of_optimizer = OptimizerConfig(
         optimizer="adam",
         lr=LR,
@@ -77,20 +94,27 @@ def build_megatron_core(module: nn.Module, dtype: str) -> Peer:
         overlap_param_gather=True,
     )
     with OnHost():
-        model = DistributedDataParallel(of_model, of_ddp, module)
+        model = _megatron_ddp(module, is_bf16=is_bf16, use_distributed_optimizer=True, overlap_param_gather=True)
         # {}: weight decay for every parameter, as torch has it
         optimizer = get_megatron_optimizer(of_optimizer, [model], {})
+    return _megatron_peer(model, optimizer)
 
-    def zero_grad() -> None:
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
 
-    def step() -> None:
-        model.finish_grad_sync()
-        with OnHost():
-            optimizer.step()
+def build_megatron_core_layer_wise(module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Peer:
+    """DDP with an all-reduce, and the layer-wise distributed optimizer around torch's: each rank steps some parameters
+    whole, and all gather what is new. For fp32 weights."""
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
-    return model, Stepper(step, zero_grad), model.no_sync
+    config = OptimizerConfig(lr=LR, clip_grad=0.0)
+    with OnHost():
+        model = _megatron_ddp(module, is_bf16=False, use_distributed_optimizer=False)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        wrapped = [FP32Optimizer(optimizer, config, None) for optimizer in optimizers]
+        optimizer = LayerWiseDistributedOptimizer(wrapped, config, groups)
+    return _megatron_peer(model, optimizer)
 
 
 def build_dion(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -107,22 +131,35 @@ def build_dion(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None) -> None:
+    """Of tensors of any sizes, which gloo refuses: by broadcasts, as NCCL has it."""
+    for rank, received in enumerate(tensors):
+        if rank == torch.distributed.get_rank(group):
+            received.copy_(tensor)
+        torch.distributed.broadcast(received, group=group, group_src=rank)
+
+
 class OnHost(TorchFunctionMode):
-    """While this is open what asks for CUDA gets the host: Megatron-core's optimizer makes tensors there and looks at
-    the names of tensor types. Nothing that it computes is changed."""
+    """While this is open what asks for CUDA and NCCL gets the host and gloo: Megatron-core's optimizer makes tensors
+    there and looks at the names of tensor types. Nothing that it computes is changed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._patch = mock.patch("torch.cuda.current_device", return_value="cpu")
+        self._patches = [
+            mock.patch("torch.cuda.current_device", return_value="cpu"),
+            mock.patch("torch.distributed.all_gather", _all_gather),
+        ]
 
     def __enter__(self) -> OnHost:
-        self._patch.start()
+        for patch in self._patches:
+            patch.start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._patch.stop()
+        for patch in self._patches:
+            patch.stop()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
