@@ -26,7 +26,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.files import load_file, save_file
+from tests.support.optimizers import MatricesAndRest
 from tests.support.ports import free_port
+from tests.support.whole_params import by_dimensions
 
 from .fits import make_strategy, make_trainer
 from .rank_processes import SIZE
@@ -99,13 +101,19 @@ def with_directories(folder: Path, num_steps: int) -> dict[str, Tensor]:
     return with_trainer(folder, num_steps, state_dict_type="sharded")
 
 
-def with_loop(folder: Path, num_steps: int) -> dict[str, Tensor]:
+def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3)
+
+
+def with_loop(
+    folder: Path, num_steps: int, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = _adamw
+) -> dict[str, Tensor]:
     """Without a framework: every second step, and the other rank does not wait for the file."""
     rank = int(os.environ["LOCAL_RANK"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=SIZE)
     module = make_model()
     model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=BUCKET_SIZE))
-    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+    optimizer = DistributedOptimizer(make([*model.parameters()]), model)
     path, first = folder / "checkpoints" / "last.ckpt", 0
     if path.exists():
         saved = load_file(path)
@@ -126,6 +134,16 @@ def with_loop(folder: Path, num_steps: int) -> dict[str, Tensor]:
     model.close()
     torch.distributed.destroy_process_group()
     return weights
+
+
+def with_owners(folder: Path, num_steps: int) -> dict[str, Tensor]:
+    """The same with matrices that are stepped whole, each by its owner."""
+
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        matrices, rest = by_dimensions(params)
+        return MatricesAndRest([{"params": matrices, "by_row": True}, {"params": rest}], lr=1e-3)
+
+    return with_loop(folder, num_steps, make)
 
 
 def _run(job: Callable[[Path, int], dict[str, Tensor]], folder: Path, num_steps: int, rank: int, port: int) -> None:

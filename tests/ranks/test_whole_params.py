@@ -183,6 +183,9 @@ def test_a_step_sends_parts_to_owners_once_and_gathers_once(size: int, kind: str
         }
         assert len(calls.named("all_to_all")) == len(moving)
         assert len(calls.named("gather_spans")) == len(whole)
+        exchanges = {"all_to_all", "gather_spans", "all_gather"}
+        names = [call.name for call in calls.calls if call.name in exchanges]
+        assert names[: len(moving)] == len(moving) * ["all_to_all"], "before anything is stepped and gathered"
         stepped = {layout.slots[param].bucket for param in training.optimizer._impl.param_indices()}
         assert len(calls.named("all_gather")) == len(stepped - whole)
         sent = sum(call.numel for call in calls.named("all_to_all"))
@@ -214,8 +217,14 @@ def test_one_rank_sends_nothing_and_tries_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"grad_buffer": "pooled"}, {"overlap_param_gather": "forward"}], ids=str)
-def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(kind: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "accumulate"),
+    [({}, 1), ({}, 3), ({"grad_buffer": "pooled"}, 1), ({"overlap_param_gather": "forward"}, 3)],
+    ids=str,
+)
+def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(
+    kind: str, options: dict[str, Any], accumulate: int
+) -> None:
     """To the bit on two ranks, where a sum has one order; main params too."""
 
     def run(rank: int, group: ProcessGroup) -> tuple[list[Tensor], Any, Any]:
@@ -223,7 +232,7 @@ def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(kind: str, options:
         for ways in (options, {"use_distributed_optimizer": False}):
             module, model = model_on(group, torch.bfloat16, **ways)
             optimizer = DistributedOptimizer(KINDS[kind](list(module.parameters())), model)
-            train(model, optimizer, rank, range(5))
+            train(model, optimizer, rank, range(5), accumulate)
             weights = [param.detach().clone() for param in module.parameters()]
             results.append((weights, optimizer.state_dict(), optimizer.main_params()))
         return results  # type: ignore[return-value]

@@ -80,9 +80,12 @@ def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(4, 10, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
 
 
-def train(model: DistributedDataParallel, optimizer: Any, rank: int, steps: range) -> None:
+def train(model: DistributedDataParallel, optimizer: Any, rank: int, steps: range, accumulate: int = 1) -> None:
     dtype = next(model.parameters()).dtype
     for step in steps:
         optimizer.zero_grad()
+        for microbatch in range(1, accumulate):
+            with model.no_sync():
+                model(batch(rank, step + 50 * microbatch, dtype)).square().mean().backward()
         model(batch(rank, step, dtype)).square().mean().backward()
         optimizer.step()
