@@ -22,6 +22,7 @@ from .checkpoint.own_parts import OwnParts, Piece
 from .checkpoint.whole_state import as_saved
 from .collectives import Collectives
 from .engine import Engine
+from .errors import OptimizerNotShardableError
 from .layout import BufferLayout
 from .param_buffers import ParamBuffers
 from .param_shard import ParamShard
@@ -174,6 +175,20 @@ class OptimizerShards(ShardHolder):
                     params[index] = param
                     whole.update({index} if number in self._whole_groups else ())
         return params, whole
+
+    def check_whole_groups(self) -> None:
+        """Raises OptimizerNotShardableError if a parameter that is divided was put into a group of whole ones since:
+        its shards would be stepped as if they were parameters."""
+        for number, group in enumerate(self.inner.param_groups):
+            if number not in self._whole_groups:
+                continue
+            for index in map(self.index_by_id.get, map(id, group["params"])):
+                if index is not None and index in self._followed and index not in self._whole.indices:
+                    name = self.layout.params[index].name
+                    raise OptimizerNotShardableError(
+                        f"parameter {name!r} is divided into flat shards, and is in group {number} now, which "
+                        f"{type(self.inner).__name__} steps whole: put it there before the optimizer is wrapped"
+                    )
 
     def _add_shards(self, indices: Collection[int], buffers: ParamBuffers) -> None:
         grads, layout, rank = self.engine.grad_buffers, self.layout, self.engine.collectives.rank

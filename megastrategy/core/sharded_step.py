@@ -163,6 +163,7 @@ class ShardedStep(OptimizerShards):
         engine, indices = self.engine, self.param_indices()
         assert engine.param_buffers is not None, "sharded"
         self._whole.check_others_are_not_owned(indices)
+        self.check_whole_groups()
         engine.param_gather.finish()
         engine.param_buffers.recapture()
         changing_params = self.changing(indices)

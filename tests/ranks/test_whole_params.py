@@ -353,6 +353,28 @@ def test_what_is_whole_in_one_optimizer_is_not_stepped_flat_by_another() -> None
     run_ranks(2, run)
 
 
+def test_a_divided_parameter_that_is_put_into_a_whole_group_is_named() -> None:
+    """One that is owned goes on being stepped whole, in a group of shards too."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model = model_on(group)
+        optimizer = DistributedOptimizer(KINDS["muon_and_adamw"](list(module.parameters())), model)
+        train(model, optimizer, rank, range(1))
+        whole, flat = (group["params"] for group in optimizer.param_groups)
+        flat.append(whole.pop())
+        train(model, optimizer, rank, range(1, 2))
+        whole.append(flat.pop(0))
+        before = [param.detach().clone() for param in module.parameters()]
+        for _ in range(2):
+            with pytest.raises(OptimizerNotShardableError, match=r"'0.bias' is divided .* group 0 now"):
+                train(model, optimizer, rank, range(2, 3))
+        assert all(map(torch.equal, before, module.parameters()))
+        flat.append(whole.pop())
+        train(model, optimizer, rank, range(2, 3))
+
+    run_ranks(2, run)
+
+
 def test_ranks_with_other_groups_are_told() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module, model = model_on(group)
