@@ -356,7 +356,9 @@ all of them, D-Adaptation, Prodigy, DoG), one that wants a closure or second der
 in trials that they tell nothing. `use_distributed_optimizer=False` is the way out: every rank then steps all parameters
 whole, as under torch DDP.
 
-Owners are the ranks that have the least by then, bucket by bucket. An owner gets the reduced gradients of what it owns
+Owners are the ranks that have the least by then, bucket by bucket; a parameter that is larger than a rank's part of
+everything (an embedding) comes first, and its owner gets nothing else. The line at the start of a fit names it: AdamW in
+a group of its own would divide it. An owner gets the reduced gradients of what it owns
 before the step, and sends its weights after it with the gather that all ranks have anyway:
 [how](design/whole_parameters.md). With several optimizers on one model, step the one of most parameters last: the
 others wait for what it has sent.
