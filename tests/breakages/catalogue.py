@@ -362,7 +362,7 @@ BREAKAGES = (
     Breakage(
         "the largest parameters are all owned by the first rank",
         "core/owners.py",
-        "            loads[rank] += layout.params[param].numel\n        return Owners",
+        "            loads[rank] += numel[param]\n        return Owners",
         "        return Owners",
         "tests/ranks/test_whole_params.py",
     ),
