@@ -357,11 +357,10 @@ in trials that they tell nothing. `use_distributed_optimizer=False` is the way o
 whole, as under torch DDP.
 
 Owners are the ranks that have the least by then, bucket by bucket; a parameter that is larger than a rank's part of
-everything (an embedding) comes first, and its owner gets nothing else. The line at the start of a fit names it: AdamW in
-a group of its own would divide it. An owner gets the reduced gradients of what it owns
-before the step, and sends its weights after it with the gather that all ranks have anyway:
-[how](design/whole_parameters.md). With several optimizers on one model, step the one of most parameters last: the
-others wait for what it has sent.
+everything (an embedding) comes first, and its owner gets nothing else. The line at the start of a fit names it: in a
+group of AdamW it would be divided. An owner gets the reduced gradients of what it owns before the step, and sends its
+weights after it with the gather that all ranks have anyway: [how](design/whole_parameters.md). With several optimizers
+on one model, step the one of most parameters last: the others wait for what it has sent.
 
 Each optimizer is trained on two ranks under torch DDP and under a sharded `DistributedOptimizer`, saved, built anew,
 resumed and trained on. Weights before and after, on both ranks, and what was saved are compared.
