@@ -14,10 +14,17 @@ bucket is on the wire: a gradient that arrives late then lands in a tensor of it
 is reading. ``publish`` says what the reduction left behind: with all-reduce the views come back, with reduce-scatter
 ``.grad`` is a stand-in that refuses to be read (:mod:`.reduced_grad`), since only this rank's shard of the buffer means
 anything. A stand-in that is missing later was dropped by the user, and so is the gradient.
+
+[Note: what somebody keeps]
+``kept = param.grad; optimizer.zero_grad()`` leaves the gradient in ``kept`` under torch DDP, and the next backward
+makes another. Here the next one would come into the same memory, and be ``kept`` in silence. Python's count of
+references tells whether anybody has the tensor: then it gets memory of its own, and ``.grad`` is another from then on.
+A view of it (``param.grad.detach()``) is another tensor of the buffer's memory, and is not seen.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +36,7 @@ from torch.nn import Parameter
 from .errors import ParameterChangedError
 from .layout import BufferLayout, ParamSpec
 from .nonfinite import FiniteCheck
-from .reduced_grad import ReducedGrad
+from .reduced_grad import ReducedGrad, StoodFor
 from .wire_format import read_wire
 
 
@@ -46,6 +53,14 @@ def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[
 def copy_grad_(target: Tensor, grad: Tensor) -> None:
     """``target`` (dense, of the parameter's shape) becomes the gradient, which may be sparse."""
     target.copy_(grad.to_dense() if grad.layout != torch.strided else grad)
+
+
+def referred_to_elsewhere(tensors: Iterable[Tensor | None]) -> list[int]:
+    """The places of tensors that are referred to by more than one container each, the caller's."""
+    owner = [object()]  # one that surely is not; how many references are usual is no promise of Python's
+    known = [*tensors, *owner]
+    *counts, usual = map(sys.getrefcount, known)
+    return [place for place, count in enumerate(counts) if count > usual and known[place] is not None]
 
 
 class GradBuffers(ABC):
@@ -183,10 +198,35 @@ class GradBuffers(ABC):
 
     def clear(self, params: Iterable[int]) -> None:
         """Drops the gradients of these parameters: ``.grad`` is None, accumulation starts from zero."""
+        params = list(params)
         for index in params:
             self.params[index].grad = None
             self.has_grad[index] = False
             self._stale[index] = True
+        self.leave_kept(params)
+
+    def leave_kept(self, params: Sequence[int]) -> None:
+        """Leaves dropped gradients, which are in no ``.grad`` any more, to those who keep them; see [Note: what
+        somebody keeps]."""
+        for place in referred_to_elsewhere(map(self.views.__getitem__, params)):
+            self._leave_view(params[place])
+        stand_ins = self._stand_ins
+        for place in referred_to_elsewhere(map(stand_ins.__getitem__, params)):
+            stand_ins[params[place]] = None
+        for index in params:
+            if (known := stand_ins[index]) is not None and known.stood_for.has_copies:
+                stand_ins[index] = None
+
+    def _leave_view(self, param: int) -> None:
+        """Somebody keeps the view: it gets memory of its own, and the parameter another view."""
+        kept = self.views[param]
+        assert kept is not None, "it is kept"
+        kept.data = kept.detach().clone()
+        self.views[param] = self._view(param)
+
+    def _view(self, param: int) -> Tensor:
+        """A tensor for ``.grad`` in the buffer's memory."""
+        raise NotImplementedError("gradients are where autograd puts them")
 
     def drop_unfinished(self) -> None:
         """A backward broke off, or its sums are no good: every gradient is dropped, and nothing is sealed."""
@@ -218,12 +258,15 @@ class GradBuffers(ABC):
         if known is None:
             buffers = weakref.ref(self)  # the user's parameters hold it, and must not keep the buffers
 
-            def zero() -> None:
-                if (present := buffers()) is not None:
+            def zero(stood_for: StoodFor) -> None:
+                present = buffers()
+                known = present._stand_ins[param] if present is not None else None
+                # One that was dropped is nobody's gradient.
+                if present is not None and known is not None and known.stood_for is stood_for:
                     present.zero([param])
 
             known = self._stand_ins[param] = ReducedGrad(
-                self.layout.params[param], self.params[param].device, zero, self.all_reduce_option
+                self.layout.params[param], self.params[param].device, StoodFor(zero), self.all_reduce_option
             )
         elif known.pending is not None:  # of a backward that broke off
             known.pending = None
@@ -247,10 +290,11 @@ class GradBuffers(ABC):
                 # Where a gradient is whole, None says nothing: sealing and zero_grad leave it behind as well.
                 if has_grad[index] and self.is_sharded(index):
                     has_grad[index], self._stale[index] = False, True
+                    self.leave_kept([index])
                 continue
             # Nearly always its own; moved with the module it is another object.
-            if grad is not stand_ins[index] and isinstance(grad, ReducedGrad):
-                grad.check_is_of(self.layout.params[index])
+            if grad is not (known := stand_ins[index]) and isinstance(grad, ReducedGrad):
+                grad.check_is_of(self.layout.params[index], None if known is None else known.stood_for)
             if not has_grad[index] and isinstance(grad, ReducedGrad):
                 raise grad.error("putting back a .grad that was dropped")
         return grads

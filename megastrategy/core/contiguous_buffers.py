@@ -83,6 +83,7 @@ class ContiguousGradBuffers(GradBuffers):
 
     def open(self) -> None:
         grads = self._notice_drops(range(len(self.params)))
+        self._leave_replaced(grads)
         for bucket in self.layout.buckets:
             # Outside this rank's shard a reduced bucket has other ranks' leftovers, which must not be averaged in
             # again.
@@ -160,11 +161,15 @@ class ContiguousGradBuffers(GradBuffers):
             param, view = params[index], views[index]
             grad = param.grad
             if grad is None:  # dropped in this backward: the view still holds it, and would send it
+                del view  # which would count for somebody's
+                self.leave_kept([index])
                 self._zero_param(index)
                 has_grad[index] = False
             elif grad is not view or grad.data_ptr() != addresses[index]:
                 # replaced by the user, or re-pointed with the module (Module.to replaces .grad.data)
                 self.check_param(index)
+                del view
+                self.leave_kept([index])
                 self.views[index] = self._view(index)
                 self._zero_sums(index)
                 copy_grad_(self._get_view(index), grad)
@@ -194,6 +199,7 @@ class ContiguousGradBuffers(GradBuffers):
         for index, grad in zip(params, self._notice_drops(params), strict=True):
             if not (grad is None or grad is stand_ins[index] or isinstance(grad, ReducedGrad)):
                 self.check_param(index)
+                self.leave_kept([index])
                 copy_grad_(self._get_view(index), grad)
                 if (sums := self._owned_sums(index)) is not None:  # what is stepped, where there are such
                     start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
@@ -211,6 +217,12 @@ class ContiguousGradBuffers(GradBuffers):
         super().close()
         self.views, self.flats, self._rounded = [None] * len(self.params), [], {}
         self._sums = [None] * len(self._sums)
+
+    def _leave_replaced(self, grads: Sequence[Tensor | None]) -> None:
+        """Leaves gradients that somebody took out of ``.grad`` without clearing them to those who keep them."""
+        has_grad, views = self.has_grad, self.views
+        replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i]]
+        self.leave_kept([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
 
     def _view(self, index: int) -> Tensor:
         spec, slot = self.layout.params[index], self.layout.slots[index]

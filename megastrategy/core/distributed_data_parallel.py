@@ -37,7 +37,7 @@ class DistributedDataParallel(nn.Module):
         all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
 
     Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
-    gradient is sent if they are registered before wrapping.
+    gradient is sent.
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
     :meth:`close` gives it back. At the end of the first synchronised backward it may move once more (see

@@ -44,6 +44,7 @@ from .forwarded import forwarding_members
 from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
 from .sharded_step import ShardedStep
+from .shown_state import ShownState
 from .trials.elementwise import Findings, why_not_in_fp32, why_not_main_params
 from .trials.step_arguments import StepArguments
 
@@ -125,9 +126,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The user's optimizer's state, keyed by this rank's shards."""
-        self._impl.split_state()
-        return self._impl.inner.state
+        """The user's optimizer's state. Where it is keyed by this rank's shards, a look-up by one of the model's
+        Parameters raises :class:`~.errors.DirectUseError`; see shown_state's [Note: state that nobody misses in
+        silence]."""
+        impl = self._impl
+        impl.split_state()
+        return ShownState(impl.inner.state, impl.why_no_state) if impl.has_shards else impl.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:

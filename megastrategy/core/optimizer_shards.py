@@ -245,6 +245,19 @@ class OptimizerShards(ShardHolder):
             return param
         return self.shards[index].main if index in self.shards else None
 
+    def why_no_state(self, param: Tensor) -> str | None:
+        """Why nothing is kept under one of the model's Parameters, in words; None for one that is stepped itself."""
+        index = self.index_by_id.get(id(param))
+        if index is None or index not in self._followed or self.stepped_tensor(self.engine.params[index]) is param:
+            return None
+        return (
+            f"the state of parameter {self.layout.params[index].name!r} was looked up, and what is stepped in its "
+            "place (a shard, or a main param) has it. On all ranks, state_dict() of the optimizer that setup, prepare "
+            "or DistributedOptimizer returned has it whole, and load_state_dict() takes it back; what is done to every "
+            "number alike may be done to optimizer.state.values(). Methods of the optimizer's class are called on that "
+            f"object, not as functions of the class. Or pass {self.engine.all_reduce_option}"
+        )
+
     def groups_of_shards(self) -> contextlib.AbstractContextManager[None]:
         """The optimizer's groups hold this rank's shards while this is open; a group may be empty, none is missing."""
         groups = [group["params"] for group in self.inner.param_groups]
@@ -256,14 +269,22 @@ class OptimizerShards(ShardHolder):
         whole = [group["params"] for group in self.inner.param_groups]
         for group, params in zip(self.inner.param_groups, tensors, strict=True):
             group["params"] = params
-        self._passing_through = True
         try:
-            yield
+            with self._passing():
+                yield
         finally:
-            self._passing_through = False
             # asked for again: load_state_dict makes new group dictionaries
             for group, params in zip(self.inner.param_groups, whole, strict=True):
                 group["params"] = params
+
+    @contextlib.contextmanager
+    def _passing(self) -> Iterator[None]:
+        """The user's optimizer may be called while this is open: it is us who call it."""
+        before, self._passing_through = self._passing_through, True
+        try:
+            yield
+        finally:
+            self._passing_through = before
 
     # --- state -------------------------------------------------------------------------------------------------------
 

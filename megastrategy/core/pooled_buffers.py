@@ -109,6 +109,7 @@ class PooledGradBuffers(GradBuffers):
                 param.grad = param.grad.take_pending()
             elif param.grad is not None:  # in place of what was summed; it is sent with what is added to it
                 self.check_param(index)
+                self.leave_kept([index])
                 self._zero_sums(index)
                 self.has_grad[index] = True
 
@@ -209,6 +210,7 @@ class PooledGradBuffers(GradBuffers):
             param = self.params[index]
             if param.grad is not None and not isinstance(param.grad, ReducedGrad):
                 self.check_param(index)
+                self.leave_kept([index])
                 owned = self.layout.owned_range(index, self._dp_rank)
                 # The other owners of the parameter take their parts from their own .grad: users write the same on all
                 # ranks.

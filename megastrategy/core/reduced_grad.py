@@ -7,7 +7,8 @@ number. So ``.grad`` is a stand-in without storage. Whoever asks for its shape, 
 whoever computes with it gets :class:`~.errors.ReducedGradError`, since every operation passes ``__torch_dispatch__``.
 What has a meaning without elements is answered: zeroing zeroes the reduced gradient, ``detach`` and ``to`` give another
 stand-in, and autograd may add the next local gradient to it. A ``.grad`` that is None was dropped by somebody, however
-they did it, as after ``zero_grad`` of a raw module.
+they did it, as after ``zero_grad`` of a raw module. Whoever keeps a stand-in beyond that has one of a gradient that is
+gone: the next gradient gets another, so that putting the first one back is noticed.
 """
 
 from __future__ import annotations
@@ -32,13 +33,29 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != NO_TASK)
 
 
+class StoodFor:
+    """One reduced gradient, until it is dropped. There is one stand-in for it, and copies where it was detached.
+
+    Attributes:
+        zero: zeroes it.
+        has_copies: whether somebody has another stand-in than the one in ``.grad``.
+    """
+
+    def __init__(self, zero: Callable[[StoodFor], None]) -> None:
+        self._zero = zero
+        self.has_copies = False
+
+    def zero(self) -> None:
+        self._zero(self)
+
+
 class ReducedGrad(Tensor):
     """Stands for the reduced gradient of one parameter; see [Note: a gradient that nobody can misread].
 
     Args:
         spec: the parameter's; the stand-in has its shape and stride, and the gradient's dtype.
         device: the parameter's.
-        zero: zeroes the reduced gradient.
+        stood_for: the gradient.
         all_reduce_option: how whoever set the engine up asks it for whole gradients.
 
     Attributes:
@@ -47,7 +64,7 @@ class ReducedGrad(Tensor):
 
     spec: ParamSpec
     pending: Tensor | None
-    _zero: Callable[[], None]
+    stood_for: StoodFor
     _all_reduce_option: str
 
     # properties are read by every loop over parameters, and mean what they mean for any tensor
@@ -58,7 +75,7 @@ class ReducedGrad(Tensor):
         cls,
         spec: ParamSpec,
         device: torch.device,
-        zero: Callable[[], None],
+        stood_for: StoodFor,
         all_reduce_option: str,
         *,
         dtype: torch.dtype | None = None,
@@ -67,7 +84,7 @@ class ReducedGrad(Tensor):
         made: ReducedGrad = Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=dtype or spec.grad_dtype, device=device
         )
-        made.spec, made.pending, made._zero, made._all_reduce_option = spec, pending, zero, all_reduce_option
+        made.spec, made.pending, made.stood_for, made._all_reduce_option = spec, pending, stood_for, all_reduce_option
         return made
 
     def take_pending(self) -> Tensor | None:
@@ -88,7 +105,7 @@ class ReducedGrad(Tensor):
         # As an operand elsewhere (x.add_(p.grad)) it would be read, and raises below.
         if isinstance(first, ReducedGrad):
             if func is _ATEN.zero_.default:
-                first._zero()
+                first.stood_for.zero()
                 return first
             if func is _ATEN.detach.default:
                 return first._like(first.device, first.dtype)
@@ -108,13 +125,16 @@ class ReducedGrad(Tensor):
         raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).error(str(func))
 
     def _like(self, device: torch.device, dtype: torch.dtype, pending: Tensor | None = None) -> ReducedGrad:
-        options = self._zero, self._all_reduce_option
+        self.stood_for.has_copies = True
+        options = self.stood_for, self._all_reduce_option
         return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
 
-    def check_is_of(self, spec: ParamSpec) -> None:
-        """Raises ReducedGradError where it stands for another parameter's gradient."""
+    def check_is_of(self, spec: ParamSpec, present: StoodFor | None) -> None:
+        """Raises ReducedGradError where it stands for another parameter's gradient, or for another than ``present``."""
         if spec.name != self.spec.name:
             raise self.error(f"putting a .grad into that of {spec.name!r}")
+        if present is not self.stood_for:
+            raise self.error("putting back a .grad that was dropped")
 
     def error(self, what: str) -> ReducedGradError:
         """The error to raise where ``what`` needs elements."""

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from .agreement import Agreement, Reasons, describe_broken_promise
 from .backward import BackwardPhase, backward_starts
@@ -39,7 +38,7 @@ from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, LossTokensError, UnusedParameterError
 from .events import Event, EventKind, Listener
 from .grad_accumulators import GradAccumulators
-from .grad_hooks import GradHook
+from .grad_hooks import GradHooks
 from .layout import BufferLayout
 from .loss_tokens import TOO_LATE, LossTokens
 from .nonfinite import FiniteCheck
@@ -106,7 +105,7 @@ class Reducer:
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = GradHooks(self)
         self._accumulators = GradAccumulators()
         self.extend(layout, params)
         self._planner = planner
@@ -124,8 +123,7 @@ class Reducer:
         self._planner = None  # what has joined lies apart, and stays there
         self._tokens.follow(self.buffers)
         self._accumulators.extend(params[first:])
-        for index, param in enumerate(params[first:], first):
-            self._hooks.append(param.register_post_accumulate_grad_hook(GradHook(self, index)))
+        self._hooks.extend(params[first:])
 
     def follow(self, layout: BufferLayout, buffers: GradBuffers) -> None:
         """Everything has moved to another layout, between two backwards."""
@@ -137,9 +135,8 @@ class Reducer:
     def close(self) -> None:
         """Removes the hooks. Reductions in flight are not waited for: after an error elsewhere they might never end."""
         self.abort_unfinished()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self._handles = [], []
+        self._hooks.remove()
+        self._handles = []
         self._accumulators.drop()
         self._in_flight.clear()
 
@@ -158,6 +155,7 @@ class Reducer:
     def before_forward(self) -> None:
         """A forward starts."""
         self._drop_unfinished()
+        self._hooks.stay_last()
         self._accumulators.follow_stream()
         self._watched = NO_TASK
         self._forward_decision = None
@@ -194,6 +192,7 @@ class Reducer:
         if self._watched != task:  # the first, one after an error, or one nested in another: none may go without an end
             if all(end() is None for end in self._ends):
                 self._drop_unfinished()  # tried again, without a forward in between
+            self._hooks.stay_last()
             self._watched = task
             self._emit(EventKind.BACKWARD_START, 0)
             self._queue(self._end_watched_backward)

@@ -10,12 +10,19 @@ weight's value. fp32 and fp64 weights need no main param: the shard is a view of
 With ``overlap_param_gather`` the optimizer is called once for each bucket, with what this rank has of it in its groups,
 and the bucket's gather goes on while the next is stepped. That is the same step for an optimizer that treats each
 tensor by itself and counts nothing else, which a probe finds out (``Findings.in_parts``); where it is not, or where
-somebody's hook counts steps, the optimizer is called once, and all gathers follow.
+somebody watches its steps, the optimizer is called once, and all gathers follow.
+
+[Note: hooks and wrappers]
+A hook on the step, or a wrapper around it, may look at gradients, at weights, at their shapes. On shards a norm, a mean
+over rows, or a test of ``dim()`` would be another in silence. So the user's optimizer is called with the model's
+Parameters in its groups, as at any other time: before the step each ``.grad`` is a stand-in, which refuses to be
+misread and may be written, and after it all weights are whole. Shards are there while the class's own step runs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -29,13 +36,33 @@ from .events import EventKind
 from .optimizer_shards import OptimizerShards
 from .param_shard import ParamShard, begin_step, drop_remainders, end_step, take_outside_changes
 from .step_tensors import Run
-from .trials.elementwise import Findings, counts_calls
+from .step_watchers import InnermostCall, is_watched
+from .trials.elementwise import Findings
 from .trials.later_trials import LaterTrials
 from .trials.step_arguments import StepArguments
 from .whole_params import WholeParam
 from .wire_format import wire_part
 
 Steppable = Run | WholeParam
+
+
+@dataclasses.dataclass(frozen=True)
+class _Begun:
+    """A step that has begun.
+
+    Attributes:
+        indices: of the optimizer's parameters.
+        with_grads: those of them that are stepped on this rank.
+        runs: what is stepped of them as shards.
+        changing: buckets of which some rank steps something, which all ranks gather.
+        order: in which buckets are stepped.
+    """
+
+    indices: list[int]
+    with_grads: Set[int]
+    runs: list[Run]
+    changing: Set[int]
+    order: list[int]
 
 
 class ShardedStep(OptimizerShards):
@@ -128,11 +155,14 @@ class ShardedStep(OptimizerShards):
         self.finish_grads()
         with self.at_rest.lock:
             self._arguments = arguments
-            if self.sharded:
-                self._step_shards()
-            else:
+            if not self.sharded:
                 self._step_main_params()
-            self.num_steps_done += 1
+            elif is_watched(self.inner):
+                self._step_watched()
+            else:
+                self._step_shards()
+            # The same number where somebody's wrapper has left the step out: then none has begun.
+            self.num_steps_done = self.num_steps_begun
 
     def _step_main_params(self) -> None:
         self._begin_step()
@@ -159,7 +189,50 @@ class ShardedStep(OptimizerShards):
             for shard in own:
                 shard.main.grad = None
 
+    def _step_watched(self) -> None:
+        """Calls the optimizer once, with the model's Parameters in its groups for whoever watches; see [Note: hooks and
+        wrappers]."""
+
+        def innermost() -> contextlib.AbstractContextManager[None]:
+            self.finish_grads()  # again, now that hooks have run: one may have written a gradient
+            return self._in_one_call(self._begin_shards())
+
+        with self._passing(), InnermostCall(self.inner, innermost):
+            self._arguments.call(self.inner.step)
+
+    @contextlib.contextmanager
+    def _in_one_call(self, begun: _Begun) -> Iterator[None]:
+        """All that this rank steps is in the groups while this is open; afterwards every rank gets all new weights."""
+        whole = [run for bucket in begun.order for run in self._arrived_whole(bucket, begun.with_grads)]
+        with self._holding([*begun.runs, *whole], with_strangers=True):
+            yield
+        self.engine.emit(EventKind.STEP_END, 0)
+        for bucket in sorted(begun.changing, reverse=True):
+            self.start_gather(bucket, begun.indices)
+        self._end_shards(begun)
+
     def _step_shards(self) -> None:
+        engine, begun = self.engine, self._begin_shards()
+        has_some = bool(begun.runs) or self._whole.owns_any
+        if not (engine.config.overlap_param_gather and has_some and self._keeps_state_only):
+            with self._in_one_call(begun):
+                self._arguments.call(self.inner.step)
+            return
+        try:
+            for bucket in begun.order:
+                flat = [run for run in begun.runs if run.bucket == bucket]
+                self._step_runs([*flat, *self._arrived_whole(bucket, begun.with_grads)])
+                if bucket in begun.changing:
+                    self.start_gather(bucket, begun.indices)
+            self._step_runs([], with_strangers=bool(self.strangers.grads()))
+        except BaseException:  # whoever deals with it reads weights that are not on their way
+            with contextlib.suppress(CollectiveError):
+                engine.param_gather.finish()
+            raise
+        engine.emit(EventKind.STEP_END, 0)
+        self._end_shards(begun)
+
+    def _begin_shards(self) -> _Begun:
         engine, indices = self.engine, self.param_indices()
         assert engine.param_buffers is not None, "sharded"
         self._whole.check_others_are_not_owned(indices)
@@ -169,43 +242,28 @@ class ShardedStep(OptimizerShards):
         changing_params = self.changing(indices)
         with_grads = self.with_grads(changing_params)
         runs = self._join_state(with_grads)
-        changing = {self.layout.slots[index].bucket for index in changing_params}  # which all ranks gather
-        overlap = engine.config.overlap_param_gather
+        changing = {self.layout.slots[index].bucket for index in changing_params}
         self._begin_step()
         # buckets are numbered as backward meets them, and the next forward needs the last of them first
         order = sorted(changing | {run.bucket for run in runs}, reverse=True)
         if self._whole.indices:
             self._whole.start(order, changing_params)
-        if overlap and (runs or self._whole.owns_any) and self._keeps_state_only and not counts_calls(self.inner):
-            try:
-                for bucket in order:
-                    flat = [run for run in runs if run.bucket == bucket]
-                    self._step_runs([*flat, *self._arrived_whole(bucket, with_grads)])
-                    if bucket in changing:
-                        self.start_gather(bucket, indices)
-                self._step_runs([], with_strangers=bool(self.strangers.grads()))
-            except BaseException:  # whoever deals with it reads weights that are not on their way
-                with contextlib.suppress(CollectiveError):
-                    engine.param_gather.finish()
-                raise
-            engine.emit(EventKind.STEP_END, 0)
-        else:
-            whole = [run for bucket in order for run in self._arrived_whole(bucket, with_grads)]
-            self._step_runs([*runs, *whole], with_strangers=True)
-            engine.emit(EventKind.STEP_END, 0)
-            for bucket in sorted(changing, reverse=True):
-                self.start_gather(bucket, indices)
-        if overlap == "forward":
+        return _Begun(indices, with_grads, runs, changing, order)
+
+    def _end_shards(self, begun: _Begun) -> None:
+        engine = self.engine
+        if engine.config.overlap_param_gather == "forward":
             engine.param_gather.defer()
         else:
             engine.param_gather.finish()
-        for run in runs:  # state that the step has made in one piece is seen in chunks from now on
+        for run in begun.runs:  # state that the step has made in one piece is seen in chunks from now on
             if run.begins:
                 run.split_state(self.inner.state, self.element_names)
                 run.join_state(self.inner.state, self.element_names, self._chunk_numel(run))
         # a backward through a graph from before the step must raise, as it does where torch's optimizers step
-        torch.autograd.graph.increment_version([engine.params[index] for index in with_grads])
-        self._reductions.update(zip(indices, map(engine.reducer.num_reductions.__getitem__, indices), strict=True))
+        torch.autograd.graph.increment_version([engine.params[index] for index in begun.with_grads])
+        num_reductions = map(engine.reducer.num_reductions.__getitem__, begun.indices)
+        self._reductions.update(zip(begun.indices, num_reductions, strict=True))
 
     def _arrived_whole(self, bucket: int, with_grads: Set[int]) -> list[WholeParam]:
         """The whole parameters of a bucket that this rank steps now."""
@@ -218,8 +276,13 @@ class ShardedStep(OptimizerShards):
 
     def _step_runs(self, runs: Sequence[Steppable], *, with_strangers: bool = False) -> None:
         """Calls the optimizer with these in its groups, if there are any; with strangers in one call a step."""
-        if not runs and not with_strangers:
-            return
+        if runs or with_strangers:
+            with self._holding(runs, with_strangers=with_strangers):
+                self._arguments.call(self.inner.step)
+
+    @contextlib.contextmanager
+    def _holding(self, runs: Sequence[Steppable], *, with_strangers: bool) -> Iterator[None]:
+        """These are in the optimizer's groups, with their gradients, while this is open."""
         stepped = self.strangers.stepped() if with_strangers else [[] for _ in self.inner.param_groups]
         tensors = [tensor for run in runs for tensor in run.tensors]
         try:
@@ -228,7 +291,7 @@ class ShardedStep(OptimizerShards):
                     run.set_grad()
                     stepped[run.group] += run.tensors
                 with self._groups_of(stepped):
-                    self._arguments.call(self.inner.step)
+                    yield
                 for tensor in tensors:
                     for name, value in self.inner.state.get(tensor, {}).items():
                         # torch's next gradient would be another tensor, ours is not

@@ -27,11 +27,19 @@ def test_the_users_object_steps_and_shows_the_models_parameters() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, SHARDED, group)
-        adam = torch.optim.AdamW(model.parameters(), lr=0.1)
         seen: list[list[Tensor]] = []
-        adam.register_step_pre_hook(lambda opt, args, kwargs: seen.append(list(opt.param_groups[0]["params"])))
+
+        class Noting(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+                seen.append(list(self.param_groups[0]["params"]))
+                return super().step(closure)
+
+        adam = Noting(model.parameters(), lr=0.1)
+        by_hook: list[list[Tensor]] = []
+        adam.register_step_pre_hook(lambda opt, args, kwargs: by_hook.append(list(opt.param_groups[0]["params"])))
         scheduler = torch.optim.lr_scheduler.StepLR(adam, step_size=1, gamma=0.5)
         optimizer = DistributedOptimizer(adam, model)
+        seen.clear()  # of trials
         assert isinstance(optimizer, torch.optim.AdamW)
         assert isinstance(optimizer, DistributedOptimizer)
         assert optimizer.optimizer is adam
@@ -43,6 +51,7 @@ def test_the_users_object_steps_and_shows_the_models_parameters() -> None:
             model(torch.ones(2, 10)).sum().backward()
             optimizer.step()
             scheduler.step()  # warns, which is an error here, unless the object itself was stepped
+        assert all(list(map(id, params)) == list(map(id, module.parameters())) for params in by_hook)
         owned = {i: owned for i in range(4) if (owned := model.layout.owned_range(i, rank)) is not None}
         buckets = {model.layout.slots[i].bucket for i in owned}  # neighbours in one are stepped as one tensor
         assert [len(params) for params in seen] == [len(buckets)] * 3
@@ -58,10 +67,16 @@ def test_a_group_of_which_a_rank_owns_nothing_stays() -> None:
         module = two_layers()
         model = DistributedDataParallel(module, SHARDED, group)
         groups = [{"params": [param], "lr": 0.1 * (i + 1)} for i, param in enumerate(module.parameters())]
-        sgd = torch.optim.SGD(groups, lr=1.0)
         lengths: list[int] = []
-        sgd.register_step_pre_hook(lambda opt, a, k: lengths.extend(len(g["params"]) for g in opt.param_groups))
-        optimizer = DistributedOptimizer(sgd, model)
+
+        class Noting(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+                lengths.extend(len(group["params"]) for group in self.param_groups)
+                return super().step(closure)
+
+        optimizer = DistributedOptimizer(Noting(groups, lr=1.0), model)
+        optimizer.register_step_post_hook(lambda *_: None)  # then all is stepped in one call
+        lengths.clear()  # of trials
         model(torch.ones(2, 10)).sum().backward()
         optimizer.step()
         assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.1, 0.2, 0.3, 0.4])

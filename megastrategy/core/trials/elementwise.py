@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import lr_scheduler
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .known_params import why_not_others
 from .step_arguments import StepArguments
@@ -403,18 +401,6 @@ def equal(a: Any, b: Any, same: Callable[[Tensor, Tensor], bool] = same_bits) ->
         return type(a) is type(b) and hasattr(a, "__dict__") and not callable(a) and equal(vars(a), vars(b), same)
     except (TypeError, ValueError, RuntimeError):
         return False
-
-
-def counts_calls(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether somebody else's hook or wrapper may count the steps of an optimizer inside of a ShardedStep."""
-    own_hooks = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks][1:]  # the first is ours
-    hooks = [*own_hooks, *_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
-    # a scheduler's wrapper notes that there was a call; what somebody else's does is not known
-    wrapper = optimizer.__dict__.get("step")
-    while getattr(getattr(wrapper, "__code__", None), "co_filename", None) == lr_scheduler.__file__:
-        wrapper = getattr(wrapper, "__wrapped__", None)
-    is_own_step = wrapper is None or wrapper is type(optimizer).step
-    return bool(hooks) or not is_own_step
 
 
 def is_per_element(name: str, value: Any, shape: tuple[int, ...], names: Collection[str] | None) -> bool:
