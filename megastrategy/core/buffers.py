@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from .errors import ParameterChangedError
@@ -45,9 +45,14 @@ def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[
     a storage of their own]."""
     if numel == 0:
         return flat.new_empty(shape)
+    return flat.new_empty(0).set_(slice_storage(flat, start, numel), 0, tuple(shape), tuple(stride))
+
+
+def slice_storage(flat: Tensor, start: int, numel: int) -> UntypedStorage:
+    """A storage of its own over the same memory, of elements ``[start, start + numel)`` of ``flat``."""
     itemsize = flat.element_size()
-    storage = flat.untyped_storage()[start * itemsize : (start + numel) * itemsize]
-    return flat.new_empty(0).set_(storage, 0, tuple(shape), tuple(stride))
+    storage: UntypedStorage = flat.untyped_storage()[start * itemsize : (start + numel) * itemsize]
+    return storage
 
 
 def copy_grad_(target: Tensor, grad: Tensor) -> None:

@@ -23,9 +23,9 @@ class DistributedDataParallelConfig:
     bucket_size: int | None = None
     """Soft minimum of a bucket, in elements: the parameter that reaches it closes the bucket. ``None`` takes an eighth
     of the model, at least 2**18 elements and at most Megatron-LM's ``max(40_000_000, 1_000_000 * dp_size)``; the first
-    three buckets have an eighth, a quarter and a half of that. Why these: ``layout``'s [Note: default bucket size].
-    ``megastrategy tune`` times whole steps with several sizes, and says which number is worth writing down. On more
-    than two ranks the order of sums follows the buckets, so runs with different sizes are not equal to the bit."""
+    three buckets have an eighth, a quarter and a half of that. Why these: ``bucket_sizes``' [Note: default bucket
+    size]. ``megastrategy tune`` times whole steps with several sizes, and says which number is worth writing down. On
+    more than two ranks the order of sums follows the buckets, so runs with different sizes are not equal to the bit."""
 
     grad_reduce_in_fp32: bool = True
     """Accumulate and reduce the gradients of 16-bit parameters in fp32 (4 bytes a parameter); off: in the parameter's

@@ -24,7 +24,7 @@ from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
 from .layout import BufferLayout, build_layout
 from .memory import describe_setup
-from .module_plan import check_memory_is_own, check_module, check_ranks_agree, common_device, param_spec
+from .module_plan import agree_on_layout, check_memory_is_own, check_module, common_device, param_spec
 from .module_watch import ModuleWatch
 from .owners import Owners
 from .param_buffers import ParamBuffers
@@ -34,6 +34,7 @@ from .rebucketing.planner import BucketPlanner
 from .rebucketing.shard_holder import ShardHolder
 from .reducer import Reducer
 from .trials.known_findings import KnownFindings
+from .weight_chunks import weight_chunks
 
 
 class Engine:
@@ -109,6 +110,7 @@ class Engine:
         if self.layout.num_shards > 1:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
             self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, self.module, listener)
+            self.shard_collectives.connect(self.device, exchanges=bool(self.layout.received_nbytes))
             # A forward begins with the module's buffers, and weights that come under it would all come before them.
             if (
                 config.overlap_param_gather == "forward"
@@ -212,14 +214,15 @@ class Engine:
         """Adds what is trainable and not known yet to ``params``, and lays it out; all ranks agree on it."""
         known = self.index_by_id
         others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
-        specs = [param_spec(name, param, self.config) for name, param in others if param.requires_grad]
         joining = [param for _, param in others if param.requires_grad]
+        chunks = weight_chunks(self.module, joining, self.config)
+        specs = [param_spec(name, p, self.config, chunks.get(id(p))) for name, p in others if p.requires_grad]
         layout = build_layout(specs, self.config, self.collectives.size)
         if joining or not known:
             check_module(self.module, type(self._wrapper))
             common_device(self.module)
             check_memory_is_own(self.module, joining, self.all_reduce_option, sharded=layout.num_shards > 1)
-            check_ranks_agree(layout, self.config, self.collectives)
+            layout = agree_on_layout(layout, self.config, self.collectives)
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
         self.watch.look(self.params)

@@ -9,18 +9,10 @@ compare a digest before the first collective. Rules, after Megatron-LM's ``_Para
 * one buffer for each pair of parameter dtype and gradient dtype;
 * a parameter starts on a multiple of 64 elements, and so does every shard; a bucket ends on a multiple of
   ``lcm(dp_size, 128)``, so that its shards have the same size;
+* weights of a recurrent layer that are one chunk stay one, which starts so (:mod:`~megastrategy.core.weight_chunks`);
 * with the distributed optimizer rank r owns the r-th of ``dp_size`` equal parts of every bucket, otherwise all of it;
 * with n instances of it the ranks are n times ``num_shards`` consecutive ones, and rank r owns the
   ``r % num_shards``-th of ``num_shards`` parts: every part has n owners, which hold the same bits.
-
-[Note: default bucket size]
-The bucket that is filled last cannot overlap with backward, so its share of the traffic is always exposed: an eighth.
-More buckets than that pay latency for little, and below 2**18 elements (1 MB in fp32) a collective costs more in
-latency than in bytes. From 320M elements on an eighth is more than Megatron-LM's bucket, which then holds. The first
-three buckets are smaller, since the link has nothing to do until the first is complete; each of the next is there by
-the time that the one before it has been sent. (torch DDP begins with one small bucket for the same reason.) Behind the
-next forward parameters are gathered the other way round, so that the last layers, and then backward, wait for a small
-gather.
 """
 
 from __future__ import annotations
@@ -35,7 +27,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from .bucket_sizes import default_bucket_size, minimum_numels
 from .config import DistributedDataParallelConfig
+from .weight_chunks import ChunkPlace, in_units
 from .wire_format import wire_dtypes, wire_nbytes
 
 # 128 bytes in 16 bits: every view starts on a cache line, as kernels that load vectors expect. And a block of
@@ -48,8 +42,6 @@ SHARD_ALIGNMENT_NUMEL = 64
 BUCKET_ALIGNMENT_NUMEL = 128
 NCCL_ALIGNMENT_NUMEL = 2**16
 """The alignment of a bucket with ``pad_buckets_for_high_nccl_busbw``: Megatron-LM's number."""
-MIN_FIRST_BUCKET_NUMEL = 2**17
-"""A smaller bucket costs more in latency than it gains by being early."""
 STAGING_BUFFERS = 2
 """The most pieces of buckets that may be on their way at once, with pooled gradients. Two are the fewest that keep the
 wire busy: while one piece is sent the next is queued behind it, and the one after that is staged in time if its
@@ -60,6 +52,9 @@ RECEIVED_BUFFERS = 2
 is added up while the next comes in."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
+CHUNKS = "weight in a chunk (name, chunk, first element, elements of the chunk)"
+"""What :meth:`BufferLayout.describe` calls them."""
+
 Spans = Sequence[Sequence[tuple[int, int]]]
 """By rank, parts ``[start, end)`` of a tensor."""
 
@@ -69,7 +64,8 @@ class ParamSpec:
     """A trainable parameter as the layout sees it.
 
     ``stride`` (elements) is the parameter's own if its memory is dense, so that channels_last stays channels_last;
-    a parameter that overlaps itself or has holes gets contiguous strides.
+    a parameter that overlaps itself or has holes gets contiguous strides. ``chunk``: its place among weights that stay
+    together; see weight_chunks' [Note: weights in one chunk].
     """
 
     name: str
@@ -77,6 +73,7 @@ class ParamSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     grad_dtype: torch.dtype
+    chunk: ChunkPlace | None = None
 
     @property
     def numel(self) -> int:
@@ -182,9 +179,11 @@ class BufferLayout:
             ends[bucket.buffer] = bucket.end
             position = bucket.start
             for index in bucket.params:
-                slot = self.slots[index]
+                slot, chunk = self.slots[index], self.params[index].chunk
                 assert position <= slot.start <= slot.end <= bucket.end, "parameters lie in their bucket, apart"
-                assert slot.start % PARAM_ALIGNMENT_NUMEL == 0, "parameters are aligned"
+                first = slot.start - (0 if chunk is None else chunk.start)
+                assert first % PARAM_ALIGNMENT_NUMEL == 0, "parameters, or the chunks that they lie in, are aligned"
+                assert chunk is None or bucket.start <= first <= first + chunk.numel <= bucket.end, "chunks are whole"
                 assert slot.end - slot.start == self.params[index].numel
                 assert (slot.buffer, slot.bucket) == (bucket.buffer, bucket.index)
                 position = slot.end
@@ -325,6 +324,7 @@ class BufferLayout:
         ]
         return {
             "parameter (name, shape, stride, dtype, gradient dtype)": specs,
+            CHUNKS: [[s.name, *dataclasses.astuple(s.chunk)] for s in self.params if s.chunk is not None],
             "number of ranks and of shards": [[self.dp_size, self.num_shards]],
             "place (name, bucket, first element)": places,
             "bucket (index, buffer, start, end)": [[b.index, b.buffer, b.start, b.end] for b in self.buckets],
@@ -355,20 +355,6 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def default_bucket_size(total_numel: int, dp_size: int) -> int:
-    """The bucket size, in elements, for ``bucket_size=None``; see [Note: default bucket size]."""
-    megatron = max(40_000_000, 1_000_000 * dp_size)
-    return min(max(total_numel // 8, 2**18), megatron)
-
-
-def _minimum_numels(bucket_size: int) -> Iterator[int]:
-    """Yields the least size of each bucket in launch order: an eighth, a quarter, a half, and then all of
-    ``bucket_size``; see [Note: default bucket size]."""
-    for divisor in (8, 4, 2):
-        yield max(bucket_size // divisor, min(bucket_size, MIN_FIRST_BUCKET_NUMEL))
-    yield from itertools.repeat(bucket_size)
 
 
 def build_layout(
@@ -407,25 +393,23 @@ def build_layout(
     starts: dict[int, int] = {}
     drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
     for number, kind in enumerate(kinds):
-        members = [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind]
+        units = in_units([s.chunk for s in specs], [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind])
         # Each buffer begins with small buckets: its first gradients are early too.
-        minimums = itertools.repeat(size) if are_alike else _minimum_numels(size)
+        minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
         minimum, bucket_start, position = next(minimums), 0, 0
         current: list[int] = []
-        for place, index in enumerate(members):
-            position = _round_up(position, PARAM_ALIGNMENT_NUMEL)
-            starts[index] = position
-            position += specs[index].numel
-            current.append(index)
+        for place, unit in enumerate(units):
+            position = _place(specs, unit, _round_up(position, PARAM_ALIGNMENT_NUMEL), starts)
+            current += unit
             # Closed by the parameter that reaches the size: none is split, and no bucket is empty.
-            if position - bucket_start >= minimum or place == len(members) - 1:
+            if position - bucket_start >= minimum or place == len(units) - 1:
                 position = _round_up(position, alignment)
                 drafts.append((number, bucket_start, position, tuple(current)))
                 minimum, bucket_start, current = next(minimums), position, []
         numels[number] = position
     # A bucket is complete when its last parameter is, so that decides the order between dtypes.
     completed = {index: place for place, index in enumerate(order)}
-    drafts.sort(key=lambda draft: completed[draft[3][-1]])
+    drafts.sort(key=lambda draft: max(completed[index] for index in draft[3]))
     buckets = tuple(Bucket(index, *draft) for index, draft in enumerate(drafts))
     bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
     slots = tuple(
@@ -449,6 +433,16 @@ def build_layout(
         num_shards=num_shards,
         piece_numel=_round_up(size, alignment) if pooled else None,
     )
+
+
+def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, starts: dict[int, int]) -> int:
+    """Places a parameter, or those of a chunk, from ``position`` on; returns where that ends."""
+    numel = 0
+    for index in unit:
+        chunk = specs[index].chunk
+        starts[index] = position + (0 if chunk is None else chunk.start)
+        numel = specs[index].numel if chunk is None else chunk.numel
+    return position + numel
 
 
 def _bucket_alignment(dp_size: int, num_shards: int) -> int:

@@ -17,7 +17,8 @@ from .collectives import Collectives
 from .config import DistributedDataParallelConfig
 from .errors import LayoutMismatchError
 from .grad_hooks import is_wrapped
-from .layout import SIXTEEN_BIT, BufferLayout, ParamSpec, dense_stride, digest
+from .layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
+from .weight_chunks import ChunkPlace
 
 
 def check_module(module: nn.Module, own: type[nn.Module]) -> None:
@@ -126,10 +127,13 @@ def captured_modules(module: nn.Module, params: Sequence[Parameter]) -> list[str
     ]
 
 
-def param_spec(name: str, param: Parameter, config: DistributedDataParallelConfig) -> ParamSpec:
+def param_spec(
+    name: str, param: Parameter, config: DistributedDataParallelConfig, chunk: ChunkPlace | None = None
+) -> ParamSpec:
     """Describes a parameter to the layout."""
     grad_dtype = torch.float32 if param.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else param.dtype
-    return ParamSpec(name, tuple(param.shape), dense_stride(param.shape, param.stride()), param.dtype, grad_dtype)
+    stride = dense_stride(param.shape, param.stride())
+    return ParamSpec(name, tuple(param.shape), stride, param.dtype, grad_dtype, chunk)
 
 
 def common_device(module: nn.Module) -> torch.device:
@@ -153,8 +157,14 @@ def common_device(module: nn.Module) -> torch.device:
     return device or torch.device("cpu")
 
 
-def check_ranks_agree(layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives) -> None:
-    """Raises LayoutMismatchError, on all ranks, if their layouts or options differ. Collective."""
+def agree_on_layout(
+    layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives
+) -> BufferLayout:
+    """Returns the layout, or the one without chunks of weights where only some ranks have those. Collective.
+
+    Raises:
+        LayoutMismatchError: on all ranks, if their layouts or options differ otherwise.
+    """
     options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
     description = {**layout.describe(), "option (name, value)": options}
     # 32 bytes first: the whole description of a large model is megabytes, and almost always the same. Ranks agree by a
@@ -163,8 +173,12 @@ def check_ranks_agree(layout: BufferLayout, config: DistributedDataParallelConfi
     own = list(digest(description))
     largest = collectives.max_of_bytes([*own, *(255 - byte for byte in own)])
     if all(byte == 255 - other for byte, other in zip(largest[: len(own)], largest[len(own) :], strict=True)):
-        return
+        return layout
     descriptions = collectives.all_gather_objects(description)
+    # Chunks come of where weights happened to lie: a rank that loaded them into memory of their own has none.
+    if any(theirs[CHUNKS] != description[CHUNKS] for theirs in descriptions):
+        specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
+        return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
     # Parameters come first in it, so the first difference is the cause and not one of its consequences.
     for what in descriptions[0]:
         for rank, theirs in enumerate(descriptions):

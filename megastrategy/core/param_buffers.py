@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
-from .buffers import check_unchanged, slice_view
-from .layout import BufferLayout
+from .buffers import check_unchanged, slice_storage, slice_view
+from .layout import BufferLayout, contiguous_stride
+from .weight_chunks import ChunkPlace
 from .wire_format import fill_nothing_, wire_numel, wire_part
 
 
@@ -17,9 +18,11 @@ class ParamBuffers:
     """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
 
     The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
-    shapes and strides stay. Where changes are sent in their place, ``changes`` has memory for those, of the same
-    layout, in which everything is :data:`.wire_format.NOTHING` but what is on its way. ``restore`` gives parameters
-    memory of their own again, and leaves those alone that were moved out of here from outside (``module.double()``).
+    shapes and strides stay. Weights in a chunk share a storage there (weight_chunks' [Note: weights in one chunk]), and
+    every other parameter has one of its own. Where changes are sent in their place, ``changes`` has memory for those,
+    of the same layout, in which everything is :data:`.wire_format.NOTHING` but what is on its way. ``restore`` gives
+    parameters memory of their own again, and leaves those alone that were moved out of here from outside
+    (``module.double()``).
     """
 
     def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
@@ -28,6 +31,7 @@ class ParamBuffers:
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
         self._addresses: list[int] = []
+        self._chunks: dict[str, UntypedStorage] = {}
         self.extend(layout, params)
 
     def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
@@ -73,14 +77,29 @@ class ParamBuffers:
         """Gives every parameter that lies here memory of its own, with the present values and strides."""
         # By address: a parameter that was moved out from outside (module.double()) keeps what it has.
         spans = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in self.flats]
-        for param in self.params:
+        copies = {name: storage.clone() for name, storage in self._chunks.items()}
+        for param, spec in zip(self.params, self.layout.params, strict=True):
             if any(start <= param.data_ptr() < end for start, end in spans):
                 # A copy, or the flat buffer would live as long as any parameter that looks into it.
-                param.data = param.detach().clone(memory_format=torch.preserve_format)
-        self.flats = []
+                if spec.chunk is not None:
+                    param.data = _in_chunk(param.detach(), copies[spec.chunk.name], spec.chunk, spec.shape)
+                else:
+                    param.data = param.detach().clone(memory_format=torch.preserve_format)
+        self.flats, self._chunks = [], {}
 
     def _move_in(self, index: int, value: Tensor) -> None:
         spec, slot = self.layout.params[index], self.layout.slots[index]
-        view = slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
+        flat = self.flats[slot.buffer]
+        if (chunk := spec.chunk) is not None:
+            if chunk.name not in self._chunks:
+                self._chunks[chunk.name] = slice_storage(flat, slot.start - chunk.start, chunk.numel)
+            view = _in_chunk(flat, self._chunks[chunk.name], chunk, spec.shape)
+        else:
+            view = slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
         view.copy_(value)
         self.params[index].data = view
+
+
+def _in_chunk(like: Tensor, storage: UntypedStorage, chunk: ChunkPlace, shape: Sequence[int]) -> Tensor:
+    """A contiguous tensor of ``shape``, and of the dtype of ``like``, in the storage of its chunk."""
+    return like.new_empty(0).set_(storage, chunk.start, tuple(shape), contiguous_stride(shape))

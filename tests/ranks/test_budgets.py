@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.collectives import BackendCollectives
 from tests.support.budgets import HostReads, Operations, work_as_on_an_accelerator
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, with_instances
+from tests.support.thread_mode import ThreadMode
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -146,3 +147,42 @@ def test_the_count_of_reads_sees_hooks_and_what_comes_at_the_end_of_backward() -
         torch.ones(1).item()  # of a test, and not of core
     assert seen == ["in a hook", "at the end"]
     assert reads.total == 2
+
+
+class SentOverGroups(ThreadMode):
+    """Counts what this thread sends, by the operation and the number of ranks that take part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: collections.Counter[tuple[str, int]] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            [group] = [ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject) and is_group(arg)]
+            self.counts[func._opname, group.size()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def is_group(argument: torch.ScriptObject) -> bool:
+    return str(argument._type()).endswith(".ProcessGroup")
+
+
+@pytest.mark.parametrize("sums", ["", "fp32 sums"])
+def test_all_that_carries_buckets_is_connected_when_a_model_is_wrapped(sums: str) -> None:
+    """NCCL connects a communicator when it is first used, in memory of its own: in the first backward it may find none
+    left. Of instances there are two groups of two ranks; the exchange between each pair is another way again."""
+
+    def run(rank: int, group: ProcessGroup) -> tuple[set[Any], set[Any]]:
+        config = DistributedDataParallelConfig(num_distributed_optimizer_instances=2, **MODES.get(sums, {}))
+        collectives = with_instances(group, 2, BackendCollectives)
+        with SentOverGroups() as sent:
+            model = DistributedDataParallel(model_of(8, torch.bfloat16), config, collectives=collectives)
+        at_wrapping = {name for name, size in sent.counts if size == 2}
+        with SentOverGroups() as sent:
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        model.close()
+        return at_wrapping, {name for name, size in sent.counts if size == 2}
+
+    for at_wrapping, in_backward in run_ranks(4, run):
+        assert in_backward == {"allreduce_", "alltoall_base_" if sums else "_reduce_scatter_base_"}
+        assert in_backward | {"_allgather_base_"} <= at_wrapping

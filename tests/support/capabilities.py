@@ -81,6 +81,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_module_watch.py",
         "ranks/test_other_engines.py",
         "ranks/test_unfreezing.py",
+        "ranks/test_weight_chunks.py",
     ),
     "precision": (
         "doors/test_fabric_precision.py",

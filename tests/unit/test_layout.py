@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,18 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megastrategy.core.bucket_sizes import default_bucket_size
 from megastrategy.core.config import DistributedDataParallelConfig
 from megastrategy.core.layout import (
     BufferLayout,
     ParamSpec,
     build_layout,
     contiguous_stride,
-    default_bucket_size,
     dense_stride,
 )
 from megastrategy.core.layout import (
     digest as digest_of,
 )
+from megastrategy.core.weight_chunks import ChunkPlace
 
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
 
@@ -81,6 +83,38 @@ def test_places_are_aligned_apart_and_equal_shards(layout: BufferLayout) -> None
         assert shards[0][0] == bucket.start
         assert shards[-1][1] == bucket.end
         assert len({end - start for start, end in shards}) == 1
+
+
+@given(
+    models(),
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 30)), min_size=1, max_size=5),
+    st.integers(1, 500),
+    st.integers(1, 9),
+    st.data(),
+)
+@settings(deadline=None, max_examples=100)
+def test_a_chunk_is_whole_in_one_bucket_wherever_its_parameters_come_in_the_order(
+    others: list[ParamSpec], parts: list[tuple[int, int]], bucket_size: int, dp_size: int, data: st.DataObject
+) -> None:
+    """Each part is a parameter and what is left free behind it."""
+    total, specs = sum(numel + free for numel, free in parts), list(others)
+    for number, (numel, _) in enumerate(parts):
+        start = sum(sum(part) for part in parts[:number])
+        specs.append(dataclasses.replace(spec(f"chunk{number}", numel), chunk=ChunkPlace("rnn", start, total)))
+    config = DistributedDataParallelConfig(bucket_size=bucket_size)
+    layout = build_layout(specs, config, dp_size, data.draw(st.permutations(range(len(specs)))))
+    firsts = {slot.start - s.chunk.start for s, slot in zip(specs, layout.slots, strict=True) if s.chunk is not None}
+    [bucket] = {slot.bucket for s, slot in zip(specs, layout.slots, strict=True) if s.chunk is not None}
+    assert len(firsts) == 1
+    first = firsts.pop()
+    assert first % 64 == 0
+    place = layout.buckets[bucket]
+    assert place.start <= first <= first + total <= place.end
+    for index, slot in enumerate(layout.slots):
+        inside = slot.buffer == place.buffer and slot.start < first + total and first < slot.end
+        assert specs[index].chunk is not None or not inside, "nobody else is in its free places"
+    plain = build_layout([dataclasses.replace(s, chunk=None) for s in specs], config, dp_size)
+    assert digest_of(plain.describe()) != digest_of(layout.describe())
 
 
 @given(layouts())
@@ -255,8 +289,6 @@ def test_bad_arguments_are_named() -> None:
 
 def test_a_broken_layout_does_not_come_into_being() -> None:
     layout = build_layout([spec("a", 100), spec("b", 100)], DistributedDataParallelConfig(bucket_size=1), 2)
-    import dataclasses
-
     with pytest.raises(AssertionError, match="gap or overlap"):
         dataclasses.replace(layout, buckets=layout.buckets[1:])
     moved = dataclasses.replace(layout.slots[0], start=layout.slots[0].start + 64, end=layout.slots[0].end + 64)

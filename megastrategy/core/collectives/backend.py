@@ -40,6 +40,16 @@ class BackendCollectives(Collectives):
             if backend.name() != "gloo":
                 backend.abort()
 
+    def connect(self, device: torch.device, *, exchanges: bool) -> None:
+        every = torch.zeros(self.size, device=device)
+        own = every.chunk(self.size)[self.rank]
+        # NCCL's memory for this is not torch's allocator's: where that has taken all there is, connecting fails.
+        with self.named_failures("connecting"):
+            self.group._reduce_scatter_base(own, every, dist.ReduceScatterOptions()).wait()
+            self.group._allgather_base(every, own).wait()
+            if exchanges:
+                self._all_to_all(torch.empty_like(every), every).wait()
+
     def close(self) -> None:
         super().close()
         if self._exchange is not None:

@@ -243,6 +243,11 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
             event.record(self._stream)
         return WorkHandle(what, event, self.every)
 
+    def connect(self, device: torch.device, *, exchanges: bool) -> None:
+        super().connect(device, exchanges=exchanges)
+        with self.named_failures("connecting"):
+            self._sum_across(torch.zeros(1, device=device))
+
     def abort(self) -> None:
         for group in (self.group, self.across):
             self._abort_group(group)

@@ -210,6 +210,15 @@ class Collectives(ABC):
     def _finish_started(self) -> None:  # noqa: B027 - nothing is counted where waiting does not keep the host
         """Waits for what this rank has started."""
 
+    def connect(self, device: torch.device, *, exchanges: bool) -> None:  # noqa: B027 - gloo's have met by then
+        """Has the ranks connect now for what carries buckets, where a backend would do so when it is first used: in the
+        first backward, when memory is at its peak. Collective.
+
+        Args:
+            device: of the buckets.
+            exchanges: whether :meth:`reduce_scatter_into` will be used.
+        """
+
     @abstractmethod
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         """``tensor`` becomes the sum over ranks of ``scale * tensor``; with ``scale_sum``, ``scale`` times the sum."""
