@@ -24,6 +24,7 @@ from megastrategy.core.collectives import (
     make_collectives,
 )
 from megastrategy.core.collectives.process_groups import private_group
+from megastrategy.core.collectives.tensor_parts import bytes_of
 
 from .models import Model, make_model, microbatch
 from .ranks import Rank
@@ -86,7 +87,7 @@ class Trained:
 def _digest(found: Any, tensors: Mapping[str, Tensor]) -> str:
     for name, tensor in tensors.items():
         found.update(name.encode())
-        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(bytes_of(tensor))
     return str(found.hexdigest())
 
 

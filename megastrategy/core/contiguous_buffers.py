@@ -213,6 +213,11 @@ class ContiguousGradBuffers(GradBuffers):
                 if not self.has_grad[index] and param.grad is self.views[index]:  # zeros would decay momentum
                     param.grad = None
 
+    def give_up(self) -> list[Tensor]:
+        flats = self.flats
+        self.close()
+        return flats
+
     def close(self) -> None:
         super().close()
         self.views, self.flats, self._rounded = [None] * len(self.params), [], {}

@@ -294,13 +294,24 @@ class Engine:
             reduced: by parameter, this rank's part of the reduced gradient in ``layout``, flat.
         """
         before = self.grad_buffers
-        before.close()  # frees as much as the parameters now take
+        room = before.give_up()
         self.layout = layout
-        self.param_buffers = ParamBuffers(layout, self.params, self.device)
-        self.param_gather.follow(self.param_buffers)
+        # Weights wait in the gradients' memory until that of the old weights is free, which the new ones then take, as
+        # new gradients take the gradients'. New weights in a block of gradients would leave CUDA's allocator without
+        # one for new gradients, and with one more than it needs.
+        if ParamBuffers.fit(layout, room):
+            self._follow_params(ParamBuffers(layout, self.params, self.device, room))
+        else:
+            room = []
+        self._follow_params(ParamBuffers(layout, self.params, self.device))
+        del room
         self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers = self._make_grad_buffers()
         self.grad_buffers.take_over(before, reduced)
+
+    def _follow_params(self, buffers: ParamBuffers) -> None:
+        self.param_buffers = buffers
+        self.param_gather.follow(buffers)
 
     def save_over(self, collectives: Collectives) -> None:
         """Gathers what is saved from now on over other collectives, since an exception left these unusable.

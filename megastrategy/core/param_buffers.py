@@ -23,10 +23,15 @@ class ParamBuffers:
     of the same layout, in which everything is :data:`.wire_format.NOTHING` but what is on its way. ``restore`` gives
     parameters memory of their own again, and leaves those alone that were moved out of here from outside
     (``module.double()``).
+
+    Args:
+        room: memory to use for a while, by buffer, in the place of new memory; no changes are sent from there.
     """
 
-    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device, room: Sequence[Tensor] = ()
+    ) -> None:
+        self._device, self._room = device, room
         self.params: list[Parameter] = []
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
@@ -40,15 +45,26 @@ class ParamBuffers:
         self.layout = layout
         self.params += params[first:]
         for buffer in layout.buffers[len(self.flats) :]:
-            self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
+            if self._room:
+                self.flats.append(self._room[len(self.flats)].view(buffer.dtype)[: buffer.numel].zero_())
+            else:
+                self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
             sent, changes = buffer.param_wire_dtype, None
-            if sent is not None:
+            if sent is not None and not self._room:
                 changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
                 fill_nothing_(changes)
             self.changes.append(changes)
         for index, param in enumerate(params[first:], first):
             self._move_in(index, param.detach())
             self._addresses.append(param.data_ptr())
+
+    @staticmethod
+    def fit(layout: BufferLayout, room: Sequence[Tensor]) -> bool:
+        """Whether the parameters of the layout fit into this memory, buffer by buffer."""
+        return len(room) == len(layout.buffers) and all(
+            part.nbytes >= buffer.numel * buffer.dtype.itemsize
+            for part, buffer in zip(room, layout.buffers, strict=True)
+        )
 
     def bucket(self, bucket: int) -> Tensor:
         """The bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""

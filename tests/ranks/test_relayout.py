@@ -4,7 +4,6 @@ backwards; or nothing does, on any rank."""
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.contiguous_buffers import ContiguousGradBuffers
@@ -21,7 +19,6 @@ from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import EventKind
 from megastrategy.core.layout import BufferLayout, build_layout
 from megastrategy.core.memory import memory_use
-from megastrategy.core.param_buffers import ParamBuffers
 from megastrategy.core.rebucketing.relayout import relayout
 from tests.ranks.test_memory import bytes_of
 from tests.support.doubles import FailingCollectives
@@ -220,50 +217,6 @@ def test_what_is_held_afterwards_is_the_new_layouts_formula(dtype: torch.dtype, 
         assert model.layout != before
         assert (params, bytes_of(grads)) == (use.param_bytes, use.grad_bytes)
         assert bytes_of(state) == use.state_bytes - unused
-
-    run_ranks(2, run)
-
-
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_the_old_buffers_make_room_for_the_new_ones(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients' are gone when parameters get theirs, and the parameters' when gradients get theirs again."""
-    old: dict[int, tuple[list[StorageWeakRef], list[StorageWeakRef]]] = {}
-    alive: dict[tuple[int, str], int] = {}
-
-    def count(what: str, references: list[StorageWeakRef]) -> None:
-        gc.collect()
-        alive[threading.get_ident(), what] = sum(not reference.expired() for reference in references)
-
-    class Params(ParamBuffers):
-        def __init__(self, *args: Any) -> None:
-            if threading.get_ident() in old:
-                count("gradients", old[threading.get_ident()][0])
-            super().__init__(*args)
-
-    class Grads(ContiguousGradBuffers):
-        def __init__(self, *args: Any) -> None:
-            if threading.get_ident() in old:
-                count("parameters", old[threading.get_ident()][1])
-            super().__init__(*args)
-
-    monkeypatch.setattr("megastrategy.core.engine.ParamBuffers", Params)
-    monkeypatch.setattr("megastrategy.core.engine.ContiguousGradBuffers", Grads)
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, _, _ = wrap(group, Layers(reverse=False, dtype=dtype), overlap_grad_reduce=False)
-        optimizer = DistributedOptimizer(adamw(model), model)
-        for step in range(2):
-            model(batch(rank, step, dtype)).backward()
-            optimizer.step()
-        buffers = model.engine.grad_buffers, model.engine.param_buffers
-        assert isinstance(buffers[0], ContiguousGradBuffers)
-        assert buffers[1] is not None
-        flats = [[StorageWeakRef(flat.untyped_storage()) for flat in of_one.flats] for of_one in buffers]
-        del buffers
-        old[threading.get_ident()] = flats[0], flats[1]
-        assert relayout(model.engine, other_layout(model))
-        found = {what: number for (thread, what), number in alive.items() if thread == threading.get_ident()}
-        assert found == {"gradients": 0, "parameters": 0}
 
     run_ranks(2, run)
 

@@ -134,6 +134,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "doors/test_lightning_teardown.py",
         "ranks/test_budgets.py",
         "ranks/test_memory.py",
+        "ranks/test_move_memory.py",
         "ranks/test_pooled.py",
         "unit/test_host_copies.py",
     ),

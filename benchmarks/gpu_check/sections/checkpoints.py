@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import megastrategy
+from megastrategy.core.collectives.tensor_parts import bytes_of
 
 from ..context import Context
 from ..devices import MIB
@@ -88,7 +89,7 @@ def _digest(values: Any) -> str:
 
     def add(value: Any) -> None:
         if isinstance(value, Tensor):
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(bytes_of(value))
         elif isinstance(value, dict):
             for key in sorted(value, key=repr):
                 found.update(repr(key).encode())

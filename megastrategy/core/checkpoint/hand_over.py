@@ -204,12 +204,12 @@ def _send_bytes(pair: Pair, data: bytearray) -> None:
     pair.send(torch.frombuffer(data, dtype=torch.uint8))
 
 
-def _receive_bytes(pair: Pair) -> bytes:
+def _receive_bytes(pair: Pair) -> bytearray:
     numel = torch.zeros(1, dtype=torch.int64)
     pair.receive(numel)
-    data = torch.empty(int(numel.item()), dtype=torch.uint8)
-    pair.receive(data)
-    return data.numpy().tobytes()
+    data = bytearray(int(numel.item()))
+    pair.receive(torch.frombuffer(data, dtype=torch.uint8))
+    return data
 
 
 def _when_at_rest(lender: Lender, request: dict[str, Any]) -> str:

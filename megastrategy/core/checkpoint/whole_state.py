@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import Collectives
+from ..collectives.tensor_parts import bytes_of
 
 _ROUND_BYTES = 2**26
 """An owner sends at least that much in a round, if it has it, or one parameter's state."""
@@ -86,7 +87,7 @@ def gather_whole(
             collectives.wait_for_device(device, "all-to-all")
             for part in received.cpu().split(coming):
                 if part.numel():
-                    yield from unpacked(part.numpy().tobytes())
+                    yield from unpacked(bytes_of(part))
 
 
 def _rounds(own: Mapping[int, Mapping[str, Any]]) -> Iterator[bytearray]:

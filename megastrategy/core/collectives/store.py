@@ -16,7 +16,7 @@ from ..layout import Spans
 from .interface import GLANCE_S, Collectives, Handle
 from .roll_call import RollCall
 from .single_rank import Done
-from .tensor_parts import add_parts_
+from .tensor_parts import add_parts_, bytes_of
 
 _POLL_S = 0.001
 
@@ -88,8 +88,7 @@ class StoreCollectives(Collectives):
         self._num_rounds += 1
         number, store = self._num_rounds, self._store
         with self.named_failures(what):
-            # Bytes, of whatever dtype: numpy knows no bfloat16.
-            own: Any = tensor.contiguous().view(torch.uint8).numpy().tobytes()  # which a store takes
+            own: Any = bytes(bytes_of(tensor))  # which a store takes
             store.set(f"{number}/{self.rank}", own)
             keys = [f"{number}/{rank}" for rank in range(self.size)]
             self._wait_for(keys, what)

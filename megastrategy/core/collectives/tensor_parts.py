@@ -93,3 +93,11 @@ def chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tens
         if current:
             chunks.append(current)
     return chunks
+
+
+def bytes_of(tensor: Tensor) -> bytearray:
+    """A copy of a tensor's elements, row by row, in host memory. Without numpy, which torch is installed without."""
+    data = bytearray(tensor.nbytes)
+    if data:
+        torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return data

@@ -9,8 +9,8 @@ own. When every rank has everything, each changes over by itself, so that a coll
 the old layout. Parameters are whole on every rank, and are copied.
 
 So a move takes, until it is over, one bucket, and this rank's shards a second time. The gradient buffer makes room for
-the parameters: of what it holds after a reduce-scatter only this rank's shards mean anything, and those are gathered by
-then.
+the parameters, while theirs is replaced by another of about its size: of what it holds after a reduce-scatter only this
+rank's shards mean anything, and those are gathered by then.
 
 With all-reduce nothing is cut. Gradients are whole and are copied, without any communication; for that moment there are
 two of each.
