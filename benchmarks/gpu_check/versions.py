@@ -46,6 +46,15 @@ def parse_nccl(code: int) -> tuple[int, int, int]:
     return code // 10_000, code // 100 % 100, code % 100
 
 
+def has_numpy() -> bool:
+    """Whether torch finds it; it is installed without, and asks for it where objects are gathered."""
+    try:
+        torch.empty(0).numpy()
+    except RuntimeError:
+        return False
+    return True
+
+
 def describe() -> dict[str, Any]:
     """For the JSON: what can be said without touching a device."""
     return {

@@ -42,6 +42,9 @@ class _Double(Collectives):
     def is_rank_zero(self) -> bool:
         return self._real.is_rank_zero
 
+    def connect(self, device: torch.device, *, exchanges: bool) -> None:
+        self._real.connect(device, exchanges=exchanges)
+
     @abstractmethod
     def _do(
         self, name: str, tensor: Tensor, *args: float, start: Callable[..., Handle] | None = None, **options: bool

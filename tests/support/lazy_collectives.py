@@ -412,6 +412,9 @@ class LazyCollectives(Collectives):
     def probe(self, rank: int) -> None:
         self.real.probe(rank)
 
+    def connect(self, device: torch.device, *, exchanges: bool) -> None:
+        self.real.connect(device, exchanges=exchanges)
+
     def close(self) -> None:
         self.airspace.clear()
         self.real.close()

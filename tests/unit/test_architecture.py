@@ -128,6 +128,13 @@ def test_only_collectives_talk_to_torch_distributed() -> None:
                 assert not ast.unparse(node).startswith("torch.distributed."), path.stem
 
 
+@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
+def test_core_does_without_numpy(path: Path) -> None:
+    """torch is installed without it, and then ``Tensor.numpy()`` raises."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "numpy"]
+
+
 def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
     for path in FILES_OF_CORE:
         for node in ast.walk(ast.parse(path.read_text())):

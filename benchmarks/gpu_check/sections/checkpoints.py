@@ -23,6 +23,7 @@ from ..devices import MIB
 from ..models import Chain, make_model, microbatch
 from ..ranks import Rank
 from ..training import wrap
+from ..versions import has_numpy
 
 _STEPS = 3
 _KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -33,6 +34,9 @@ def run(context: Context) -> None:
     folder = Path(tempfile.mkdtemp(prefix="gpu-check-"))
     try:
         for dtype in _KINDS:
+            if not has_numpy():
+                context.skip(dtype, "numpy is not installed, which torch needs for directories")
+                continue
             with context.attempt(dtype):
                 _resumes(context, dtype, folder / dtype)
         with context.attempt("speed"):

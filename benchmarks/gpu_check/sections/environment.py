@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -13,7 +14,7 @@ import torch
 
 from ..context import Context
 from ..ranks import Rank
-from ..versions import KNOWN_TORCH, nccl_version, torch_release
+from ..versions import KNOWN_TORCH, has_numpy, nccl_version, torch_release
 
 _NAMED = re.compile(r"^(NCCL|GLOO|TORCH|PYTORCH|CUDA|CUBLAS|MEGATRON_DDP|LD_PRELOAD|OMP)")
 
@@ -40,6 +41,7 @@ def run(context: Context) -> None:
 def look(rank: Rank) -> dict[str, Any]:
     """On a rank that has the device: its versions, and whether it adds, sleeps and multiplies."""
     device, found = rank.device, {"torch": torch.__version__, "python": platform.python_version()}
+    found["numpy"] = importlib.metadata.version("numpy") if has_numpy() else "not installed"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device.index)
         found |= {
@@ -51,6 +53,7 @@ def look(rank: Rank) -> dict[str, Any]:
         }
     else:
         found |= {"device": platform.processor() or platform.machine(), "cores": str(os.cpu_count())}
+    device.sleep(1.0)  # the first one finds out how long a GPU's cycle is
     first = device.mark()
     device.sleep(20.0)
     found["sleep-of-20-ms"] = f"{device.ms_between(first, device.mark()):.1f} ms"

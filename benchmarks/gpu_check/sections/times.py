@@ -21,6 +21,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "ours": {},
     "ours-static-graph": {"static_graph": True},
     "ours-gather-forward": {"overlap_param_gather": "forward"},
+    "ours-one-step-call": {"overlap_param_gather": False},  # of the optimizer, and not one a bucket
     "ours-all-reduce": {"use_distributed_optimizer": False},
 }
 
@@ -35,6 +36,11 @@ def run(context: Context) -> None:
             with context.attempt(full):
                 found = context.ranks(time_in_turns, size, batch, precision, rounds, steps, place=place)
                 _say(context, full, found)
+    with context.attempt("accumulation"):
+        numel = 2**12 if context.is_host else 2**22
+        [times] = context.ranks(time_accumulation, numel, rounds, place=context.place("alone"))
+        for name, ms in times.items():
+            context.measure(f"accumulation.{name}", ms, "ms", f"32 gradients in bf16 of {numel} elements into fp32")
 
 
 def _say(context: Context, name: str, found: list[dict[str, list[float]]]) -> None:
@@ -70,6 +76,28 @@ def time_in_turns(
             for _ in range(steps):
                 engines[name]()
             times[name].append(rank.device.ms_between(first, rank.device.mark()) / steps)
+    return times
+
+
+def time_accumulation(rank: Rank, numel: int, rounds: int) -> dict[str, float]:
+    """Milliseconds in which autograd adds 16-bit gradients to fp32 ones: in fp32, as here, and where ``grad_dtype`` is
+    None, which adds them as they come."""
+    device, times = rank.device.torch_device, dict[str, float]()
+    for name, grad_dtype in {"in-fp32": torch.float32, "as-they-come": None}.items():
+        params = [torch.zeros(numel, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(32)]
+        grads = [torch.ones(numel, dtype=torch.bfloat16, device=device) for _ in params]
+        for param in params:
+            param.grad_dtype = grad_dtype
+            param.grad = torch.zeros(numel, device=device)
+        found = []
+        for _ in range(rounds + 1):
+            rank.device.synchronize()
+            first = rank.device.mark()
+            torch.autograd.backward(params, grads)
+            found.append(rank.device.ms_between(first, rank.device.mark()))
+        times[name] = statistics.median(found[1:])
+        if float(params[0].grad[0]) != rounds + 1 or params[0].grad.dtype != torch.float32:
+            raise RuntimeError(f"{name}: something else was accumulated")
     return times
 
 
