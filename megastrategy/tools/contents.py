@@ -192,7 +192,7 @@ def _entries(section: str, value: Any, seen: dict[int, str], owner: str = "") ->
         shared_with = ""
         # tensors of directories and of safetensors' headers have no memory to compare
         if value.device.type != "meta" and value.nbytes:
-            place = value.untyped_storage().data_ptr()
+            place = value.data_ptr()  # not the storage: weights of a recurrent layer on CUDA share one, side by side
             shared_with = seen.get(place, "")
             seen.setdefault(place, owner or section)
         yield Entry(section, owner, "", tuple(value.shape), value.dtype, value.nbytes, shared_with)

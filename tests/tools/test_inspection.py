@@ -65,6 +65,18 @@ def test_both_kinds_of_a_run_hold_the_same_and_all_of_it(directory: Saved, file:
     assert by_number == {f"#{number}" for number, name in enumerate(in_order) if name in trained}
 
 
+def test_weights_side_by_side_in_one_storage_are_not_tied(file: Saved, tmp_path: Path) -> None:
+    """As those of a recurrent layer on CUDA are, which cuDNN wants in one piece."""
+    content = torch.load(file.path, weights_only=False)
+    first, second = torch.arange(10.0).split([4, 6])
+    content["state_dict"] |= {"rnn.weight_ih_l0": first, "rnn.weight_hh_l0": second}
+    torch.save(content, tmp_path / "chunk.ckpt")
+    before, after = inspect_checkpoint(file.path), inspect_checkpoint(tmp_path / "chunk.ckpt")
+    assert after.tensor_bytes == before.tensor_bytes + 40
+    [weights] = after.models.values()
+    assert {entry.owner for entry in weights if entry.shared_with} == {"head.weight"}
+
+
 def test_the_total_is_what_the_tensors_are(file: Saved, directory: Saved, bf16: dict[str, Saved]) -> None:
     """In a file the tied weight is there once, in a directory twice."""
     tied = in_groups().head.weight.nbytes
