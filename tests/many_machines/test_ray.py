@@ -103,7 +103,7 @@ def test_a_failed_worker_restarts_from_what_was_reported(tmp_path: Path) -> None
 
 
 def test_transformers_in_a_block_of_ours_are_those_of_torch_ddp_to_the_bit(tmp_path: Path) -> None:
-    """By Ray's own integration with ``transformers.Trainer``; also from a checkpoint of ours, in another block, and with
+    """By Ray's own integration with ``transformers.Trainer``; also from a checkpoint of ours in another block, and with
     torch DDP after it."""
     run_case("transformers", tmp_path)
     for rank in range(2):
