@@ -34,6 +34,7 @@ from .._checkpoints.directories import (
 )
 from .._checkpoints.files import local_path, own_memory, trainable_weights
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
+from .._faults.interfaces import add_way_out
 from .._faults.process_collectives import (
     begin_setup,
     count_exception,
@@ -300,7 +301,11 @@ class TrainerStrategy(
         Raises:
             RuntimeError: if not all have, in bounded time. The processes must be started anew.
         """
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except RuntimeError as error:
+            add_way_out(error)
+            raise
         join_setup(*begin_setup(), self.patience)
         self.begin_together()
 

@@ -197,6 +197,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "doors/test_slurm_requeue.py",
         "examples/test_notebook.py",
         "many_machines/*",
+        "unit/test_interfaces.py",
         "tools/test_launch_config.py",
     ),
     "lightning": (
