@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, ProcessGroup
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
 from megastrategy.core.collectives import Collectives, GlooCollectives, host_collectives, process_groups
 from megastrategy.core.collectives.gloo import HostCollectives
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def over_store(group: ProcessGroup) -> StoreCollectives:
-    return StoreCollectives(group, group.get_group_store())
+    return StoreCollectives(group, PrefixStore("rounds", group.get_group_store()))  # beside gloo's own addresses
 
 
 def numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -276,9 +276,9 @@ def bound_while_made(ranks: list[int]) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [1]])  # two gloo ranks are connected without torch's helper
 def test_a_part_that_its_members_alone_make_is_not_split_from_the_world(ranks: list[int]) -> None:
     """torch splits NCCL's communicator if the world has its device bound: all ranks of the world have to take part."""
     device = torch.device("cuda:0")
-    everybody = len(ranks) == 2
-    assert run_processes(2, bound_while_made, ranks)[1] == [device if everybody else None, device]
+    everybody = len(ranks) == 3
+    assert run_processes(3, bound_while_made, ranks)[1] == [device if everybody else None, device]

@@ -24,12 +24,16 @@ from . import chosen_collectives
 T = TypeVar("T")
 
 
-def gloo_group(store: Store, rank: int, size: int, timeout_s: float = 30.0) -> ProcessGroup:
-    """A process group that no registry of torch.distributed knows."""
+def gloo_group(
+    store: Store, rank: int, size: int, timeout_s: float = 30.0, connections: int | None = None
+) -> ProcessGroup:
+    """A process group that no registry of torch.distributed knows, with as many connections of every two ranks as the
+    engine's own groups have, or so many."""
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     # A device, and with it an event loop, for each rank, as processes have
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    device = ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    options._devices = [device] * (connections or (2 if size == 2 else 1))
     backend = ProcessGroupGloo(store, rank, size, options)
     group = ProcessGroup(store, rank, size)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)

@@ -3,6 +3,15 @@
 Gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes. These rings (Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", 2009) send ``(size - 1) / size`` of the tensor, the least
 possible. A message is cut into segments, so that one is added while the next is on its way.
+
+[Note: a connection for each direction]
+Whoever writes to a connection of gloo's holds its lock, and gloo's event thread, which reads what comes on it, tries
+that lock and asks the kernel again as long as it is held. So two ranks that send to each other over one connection
+keep a core busy with asking, and read late. A group of two ranks has two connections
+(:func:`.process_groups.part_of_group`), between which gloo chooses by the parity of a message's tag. So tags are even
+towards a lower rank and odd towards a higher one, and nothing of length is written where something of length is read.
+Groups of more ranks have one connection for two ranks: a ring's neighbours, to whom one sends and from whom one
+receives, are two.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ added when the last one has come is too."""
 # Parts of tags: ranks that are in different collectives do not take each other's data, since gloo ends a process at a
 # wrong size.
 _GATHER, _REDUCE, _READY, _ALL_TO_ALL, _MAX = range(5)
-_NUM_KINDS = 8  # tags of one exchange: more than there are kinds
+_NUM_TAGS = 10  # of one exchange: a kind's in each direction
 
 
 class GlooRings:
@@ -142,7 +151,7 @@ class GlooRings:
         before, after = (self._rank - distance) % self._size, (self._rank + distance) % self._size
         if self._first < 0:
             # A number of this object's own: one before it on the same group left posted receives behind.
-            first = torch.tensor([secrets.randbelow(2**27)])
+            first = torch.tensor([secrets.randbelow(2**26)])
             self._group.broadcast([self._lent.lend(first)], dist.BroadcastOptions()).wait()
             self._first = int(first.item())
         # The first exchange at this distance has no earlier one that would have posted its word.
@@ -150,14 +159,15 @@ class GlooRings:
             self._num_exchanges[distance] = self._first
             self._post_readiness(distance)
         self._num_exchanges[distance] += 1
-        number = _NUM_KINDS * self._num_exchanges[distance]
-        # All receives before any send: sends first take twice the time (1.9x at 64 MB), since gloo has nowhere to put
-        # what comes.
-        receives = [(segment, self._group.recv([segment], before, number + kind)) for segment in received]
-        sends = [self._group.send([self._word], before, number + _READY)]
+        number = self._num_exchanges[distance]
+        tag_in, tag_out = _tag(number, kind, before, self._rank), _tag(number, kind, self._rank, after)
+        # All receives before any send: sends first take twice the time (1.9x at 64 MB) on one connection, where gloo
+        # queues the word that a receive is posted behind what is sent.
+        receives = [(segment, self._group.recv([segment], before, tag_in)) for segment in received]
+        sends = [self._group.send([self._word], before, _tag(number, _READY, self._rank, before))]
         self._posted[distance].wait()
         self._post_readiness(distance)
-        sends += [self._group.send([segment], after, number + kind) for segment in sent]
+        sends += [self._group.send([segment], after, tag_out) for segment in sent]
         for segment, receive in receives:
             receive.wait()
             yield segment
@@ -173,8 +183,14 @@ class GlooRings:
 
     def _post_readiness(self, distance: int) -> None:
         """Posts the receive of the other rank's word that it is ready for the exchange after this one."""
-        tag = _NUM_KINDS * (self._num_exchanges[distance] + 1) + _READY
-        self._posted[distance] = self._group.recv([self._word_received], (self._rank + distance) % self._size, tag)
+        source = (self._rank + distance) % self._size
+        tag = _tag(self._num_exchanges[distance] + 1, _READY, source, self._rank)
+        self._posted[distance] = self._group.recv([self._word_received], source, tag)
+
+
+def _tag(number: int, kind: int, source: int, target: int) -> int:
+    """The tag of an exchange's messages from one rank to another; see [Note: a connection for each direction]."""
+    return _NUM_TAGS * number + 2 * kind + (source < target)
 
 
 def _not_empty(message: Tensor) -> list[Tensor]:

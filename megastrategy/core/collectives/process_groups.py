@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined] # missing in torch's stubs
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import CollectiveError
@@ -166,10 +166,13 @@ def part_of_group(
     address = ""
     if hosts_only:
         address = address_to_listen_at(PrefixStore(f"{name}, addresses", store), ranks.index(own), len(ranks))
+    config = "cpu:gloo" if backend == "gloo" else backend
 
     def connect() -> ProcessGroup:
-        if address:
-            return _gloo_at(address, store.clone(), name, ranks, ranks.index(own), timeout)  # type: ignore[attr-defined]
+        # torch's own helper takes neither an address nor a second connection.
+        if address or (len(ranks) == 2 and (backend == "gloo" or _is_plain_gloo(group))):
+            ways = _gloo_ways(address, len(ranks))
+            return _gloo_over(ways, config, store.clone(), name, ranks.index(own), len(ranks), timeout)  # type: ignore[attr-defined]
         # See [Note: members alone].
         bound = world.bound_device_id
         if len(ranks) < world.size():
@@ -246,25 +249,50 @@ def _is_loopback(address: str) -> bool:
     return not address or address.startswith("127.")
 
 
-def _gloo_at(address: str, store: Store, name: str, ranks: list[int], place: int, timeout: timedelta) -> ProcessGroup:
-    """Makes a gloo group that listens at ``address``, as torch's own helper would make it, which takes no address."""
+def _is_plain_gloo(group: ProcessGroup) -> bool:
+    """Whether gloo alone serves a group, and torch does not watch what it does (TORCH_DISTRIBUTED_DEBUG=DETAIL)."""
+    return all(isinstance(group._get_backend(kind), dist.ProcessGroupGloo) for kind in group._device_types)
+
+
+def _gloo_ways(address: str, size: int) -> list[Any]:
+    """The interfaces that a gloo group of so many ranks listens on, one for each connection of two ranks: at
+    ``address``, or where torch would have it (GLOO_SOCKET_IFNAME).
+
+    Two ranks have two connections, over one interface and with one event thread; see gloo_rings' [Note: a connection
+    for each direction].
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    if address:
+        chosen = [gloo.create_device(hostname=address)]
+    else:
+        # torch chooses in its constructor alone. A group of one rank connects to nobody, and is gone after this.
+        chosen = gloo(HashStore(), 0, 1, timedelta(seconds=1)).options._devices
+    return 2 * chosen if size == 2 and len(chosen) == 1 else chosen
+
+
+def _gloo_over(
+    ways: list[Any], config: str, store: Store, name: str, place: int, size: int, timeout: timedelta
+) -> ProcessGroup:
+    """Makes a gloo group as torch's own helper would make it, which does not take ``ways``. ``config`` is a backend for
+    each kind of device, as torch writes it: gloo for all."""
     c10d: Any = dist.distributed_c10d  # whose private names torch's stubs lack
     gloo: Any = dist.ProcessGroupGloo
     prefix = PrefixStore(f"{name}/", store)
     options = gloo._Options()
     options._timeout = timeout
-    options._devices = [gloo.create_device(hostname=address)]
-    backend = gloo(PrefixStore("cpu/", prefix), place, len(ranks), options)
+    options._devices = ways
+    backend = gloo(PrefixStore("cpu/", prefix), place, size, options)
     backend._set_sequence_number_for_group()
-    made: Any = ProcessGroup(prefix, place, len(ranks))
-    made._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    made: Any = ProcessGroup(prefix, place, size)
+    for kind in config.split(","):
+        made._register_backend(torch.device(kind.partition(":")[0]), ProcessGroup.BackendType.GLOO, backend)
     made._set_default_backend(ProcessGroup.BackendType.GLOO)
     made._set_group_name(name)
     made._set_group_desc("undefined")
     # The tables that destroy_process_group() reads, of this group and of all.
     c10d._world.pg_map[made] = "gloo", prefix
     c10d._world.pg_names[made] = name
-    c10d._world.pg_backend_config[made] = "cpu:gloo"
+    c10d._world.pg_backend_config[made] = config
     c10d._world.pg_to_tag[made] = tag = f"ptd:{name}"
     c10d._world.tags_to_pg.setdefault(tag, []).append(made)
     c10d._register_process_group(name, made)

@@ -1,0 +1,124 @@
+"""The connections that the engine's own gloo groups have."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, ProcessGroup
+
+from megastrategy.core import private_group
+from megastrategy.core.collectives import GlooCollectives, make_collectives
+from megastrategy.core.collectives.process_groups import destroy_group, part_of_group
+from tests.support.processes import run_processes
+from tests.support.ranks import gloo_group, run_ranks
+
+CPU = torch.device("cpu")
+NUMEL = 2**21
+
+
+def traffic() -> dict[int, tuple[int, int]]:
+    """Bytes sent and received by every TCP socket of this process, by inode, from the kernel (struct tcp_info)."""
+    found: dict[int, tuple[int, int]] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            duplicate = os.dup(int(name))
+        except OSError:  # the listing itself was one of them, and is closed by now
+            continue
+        if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+            os.close(duplicate)
+            continue
+        with socket.socket(fileno=duplicate) as handle:
+            if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
+                info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+                (received,), (sent, sent_again) = (
+                    struct.unpack_from("Q", info, 128),
+                    struct.unpack_from("2Q", info, 200),
+                )
+                found[os.fstat(duplicate).st_ino] = sent - sent_again, received
+    return found
+
+
+def _reduce_and_gather() -> list[tuple[int, int]]:
+    group = private_group(None, CPU)
+    collectives = make_collectives(group, CPU)
+    collectives.all_gather(torch.zeros(2)).wait()  # connects, and agrees on tags
+    before = traffic()
+    tensor = torch.full((NUMEL,), 1.0 + group.rank())
+    collectives.reduce_scatter(tensor, 1.0).wait()
+    collectives.all_gather(tensor).wait()
+    assert torch.equal(tensor, torch.full((NUMEL,), 3.0))
+    after = traffic()
+    collectives.close()
+    destroy_group(group)
+    changes = [(after[i][0] - before.get(i, (0, 0))[0], after[i][1] - before.get(i, (0, 0))[1]) for i in after]
+    return [change for change in changes if max(change) > 2**16]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
+def test_two_ranks_send_over_one_connection_and_receive_over_another() -> None:
+    """Where both went over one, its reader and its writer would keep each other from it, and a core busy."""
+    half = 4 * NUMEL  # of the tensor when it is reduced, and again when it is gathered
+    for busy in run_processes(2, _reduce_and_gather):
+        assert len(busy) == 2, busy
+        (sent, in_return), (answered, received) = sorted(busy, reverse=True)
+        assert half <= sent < 1.01 * half
+        assert half <= received < 1.01 * half
+        assert max(in_return, answered) < 0.01 * half
+
+
+def _describe_part() -> None:
+    group = private_group(None, CPU)
+    ranks = dist.get_process_group_ranks(group)
+    part = part_of_group(group, ranks, "a part of a part", CPU)
+    assert dist.get_backend_config(part) == dist.get_backend_config(group) == dist.get_backend_config(dist.group.WORLD)
+    assert dist.get_backend(part) == "gloo"
+    assert part._device_types == group._device_types
+    for made in (part, group):
+        assert made._get_backend(CPU).options._timeout == dist.group.WORLD._get_backend(CPU).options._timeout  # type: ignore[union-attr]
+        destroy_group(made)
+        assert made not in dist.distributed_c10d._world.pg_map
+
+
+def test_a_group_of_two_ranks_is_what_torch_would_have_made_but_for_its_connections() -> None:
+    run_processes(2, _describe_part)
+
+
+def test_two_ranks_of_a_group_that_has_one_connection_reduce_and_gather_over_it() -> None:
+    """Somebody made it by hand, and passes it."""
+
+    def run(rank: int, given: ProcessGroup) -> list[Tensor]:
+        group = gloo_group(PrefixStore("one", store), rank, 2, connections=1)
+        tensor = torch.arange(2.0**19) * (1 + rank)
+        collectives = GlooCollectives(group)
+        collectives.reduce_scatter(tensor, 0.5).wait()
+        collectives.all_gather(tensor).wait()
+        collectives.close()
+        return [tensor]
+
+    store = HashStore()
+    for (tensor,) in run_ranks(2, run):
+        assert torch.equal(tensor, torch.arange(2.0**19) * 1.5)
+
+
+def _under_debugging() -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    watched = dist.new_group(timeout=timedelta(seconds=60))
+    group = private_group(watched, CPU)
+    assert type(group._get_backend(CPU)).__name__ == "_ProcessGroupWrapper"
+    collectives = make_collectives(group, CPU)
+    tensor = torch.full((8,), 1.0 + group.rank())
+    collectives.all_reduce(tensor, 1.0).wait()
+    assert torch.equal(tensor, torch.full((8,), 3.0))
+    collectives.close()
+
+
+def test_where_torch_watches_what_gloo_does_it_makes_the_group() -> None:
+    run_processes(2, _under_debugging)
