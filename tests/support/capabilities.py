@@ -115,6 +115,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     "collectives": (
         "doors/test_collectives_underneath.py",
         "ranks/test_collectives.py",
+        "ranks/test_connections.py",
         "ranks/test_cost_of_agreeing.py",
         "ranks/test_fp32_sums.py",
         "ranks/test_host_exchange.py",
