@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .buffers import GradBuffers, check_unchanged, copy_grad_, slice_view
+from .buffers import GradBuffers, check_unchanged, copy_grad_, referred_to_elsewhere, slice_view
 from .layout import BufferLayout
 from .reduced_grad import ReducedGrad
 from .wire import round_in_place
@@ -215,6 +215,9 @@ class ContiguousGradBuffers(GradBuffers):
 
     def give_up(self) -> list[Tensor]:
         flats = self.flats
+        # Somebody may have kept one in the backward that the move ends, and would see other things in it.
+        for index in referred_to_elsewhere(self.views):
+            self._leave_view(index)
         self.close()
         return flats
 

@@ -103,3 +103,25 @@ def test_a_move_takes_no_more_memory_than_there_was(dtype: torch.dtype, options:
     for before, after, num_allocated in run_ranks(4, run):
         assert num_allocated == 4, "both were made anew"
         assert after == before
+
+
+def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
+    """Taken in the backward that a move ends, from the memory in which weights wait."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)).to(torch.bfloat16)
+        kept: list[Tensor] = []
+        module[1].bias.register_post_accumulate_grad_hook(lambda param: kept.append(param.grad))
+        config = DistributedDataParallelConfig(bucket_size=500, overlap_grad_reduce=False)
+        model = DistributedDataParallel(module, config, group)
+        model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
+        weights = [param.detach().clone() for param in module.parameters()]
+        [grad] = kept
+        before = grad.clone()
+        assert before.count_nonzero() == 3
+        assert relayout(model.engine, other_layout(model, bucket_size=1))
+        assert torch.equal(grad, before)
+        assert all(torch.equal(param, weight) for param, weight in zip(module.parameters(), weights, strict=True))
+        model.close()
+
+    run_ranks(2, run)
