@@ -105,7 +105,7 @@ def test_no_block_is_left_out() -> None:
         "one_gradient.md": 1,
         "wire.md": 1,
         "fabric.md": 1,
-        "accelerate.md": 1,
+        "accelerate.md": 2,
         "checkpoints.md": 2,
     }
     design = ("design/one_gradient.md", "design/wire.md")
