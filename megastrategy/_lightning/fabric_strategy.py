@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from .._checkpoints.directories import (
     OptimizerInDirectory,
@@ -52,6 +53,7 @@ from ..core import (
     read_directory,
     save_directory,
 )
+from ..data import CountedLoader, batch_size_of, sampler_of
 from .checkpoint_io import WholeFilesByDefault
 from .signature import ALL_REDUCE_OPTION, NO_SCALER
 
@@ -176,6 +178,15 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         self._optimizers.append((weakref.ref(distributed), weakref.ref(model)))
         model.engine.announce(rank_zero_info)
         return distributed
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Counts what the loop takes for a :class:`~megastrategy.data.ResumableSampler`, which the user saves."""
+        dataloader = super().process_dataloader(dataloader)
+        if (sampler := sampler_of(dataloader)) is None:
+            return dataloader
+        ranks = self.distributed_sampler_kwargs
+        sampler.divide(ranks["num_replicas"], ranks["rank"])
+        return LoaderWithOwnEpochs(dataloader, sampler, batch_size_of(dataloader) * sampler.num_replicas)
 
     def teardown(self) -> None:
         """Closes all models, so that they are plain modules. Fabric never calls it; a user may."""
@@ -417,6 +428,17 @@ class BackwardSyncControl:
                 f"returned under this strategy, got {type(module).__name__}"
             )
         return module.no_sync()
+
+
+class LoaderWithOwnEpochs(CountedLoader):
+    """A loader whose sampler knows the epoch. Fabric counts passes of this process alone, and would set it back."""
+
+    sampler = batch_sampler = property(lambda self: None)
+
+    def __init__(self, loader: DataLoader[Any], *args: Any) -> None:
+        super().__init__(loader, *args)
+        # Fabric shows a loader's own attributes
+        self.__dict__ = {**loader.__dict__, **self.__dict__}
 
 
 def _unwrapped(module: Module) -> Module:

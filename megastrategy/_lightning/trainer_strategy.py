@@ -62,6 +62,7 @@ from .checked_collectives import CollectivesTogether
 from .checkpoint_io import WholeFilesByDefault
 from .precision import EnginePrecision, lend, take_back
 from .ray_workers import PointsToRayStrategy
+from .resumable_data import ResumesData
 from .schedulers import SchedulersHoldUsersOptimizers
 from .signals import SignalAgreement
 from .signature import ALL_REDUCE_OPTION, NO_SCALER
@@ -86,7 +87,7 @@ LEFT_BEHIND = "fp32 main params of 'megatron_ddp': without it training goes on f
 
 
 class TrainerStrategy(
-    PointsToRayStrategy, WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, _Base
+    PointsToRayStrategy, WholeFilesByDefault, CollectivesTogether, SchedulersHoldUsersOptimizers, ResumesData, _Base
 ):
     """Megatron-LM's data parallelism for ``Trainer(strategy=...)``, in place of ``"ddp"``.
 
@@ -388,6 +389,7 @@ class TrainerStrategy(
                 self._meeting.problem,
             )
             return
+        self.add_place(checkpoint)
         if self.state_dict_type == "sharded":
             self._save_directory(checkpoint, filepath)
             return
@@ -446,7 +448,7 @@ class TrainerStrategy(
         self._directory_saver.wait()
         if (local := local_path(checkpoint_path)) is not None and local.is_dir():
             self._loaded_from = str(checkpoint_path)
-            return load_trainer_directory(local, weights_only)
+            return self.take_place(load_trainer_directory(local, weights_only))
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
             raise CheckpointError(
@@ -456,7 +458,7 @@ class TrainerStrategy(
         self._loaded_from = str(checkpoint_path)
         mapped = {"state_dict", "optimizer_states", MAIN_PARAMS_KEY}
         checkpoint.get("callbacks", {}).pop(LEFT_BEHIND, None)
-        return {key: value if key in mapped else own_memory(value) for key, value in checkpoint.items()}
+        return self.take_place({k: v if k in mapped else own_memory(v) for k, v in checkpoint.items()})
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

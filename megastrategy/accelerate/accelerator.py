@@ -44,6 +44,7 @@ from .prepared_model import (
     clip_value_,
     trained_by,
 )
+from .resumable_data import ResumesData
 from .saves_alone import SavesAlone
 from .transformers_trainer import wrap_trainer
 
@@ -52,7 +53,7 @@ __all__ = ["Accelerator", "MegatronDDPPlugin"]
 _log = get_logger(__name__)
 
 
-class Accelerator(SavesAlone, CountsTokens, accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(SavesAlone, CountsTokens, ResumesData, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator``, with all of its arguments and methods, training with Megatron-LM's data parallelism.
 
     Args:

@@ -67,6 +67,7 @@ def test_the_plain_loop(tmp_path: Path) -> None:
         ("fabric.md", 0, 2),
         ("accelerate.md", 0, 2),
         ("accelerate.md", 1, 1),
+        ("data.md", 0, 2),
     ],
     ids=[
         "reading gradients",
@@ -80,6 +81,7 @@ def test_the_plain_loop(tmp_path: Path) -> None:
         "Fabric",
         "Accelerate",
         "a block of ours",
+        "data",
     ],
 )
 def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int, ranks: int) -> None:
@@ -106,10 +108,11 @@ def test_no_block_is_left_out() -> None:
         "wire.md": 1,
         "fabric.md": 1,
         "accelerate.md": 2,
+        "data.md": 1,
         "checkpoints.md": 2,
     }
     design = ("design/one_gradient.md", "design/wire.md")
-    for page in ("gradients.md", "failures.md", "options.md", *design, "fabric.md", "accelerate.md"):
+    for page in ("gradients.md", "failures.md", "options.md", *design, "fabric.md", "accelerate.md", "data.md"):
         path = ROOT / "docs" / page
         assert len(blocks_that_print(path)) == len(by_page[path.name]), page
     for block in by_page["checkpoints.md"]:

@@ -27,6 +27,7 @@ PUBLIC = {
     "megastrategy.lightning_fabric": FABRIC,
     "megastrategy.ray": ["RayMegatronDDPStrategy"],
     "megastrategy.accelerate": ["Accelerator", "MegatronDDPPlugin", "replace_accelerators"],
+    "megastrategy.data": ["ResumableSampler"],
     "megastrategy.errors": [
         "BucketInFlightError",
         "CheckpointError",

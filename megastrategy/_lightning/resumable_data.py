@@ -1,0 +1,145 @@
+"""The Trainer's part of a :class:`~megastrategy.data.ResumableSampler`: its place goes into checkpoints, and is found
+again.
+
+[Note: what is consumed]
+Lightning's own counters say which batches of an epoch are done, and on a resume the loop goes on from them. The place
+is computed from the same counters, so that both agree wherever the checkpoint was written: in a hook of a batch, in
+validation, at an epoch's end. What workers read ahead is in none of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from ..data import ResumableSampler, sampler_of
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+SAMPLER_KEY = "megatron_ddp_sampler"
+"""Key in a checkpoint: the place in the training data. "ddp" leaves it alone."""
+
+
+class ResumesData(_Base):
+    """A strategy that saves and restores the place of a sampler. The epoch's batches come from one loader."""
+
+    _loaded: _Loaded | None = None
+    """The place in the checkpoint that this run goes on from."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Restores the place before anybody iterates: workers read ahead from the first iterator on."""
+        dataloader = super().process_dataloader(dataloader)
+        sampler, trainer = sampler_of(dataloader), self._trainer()
+        if sampler is None or not isinstance(dataloader, DataLoader) or not trainer.training:
+            return dataloader
+        ranks = self.distributed_sampler_kwargs
+        sampler.divide(ranks["num_replicas"], ranks["rank"])
+        loaded = self._loaded
+        if loaded is not None and not loaded.is_given:
+            loaded.is_given = True  # loaders may be made anew in each epoch
+            sampler.load_state_dict(loaded.place)
+        else:
+            # a fit before may have gone on within the epoch that this one begins
+            sampler.load_state_dict(sampler.state_at(sampler.epoch, 0))
+        if hasattr(dataloader, "state_dict"):
+            return dataloader  # torchdata's, whose state has more, and the sampler's place too
+        resumable = copy.copy(dataloader)
+        # Lightning warns of a loader that does not resume, unless it has these
+        resumable.state_dict = dict  # type: ignore[attr-defined]
+        resumable.load_state_dict = _do_nothing  # type: ignore[attr-defined]
+        return resumable
+
+    def on_train_start(self) -> None:
+        """Counts the batches that are done in batches of these ranks, where a resume begins within an epoch."""
+        super().on_train_start()
+        trainer = self._trainer()
+        loader, sampler = _only_loader(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        if loader is None or sampler is None or not loop.restarting:
+            return
+        progress = loop.batch_progress
+        if self._loaded is not None and self._loaded.is_at_end:
+            num_done = trainer.num_training_batches
+        else:
+            num_done = sampler.num_batches_before(loader)
+            progress.is_last_batch = False  # of the epoch before: a checkpoint of an epoch's start still has it
+        difference = int(num_done) - progress.current.processed
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, name, getattr(progress.current, name) + difference)
+
+    def teardown(self) -> None:
+        self._loaded = None  # also where an evaluation has loaded it, for weights alone
+        super().teardown()
+
+    def take_place(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Keeps the place in a checkpoint for the loader that comes, and returns the checkpoint."""
+        self._loaded = None
+        if (place := checkpoint.get(SAMPLER_KEY)) is not None:
+            loop = checkpoint["loops"]["fit_loop"]
+            num_batches = loop["epoch_loop.batch_progress"]["total"]["ready"]
+            self._loaded = _Loaded(place, num_batches, place["epoch"] > loop["epoch_progress"]["current"]["processed"])
+        return checkpoint
+
+    def add_place(self, checkpoint: dict[str, Any]) -> None:
+        """Adds the place to a checkpoint that has the loops' counters."""
+        loader, sampler = _only_loader(self._trainer())
+        if loader is None or sampler is None or "loops" not in checkpoint:
+            return
+        loop = checkpoint["loops"]["fit_loop"]
+        # of loaders like ours: "ddp" has none that it could be given to
+        loop["state_dict"] = {key: value for key, value in loop["state_dict"].items() if value != [{}]}
+        num_batches = loop["epoch_loop.batch_progress"]["total"]["ready"]
+        if self._loaded is not None and num_batches == self._loaded.num_batches:
+            checkpoint[SAMPLER_KEY] = self._loaded.place  # no batch has come since
+        else:
+            checkpoint[SAMPLER_KEY] = sampler.state_at(*_place(loop, loader, sampler))
+
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+
+@dataclasses.dataclass
+class _Loaded:
+    """The place in a checkpoint.
+
+    Attributes:
+        place: the sampler's state.
+        num_batches: the number of batches that any epoch had begun by then.
+        is_at_end: whether the epoch's last batch was trained, and Lightning had not ended the epoch yet.
+        is_given: whether a sampler has it.
+    """
+
+    place: dict[str, Any]
+    num_batches: int
+    is_at_end: bool
+    is_given: bool = False
+
+
+def _place(loop: dict[str, Any], loader: DataLoader[Any], sampler: ResumableSampler) -> tuple[int, int]:
+    """Computes the epoch and what is consumed of it. Lightning gives samplers the number of processed epochs."""
+    epochs, batches = loop["epoch_progress"]["current"], loop["epoch_loop.batch_progress"]
+    epoch, done = epochs["processed"], batches["current"]
+    # from an epoch's end to the next one's first batch the counters of batches are those of the epoch before
+    if epoch > sampler.epoch or epochs["started"] < epochs["ready"]:
+        return epoch, 0
+    if batches["is_last_batch"] and done["processed"] == done["ready"]:
+        return epoch + 1, 0
+    return epoch, sampler.consumed_after(done["processed"], loader)
+
+
+def _only_loader(trainer: pl.Trainer) -> tuple[DataLoader[Any] | None, ResumableSampler | None]:
+    """Returns the training loader and its sampler. Of several loaders batches are mixed in ways of their own."""
+    loader = trainer.train_dataloader
+    return (loader, sampler_of(loader)) if isinstance(loader, DataLoader) else (None, None)
+
+
+def _do_nothing(state: dict[str, Any]) -> None:
+    """Takes the empty state of a loader."""

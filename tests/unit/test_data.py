@@ -1,0 +1,275 @@
+"""One order an epoch, cut anywhere and gone on with by other ranks: every sample once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from megastrategy.data import CountedLoader, ResumableSampler, batch_size_of, sampler_of
+
+
+class Numbers(Dataset[int]):
+    """Sample ``i`` is ``i``."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def samplers(size: int, num_ranks: int, **options: Any) -> list[ResumableSampler]:
+    """One a rank."""
+    return [ResumableSampler(Numbers(size), num_replicas=num_ranks, rank=rank, **options) for rank in range(num_ranks)]
+
+
+def loader(sampler: ResumableSampler, batch_size: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(sampler.dataset, batch_size=batch_size, sampler=sampler, **options)
+
+
+def steps(ranks: Sequence[ResumableSampler], batch_size: int, **options: Any) -> Iterator[list[int]]:
+    """What all ranks together train in each step."""
+    passes = [sampler.batches(loader(sampler, batch_size, **options)) for sampler in ranks]
+    for batches in zip(*passes, strict=True):  # strict: ranks have equally many batches
+        yield [index for batch in batches for index in batch.tolist()]
+
+
+def permutation(size: int, epoch: int, seed: int = 0) -> list[int]:
+    """Torch's own sampler of one rank."""
+    known = DistributedSampler(Numbers(size), num_replicas=1, rank=0, seed=seed)
+    known.set_epoch(epoch)
+    return list(known)
+
+
+RUNS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)), max_size=4)
+"""Runs before the last: ranks, samples in a rank's batch, steps after which it is cut."""
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 60), runs=RUNS, last=st.tuples(st.integers(1, 4), st.integers(1, 5)), drop_last=st.booleans()
+)
+def test_runs_that_are_cut_train_one_permutation(
+    size: int, runs: list[tuple[int, int, int]], last: tuple[int, int], drop_last: bool
+) -> None:
+    """Exactly, but for what does not divide by the ranks at the very end: torch's sampler repeats or leaves it out,
+    too."""
+    seen: list[int] = []
+    state: dict[str, Any] = ResumableSampler(Numbers(size), seed=5).state_at(3, 0)
+    for num_ranks, batch_size, num_steps in runs:
+        ranks = samplers(size, num_ranks, seed=5, drop_last=drop_last)
+        for sampler in ranks:
+            sampler.load_state_dict(state)
+        # a run that is cut after the epoch's last step belongs to another test
+        room = (size - state["consumed"]) // (num_ranks * batch_size)
+        for _, samples in zip(range(min(num_steps, room)), steps(ranks, batch_size), strict=False):
+            seen += samples
+            state = ranks[0].state_dict()
+            assert all(sampler.state_dict() == state for sampler in ranks)
+    order, (num_ranks, batch_size) = permutation(size, 3, seed=5), last
+    assert Counter(seen) == Counter(order[: len(seen)])
+    assert state["consumed"] == len(seen)
+    ranks = samplers(size, num_ranks, seed=5, drop_last=drop_last)
+    for sampler in ranks:
+        sampler.load_state_dict(state)
+    left = size - len(seen)
+    seen += [sample for samples in steps(ranks, batch_size) for sample in samples]
+    expected = Counter(order)
+    if drop_last:
+        assert not Counter(seen) - expected
+        assert len(seen) == size - left % num_ranks
+    else:
+        assert Counter(seen) == expected + Counter((order * 4)[: -left % num_ranks])
+    assert all((sampler.epoch, sampler.consumed) == (4, 0) for sampler in ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_uncut_it_is_torchs_sampler(num_ranks: int, shuffle: bool, drop_last: bool) -> None:
+    for sampler in samplers(14, num_ranks, shuffle=shuffle, drop_last=drop_last, seed=9):
+        known = DistributedSampler(
+            sampler.dataset, num_ranks, sampler.rank, shuffle=shuffle, drop_last=drop_last, seed=9
+        )
+        for epoch in (0, 1, 5):
+            sampler.set_epoch(epoch)
+            known.set_epoch(epoch)
+            assert list(sampler) == list(known)
+            assert (len(sampler), sampler.num_samples, sampler.total_size) == (
+                len(known),
+                known.num_samples,
+                known.total_size,
+            )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_workers_read_ahead_is_not_consumed(num_workers: int) -> None:
+    [sampler] = samplers(40, 1)
+    batches = sampler.batches(loader(sampler, 4, num_workers=num_workers, prefetch_factor=3 if num_workers else None))
+    assert [sampler.consumed, *(sampler.consumed for _ in zip(range(3), batches, strict=False))] == [0, 4, 8, 12]
+    batches.close()  # type: ignore[attr-defined]
+    [other] = samplers(40, 1)
+    other.load_state_dict(sampler.state_dict())
+    assert next(iter(loader(other, 4))).tolist() == permutation(40, 0)[12:16]
+
+
+def test_an_epoch_begins_after_the_end_and_after_a_pass_that_was_left() -> None:
+    [sampler] = samplers(6, 1)
+    for expected in (0, 1):
+        assert [index for samples in steps([sampler], 2) for index in samples] == permutation(6, expected)
+    next(steps([sampler], 2))
+    assert sampler.state_dict() == sampler.state_at(2, 2)
+    assert next(steps([sampler], 2)) == permutation(6, 3)[:2]
+    sampler.set_epoch(3)
+    assert next(steps([sampler], 2)) == permutation(6, 3)[:2], "one that is asked for begins anew"
+
+
+def test_a_restored_epoch_keeps_its_place_where_a_framework_sets_it() -> None:
+    [sampler] = samplers(6, 1)
+    sampler.load_state_dict(sampler.state_at(2, 4))
+    sampler.set_epoch(2)
+    assert list(sampler) == permutation(6, 2)[4:]
+    sampler.set_epoch(3)
+    assert list(sampler) == permutation(6, 3)
+
+
+def test_the_epoch_may_be_set_when_the_iterator_is_there() -> None:
+    """Lightning does, in the first epoch of a fit."""
+    [sampler] = samplers(6, 1)
+    batches = iter(loader(sampler, 3))
+    sampler.set_epoch(4)
+    assert next(batches).tolist() == permutation(6, 4)[:3]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batch_samplers(drop_last: bool) -> None:
+    [sampler] = samplers(7, 1)
+    data = DataLoader(sampler.dataset, batch_sampler=BatchSampler(sampler, 2, drop_last))
+    assert sampler_of(data) is sampler
+    assert batch_size_of(data) == 2
+    places = [sampler.consumed for _ in sampler.batches(data)]
+    assert places == [2, 4, 6] + [7] * (not drop_last)
+
+
+def test_samples_without_batches() -> None:
+    [sampler] = samplers(3, 1)
+    data = DataLoader(sampler.dataset, batch_size=None, sampler=sampler)
+    assert [(index, sampler.consumed) for index in sampler.batches(data)] == list(
+        zip(permutation(3, 0), (1, 2, 3), strict=True)
+    )
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 50),
+    before=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)),
+    num_ranks=st.integers(1, 4),
+    batch_size=st.integers(1, 5),
+    drop_last=st.booleans(),
+)
+def test_an_epoch_ends_with_its_last_number(
+    size: int, before: tuple[int, int, int], num_ranks: int, batch_size: int, drop_last: bool
+) -> None:
+    """For loops that count batches: those before the place, counted anew, and those that come make the epoch."""
+    consumed = min(size, before[0] * before[1] * before[2])
+    for sampler in samplers(size, num_ranks):
+        sampler.load_state_dict(sampler.state_at(0, consumed))
+        data = loader(sampler, batch_size, drop_last=drop_last)
+        done = sampler.num_batches_before(data)
+        assert sampler.consumed_after(done, data) == consumed
+        assert done + sum(1 for _ in data) == len(data)
+
+
+def test_accelerates_way_of_dividing() -> None:
+    """The whole order, filled up from its beginning and not from where the run went on."""
+    [sampler] = samplers(10, 1)
+    sampler.divide_by_batches(8)
+    order = permutation(10, 0)
+    assert list(sampler) == order + order[:6]
+    sampler.load_state_dict(sampler.state_at(0, 8))
+    assert list(sampler) == order[8:] + order[:6]
+
+
+def test_a_strategy_says_who_divides_unless_the_user_did() -> None:
+    sampler = ResumableSampler(Numbers(8))
+    assert (sampler.num_replicas, sampler.rank) == (1, 0)
+    sampler.divide(4, 3)
+    assert (sampler.num_replicas, sampler.rank) == (4, 3)
+    [first, _] = samplers(8, 2)
+    first.divide(4, 3)
+    assert (first.num_replicas, first.rank) == (2, 0)
+
+
+def test_copies() -> None:
+    [sampler] = samplers(8, 1)
+    sampler.load_state_dict(sampler.state_at(1, 4))
+    for other in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
+        assert list(other) == list(sampler)
+    counted = CountedLoader(loader(sampler, 2), sampler, 2)
+    assert isinstance(counted, DataLoader)
+    assert copy.copy(counted).batch_size == 2
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+
+
+class OfWords(BatchSampler):
+    """Batches of several sizes."""
+
+    def __init__(self, sampler: ResumableSampler) -> None:
+        self.sampler = sampler
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="Endless has no length"):
+        ResumableSampler(Endless())
+    with pytest.raises(ValueError, match="rank=None: give both, or neither"):
+        ResumableSampler(Numbers(1), num_replicas=2)
+    with pytest.raises(ValueError, match="rank=2: expected 0 to 1"):
+        ResumableSampler(Numbers(1), num_replicas=2, rank=2)
+    [sampler] = samplers(8, 1)
+    with pytest.raises(ValueError, match="OfWords has no batch_size"):
+        batch_size_of(DataLoader(sampler.dataset, batch_sampler=OfWords(sampler)))
+    with pytest.raises(ValueError, match="leave in_order=False out"):
+        batch_size_of(loader(sampler, 2, in_order=False))
+    for other, name in [
+        (ResumableSampler(Numbers(9)), "num_samples=9"),
+        (ResumableSampler(Numbers(8), seed=1), "seed=1"),
+        (ResumableSampler(Numbers(8), shuffle=False), "shuffle=False"),
+    ]:
+        with pytest.raises(ValueError, match=f"saved with {name}, and this sampler has"):
+            sampler.load_state_dict(other.state_dict())
+    assert sampler.state_dict() == sampler.state_at(0, 0), "nothing is changed"
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_torchdatas_loader_keeps_the_place(num_workers: int, num_ranks: int) -> None:
+    """It saves the state of the sampler's iterator with each batch; any number of ranks goes on with rank 0's."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    options = {"num_workers": num_workers, "batch_size": 3}
+    [first, _] = samplers(23, 2)
+    data = stateful.StatefulDataLoader(first.dataset, sampler=first, **options)
+    for _ in zip(range(2), data, strict=False):
+        state = data.state_dict()
+    seen: list[int] = []
+    for sampler in samplers(23, num_ranks):
+        rest = stateful.StatefulDataLoader(sampler.dataset, sampler=sampler, **options)
+        rest.load_state_dict(copy.deepcopy(state))
+        seen += [index for batch in rest for index in batch.tolist()]
+    order = permutation(23, 0)
+    assert Counter(seen) == Counter(order[12:] + order[: -11 % num_ranks])
