@@ -100,11 +100,15 @@ class ResumableSampler(DistributedSampler[Any]):
     @property
     def num_samples(self) -> int:  # type: ignore[override]
         """The number of samples that this rank has in a whole epoch."""
-        return self._share(len(self.dataset))
+        return self._share(self._size)
 
     @property
     def total_size(self) -> int:  # type: ignore[override]
         return self.num_samples * self.num_replicas
+
+    @property
+    def _size(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type] # which the constructor has checked
 
     def _share(self, num_samples: int) -> int:
         num_replicas = self.num_replicas
@@ -130,10 +134,10 @@ class ResumableSampler(DistributedSampler[Any]):
 
     def _order(self) -> Tensor:
         if not self.shuffle:
-            return torch.arange(len(self.dataset))
+            return torch.arange(self._size)
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
-        return torch.randperm(len(self.dataset), generator=generator)
+        return torch.randperm(self._size, generator=generator)
 
     # --- the place in it ---------------------------------------------------------------------------------------------
 
@@ -176,7 +180,7 @@ class ResumableSampler(DistributedSampler[Any]):
         """The number of samples of this epoch that all ranks together have consumed."""
         if self._pass is None:
             return self._start
-        return min(self._start + self._pass.num_consumed(), len(self.dataset))
+        return min(self._start + self._pass.num_consumed(), self._size)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the place, the same on every rank: plain numbers, for any checkpoint."""
@@ -185,7 +189,7 @@ class ResumableSampler(DistributedSampler[Any]):
     def state_at(self, epoch: int, consumed: int) -> dict[str, Any]:
         """Returns the state for another place."""
         place = {"epoch": epoch, "consumed": consumed}
-        return place | {"num_samples": len(self.dataset), "seed": self.seed, "shuffle": self.shuffle}
+        return place | {"num_samples": self._size, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes to a place that any number of ranks has saved.
@@ -212,14 +216,14 @@ class ResumableSampler(DistributedSampler[Any]):
         It is the difference of the epoch's length and of what is left, so that an epoch always ends with its last
         number. Earlier batches may have been of another size, on other ranks.
         """
-        per_rank, size = self._share(len(self.dataset) - self._start), batch_size_of(loader)
+        per_rank, size = self._share(self._size - self._start), batch_size_of(loader)
         is_short_one_left_out = getattr(loader.batch_sampler, "drop_last", loader.drop_last)
         return len(loader) - (per_rank // size if is_short_one_left_out else math.ceil(per_rank / size))
 
     def consumed_after(self, num_batches: int, loader: DataLoader[Any]) -> int:
         """Counts consumed samples where ``num_batches`` of the epoch are done, those before the restored place too."""
         num_done = num_batches - self.num_batches_before(loader)
-        return min(self._start + num_done * batch_size_of(loader) * self.num_replicas, len(self.dataset))
+        return min(self._start + num_done * batch_size_of(loader) * self.num_replicas, self._size)
 
 
 @dataclasses.dataclass
@@ -256,7 +260,7 @@ class _Indices(Iterator[int]):
     def state_dict(self) -> dict[str, Any]:
         start = self._sampler._start if self._indices is None else self._start
         consumed = start + self._num_yielded * self._sampler.num_replicas
-        return self._sampler.state_at(self._sampler.epoch, min(consumed, len(self._sampler.dataset)))
+        return self._sampler.state_at(self._sampler.epoch, min(consumed, self._sampler._size))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._sampler.load_state_dict(state_dict)
