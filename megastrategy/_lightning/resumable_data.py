@@ -52,8 +52,8 @@ class ResumesData(_Base):
             return dataloader  # torchdata's, whose state has more, and the sampler's place too
         resumable = copy.copy(dataloader)
         # Lightning warns of a loader that does not resume, unless it has these
-        resumable.state_dict = dict  # type: ignore[attr-defined]
-        resumable.load_state_dict = _do_nothing  # type: ignore[attr-defined]
+        resumable.state_dict = dict
+        resumable.load_state_dict = _do_nothing
         return resumable
 
     def on_train_start(self) -> None:
@@ -62,17 +62,19 @@ class ResumesData(_Base):
         trainer = self._trainer()
         loader, sampler = _only_loader(trainer)
         loop = trainer.fit_loop.epoch_loop
-        if loader is None or sampler is None or not loop.restarting:
+        # a checkpoint without a place, of "ddp" for one, is gone on with as there
+        if self._loaded is None or loader is None or sampler is None or not loop.restarting:
             return
         progress = loop.batch_progress
-        if self._loaded is not None and self._loaded.is_at_end:
+        done: Any = progress.current
+        if self._loaded.is_at_end:
             num_done = trainer.num_training_batches
         else:
             num_done = sampler.num_batches_before(loader)
             progress.is_last_batch = False  # of the epoch before: a checkpoint of an epoch's start still has it
-        difference = int(num_done) - progress.current.processed
+        difference = int(num_done) - done.processed
         for name in ("ready", "started", "processed", "completed"):
-            setattr(progress.current, name, getattr(progress.current, name) + difference)
+            setattr(done, name, getattr(done, name) + difference)
 
     def teardown(self) -> None:
         self._loaded = None  # also where an evaluation has loaded it, for weights alone
