@@ -15,6 +15,7 @@ from .core import DistributedDataParallel, DistributedDataParallelConfig, Distri
 
 if TYPE_CHECKING:
     from .lightning import CommunicationMonitor, MegatronDDPStrategy
+    from .tools.plan.partitions import plan
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,12 +26,18 @@ __all__ = [
     "GradScaler",
     "MegatronDDPStrategy",
     "__version__",
+    "plan",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in ("CommunicationMonitor", "MegatronDDPStrategy"):
         return getattr(_trainer_door(name), name)
+    if name == "plan":
+        # A tool, which nobody pays for who does not ask for it.
+        from .tools.plan.partitions import plan
+
+        return plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

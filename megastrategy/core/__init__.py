@@ -32,13 +32,15 @@ from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
 from .grad_scaler import GradScaler, adapt_scaler
-from .memory import memory_use, memory_use_of_ddp
+from .layout import BufferLayout, build_layout
+from .memory import MemoryUse, memory_use, memory_use_of_ddp
 from .strangers import describe_unreduced
 from .trials.known_findings import KnownFindings
 
 __all__ = [
     "EXTRA_FILE",
     "NOT_TENSORS",
+    "BufferLayout",
     "CheckpointError",
     "CollectiveError",
     "Collectives",
@@ -51,8 +53,10 @@ __all__ = [
     "GradScaler",
     "KnownFindings",
     "LoneCollectives",
+    "MemoryUse",
     "NotOnAllRanksError",
     "adapt_scaler",
+    "build_layout",
     "check_replaceable",
     "config_from_arguments",
     "describe_translation",

@@ -21,6 +21,7 @@ from .launching import LAUNCHER, ConfigFileError, check_config_file, launch, wri
 from .param_names import names_from, names_from_module, names_in_file
 from .parts import Advance, read_file
 from .parts import Progress as Tell
+from .plan.command import plan_command
 from .profile_report import has_steps, sizes_table, tables, why_nothing, write_files
 from .profiling import run_script
 from .rendering import render
@@ -253,6 +254,9 @@ def tune_command(
     times = compare_sizes(run, sizes, rounds, functools.partial(click.echo, err=True))
     _console().print(sizes_table(times))
     click.echo(advice(best_of(times), by_launcher=is_module and script == LAUNCHER))
+
+
+root.add_command(plan_command)
 
 
 def _check_script(script: str, is_module: bool) -> None:

@@ -95,8 +95,8 @@ def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int,
 
 
 def test_no_block_is_left_out() -> None:
-    """But for two parts of loops that are the reader's. tests/doors/test_accelerate_alone.py has the first in a
-    script; the second writes what tests/tools/test_conversion.py reads."""
+    """But for parts that are the reader's. tests/doors/test_accelerate_alone.py has the first of checkpoints in a
+    script; the second writes what tests/tools/test_conversion.py reads; tests/tools/test_plan_partitions.py plans."""
     by_page = {page.name: blocks(page) for page in PAGES if blocks(page)}
     assert {name: len(found) for name, found in by_page.items()} == {
         "lightning.md": 1,
@@ -110,12 +110,13 @@ def test_no_block_is_left_out() -> None:
         "accelerate.md": 2,
         "data.md": 1,
         "checkpoints.md": 2,
+        "planning.md": 1,
     }
     design = ("design/one_gradient.md", "design/wire.md")
     for page in ("gradients.md", "failures.md", "options.md", *design, "fabric.md", "accelerate.md", "data.md"):
         path = ROOT / "docs" / page
         assert len(blocks_that_print(path)) == len(by_page[path.name]), page
-    for block in by_page["checkpoints.md"]:
+    for block in (*by_page["checkpoints.md"], *by_page["planning.md"]):
         ast.parse(block)
 
 

@@ -20,6 +20,7 @@ PUBLIC = {
         "GradScaler",
         "MegatronDDPStrategy",
         "__version__",
+        "plan",
     ],
     "megastrategy.lightning": TRAINER,
     "megastrategy.pytorch_lightning": TRAINER,

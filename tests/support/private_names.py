@@ -31,7 +31,11 @@ LIVES_IN = {
     "torch._compile": "_disable_dynamo",
     "torch._C._distributed_c10d": "_DEFAULT_FIRST_BUCKET_BYTES",
     "torch.autograd.variable": "_execution_engine",
-    "torch.utils._pytree": "tree_leaves",
+    "torch.utils._pytree": "tree_leaves tree_map_only",
+    "torch._subclasses.fake_tensor": "FakeTensorMode",
+    "torch.testing._internal.distributed.fake_pg": "FakeStore",
+    "torch.UntypedStorage": "_cdata",
+    "torch.ops.aten.add.Tensor": "_schema",
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.data.dataloader": "_BaseDataLoaderIter",
     "torch.nn.parallel.distributed": (

@@ -2,7 +2,8 @@
 
 ``interface`` is what the engine sees; ``backend`` (NCCL and others), ``gloo`` (by way of ``gloo_rings``, in a
 ``worker``), ``host_staged`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (an optimizer in
-several instances) and ``store`` (for hosts that cannot connect) are what stands behind it.
+several instances), ``store`` (for hosts that cannot connect) and ``fake`` (for a rank without peers) are what stands
+behind it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 from .backend import BackendCollectives
+from .fake import FakeCollectives
 from .gloo import GlooCollectives, HostCollectives
 from .host_staged import HostStagedCollectives
 from .interface import Collectives, Handle, Handles
@@ -22,6 +24,7 @@ from .process_groups import (
     destroy_group,
     has_gloo,
     host_group,
+    is_fake,
     new_name,
     private_group,
     some_device,
@@ -51,6 +54,8 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     if group.size() == 1:
         return LoneCollectives(group)
     backend = group._get_backend(device)
+    if is_fake(group, device):
+        return FakeCollectives(group)
     # A group that was made by hand (ranks that are threads) is not in torch's map: no store, so no roll call, and all
     # ranks are taken to come.
     known = dist.distributed_c10d._world.pg_map.get(group)
@@ -88,8 +93,10 @@ def second_collectives(every: Collectives, device: torch.device) -> Collectives:
 
 def _like(every: Collectives, group: ProcessGroup) -> Collectives:
     """The same kind of collectives over another group of the same ranks."""
-    if isinstance(every, HostStagedCollectives):
-        made: Collectives = HostStagedCollectives(GlooCollectives(group, every.roll_call), every.device, every.streams)
+    if isinstance(every, FakeCollectives):
+        made: Collectives = FakeCollectives(group)
+    elif isinstance(every, HostStagedCollectives):
+        made = HostStagedCollectives(GlooCollectives(group, every.roll_call), every.device, every.streams)
     elif isinstance(every, BackendCollectives):
         made = BackendCollectives(group, every.roll_call, every.host if every.host is not every else None)
     else:
@@ -129,5 +136,7 @@ def host_collectives() -> Collectives:
         ValueError: if torch.distributed is not initialised.
     """
     world = world_group()
+    if is_fake(world, torch.device("cpu")):
+        return FakeCollectives(world)
     hosts = host_group(world)
     return _over_store(world, None) if hosts is None else make_collectives(hosts, torch.device("cpu"))

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .backend import BackendCollectives, WorkHandle, as_real
+from .fake import FakeCollectives
 from .gloo import GlooCollectives
 from .gloo_rings import GlooRings
 from .host_staged import HostStagedCollectives
@@ -57,6 +58,9 @@ def make_instance_collectives(every: Collectives, instance: ProcessGroup, across
         instance: the ranks of this rank's instance, in order.
         across: the ranks at this rank's place in all instances, in order.
     """
+    if isinstance(every, FakeCollectives):
+        destroy_group(across)  # nothing crosses between instances either
+        return FakeCollectives(instance)
     if isinstance(every, HostStagedCollectives):
         host = make_instance_collectives(every.real, instance, across)
         return HostStagedCollectives(host, every.device, every.streams, staging=every)
@@ -72,8 +76,9 @@ def destroy_instances(every: Collectives) -> None:
     for made in every.instances.values():
         made = made.real if isinstance(made, HostStagedCollectives) else made
         if isinstance(made, InstanceCollectives):
-            destroy_group(made.group)
             destroy_group(made.across)
+        if isinstance(made, InstanceCollectives | FakeCollectives):
+            destroy_group(made.group)
     every.instances.clear()
 
 

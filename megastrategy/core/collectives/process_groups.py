@@ -105,8 +105,7 @@ def host_group(group: ProcessGroup) -> ProcessGroup | None:
     except RuntimeError as error:
         # Each rank its own reason: only some machines may have the wrong interface.
         logging.getLogger("megastrategy").warning("rank %d of %d: %s", group.rank(), group.size(), error)
-    timeout = group._get_backend(device).options._timeout
-    return made if _all_have(made is not None, store_of_group(group), name, group, timeout) else None
+    return made if _all_have(made is not None, store_of_group(group), name, group, timeout_of(group, device)) else None
 
 
 def some_device(group: ProcessGroup) -> torch.device:
@@ -159,7 +158,7 @@ def part_of_group(
     world = c10d._get_default_group()
     own = dist.get_rank()
     backend = backend or dist.get_backend_config(group)
-    timeout = group._get_backend(device).options._timeout
+    timeout = timeout_of(group, device)
 
     store = c10d._world.pg_map[world][1]
     hosts_only = backend == "gloo" and not has_gloo(world)  # a gloo world listens where its ranks have met already
@@ -200,6 +199,20 @@ def part_of_group(
     # new_group() writes this too: get_process_group_ranks and destroy_process_group find a group by it
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+def is_fake(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's peers do not exist: a process that runs as one rank of many, to be looked at."""
+    kind = torch.device(device.type)
+    return kind in group._device_types and group._get_backend(kind).name() == dist.Backend.FAKE
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+    """The longest that a collective of the group may take on ``device``."""
+    if is_fake(group, device):
+        return dist.constants.default_pg_timeout  # it has no options; nothing is waited for either
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def has_gloo(group: ProcessGroup) -> bool:

@@ -1,0 +1,40 @@
+"""The collectives of a rank whose peers do not exist: torch's fake backend, under which a program runs as one of N."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from .interface import Handle
+from .single_rank import Done, LoneCollectives
+
+
+class FakeCollectives(LoneCollectives):
+    """One rank of many, the only one that runs: its peers are taken to hold, to do and to say what it does.
+
+    Shapes, memory and the order of calls are those of a real run; values are not. A sum has ``size`` equal addends, and
+    a gather repeats this rank's part.
+    """
+
+    # A device's backend exchanges into memory of its own, and whoever plans for a device asks what it will need.
+    receives_apart = True
+
+    def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        return super().all_reduce(tensor, scale * self.size)
+
+    def reduce_scatter_into(self, sums: Tensor, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
+        own = tensor.chunk(self.size)[self.rank]
+        return super().reduce_scatter_into(sums, own, scale * self.size)
+
+    def all_gather(self, tensor: Tensor) -> Handle:
+        # Not left as it is: what no peer fills in may be memory that nobody has written, and then no number.
+        parts = tensor.view(self.size, -1)
+        parts.copy_(parts[self.rank].clone())
+        return Done()
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data] * self.size
+
+    def max_of_bytes(self, numbers: Sequence[int]) -> list[int]:
+        return list(numbers)

@@ -1,0 +1,153 @@
+"""The ``megastrategy plan`` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from torch import Tensor, nn
+
+from .cards import parse_cards
+from .memory import parse_bytes, parse_ranks
+from .partitions import plan
+from .report import memory_json, memory_tables, partition_table
+from .scripts import PlanError, measure_script
+
+
+@click.command(
+    "plan",
+    # what comes after the script is the script's
+    context_settings={"allow_interspersed_args": False, "show_default": True},
+)
+@click.option("--ranks", default="1,2,4,8", help="Numbers of ranks, with commas between them.")
+@click.option("--device-memory", "memory", default="80GiB", help="Of one device, with its unit.")
+@click.option("--values", "computes", is_flag=True, help="Compute the step, and do not only look at its shapes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option("--cards", help="Cut SCRIPT, a module:layers, for these: 3090:2,2080ti:1, or mine=24GB@35.6TFLOPS:2.")
+@click.option("--batch", help="With --cards: a microbatch, or a function that returns one, as module:name.")
+@click.option("--microbatches", type=click.IntRange(min=1), default=4, help="With --cards: of a step.")
+@click.option("--objective", type=click.Choice(["time", "waste"]), default="time", help="With --cards: least of what.")
+@click.option("--keep-together", "together", multiple=True, metavar="FIRST-LAST", help="With --cards: layers not cut.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def plan_command(script: str, arguments: tuple[str, ...], cards: str | None, **options: Any) -> None:
+    """Say whether SCRIPT fits, on each number of ranks: its first step is run here, without devices and peers.
+
+    Nothing in the script changes: a plain loop with megastrategy, Lightning or Fabric with "megatron_ddp", or
+    -m megastrategy.launch SCRIPT for Accelerate. It is ended when its second step begins; what it writes until then is
+    written. Large tensors have shapes and no values, so a model larger than this machine can be planned.
+
+    With --cards, say how SCRIPT, a module:name of a list of layers, is best cut for cards that differ.
+    """
+    try:
+        if cards is not None:
+            _plan_partitions(script, cards, **options)
+        else:
+            _plan_memory(script, arguments, **options)
+    except PlanError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _plan_memory(
+    script: str,
+    arguments: tuple[str, ...],
+    *,
+    is_module: bool,
+    ranks: str,
+    memory: str,
+    computes: bool,
+    as_json: bool,
+    **_: Any,
+) -> None:
+    try:
+        sizes, device_bytes = parse_ranks(ranks), parse_bytes(memory)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if not is_module and not Path(script).is_file():
+        raise click.UsageError(f"the script {script} does not exist")
+    steps = measure_script(script, arguments, sizes, is_module=is_module, computes=computes)
+    if as_json:
+        click.echo(json.dumps(memory_json(steps, device_bytes), indent=2))
+        return
+    _print(*memory_tables(steps, device_bytes))
+
+
+def _plan_partitions(
+    spec: str,
+    cards: str,
+    *,
+    batch: str | None,
+    microbatches: int,
+    objective: Any,
+    together: tuple[str, ...],
+    as_json: bool,
+    **_: Any,
+) -> None:
+    try:
+        devices = parse_cards(cards)
+        groups = [_group(text) for text in together]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if batch is None:
+        raise click.UsageError("--cards needs --batch, a microbatch as module:name")
+    layers, sample = _load(spec), _load(batch)
+    if not isinstance(layers, list | tuple | nn.Sequential | nn.ModuleList):
+        raise click.UsageError(f"{spec} is a {type(layers).__name__}: expected a list of layers, or an nn.Sequential")
+    if not isinstance(sample, Tensor):
+        raise click.UsageError(f"{batch} is a {type(sample).__name__}: expected a tensor")
+    try:
+        found = plan(
+            list(layers),
+            sample,
+            devices=devices,
+            microbatches=microbatches,
+            keep_together=groups,
+            objective=objective,
+        )
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        _print(partition_table(found, devices), found.why)
+
+
+def _group(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal()):
+        raise ValueError(f"{text!r}: expected the first and the last layer of a group, such as 24-25")
+    return int(first), int(last)
+
+
+def _load(spec: str) -> Any:
+    """Loads ``module:name``; calls it if it is a function."""
+    module_name, _, name = spec.partition(":")
+    if not name:
+        raise click.UsageError(f"{spec!r}: expected module:name, such as my_project:layers")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where python -m looks first
+    try:
+        value = getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name:
+            raise
+        raise click.UsageError(f"there is no module {module_name} (in {os.getcwd()})") from error
+    except AttributeError as error:
+        raise click.UsageError(f"the module {module_name} has no {name}") from error
+    return value() if callable(value) and not isinstance(value, nn.Module) else value
+
+
+def _print(*renderables: Any) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=1000)  # what is piped is not cut
+    for renderable in renderables:
+        console.print(renderable)

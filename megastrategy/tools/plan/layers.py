@@ -1,0 +1,116 @@
+"""Measures the layers of a model once each, by their shapes alone: no memory, no devices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from .live_bytes import LiveBytes
+from .search import Layer
+
+
+def measure_layers(
+    layers: Sequence[nn.Module], sample: Tensor, frozen: Collection[int] | None = None, *, state_tensors: int = 2
+) -> list[Layer]:
+    """Runs forward and backward of each layer on one microbatch, whose tensors have no values if they are large.
+
+    Args:
+        layers: in order; each takes what the one before returns, one tensor.
+        sample: one microbatch, for the first.
+        frozen: the layers that are not trained; None for those whose parameters require no gradients.
+        state_tensors: how many numbers the optimizer keeps for each element (Adam: 2).
+
+    Raises:
+        ValueError: if a layer does not return one tensor, or a frozen layer is not there.
+    """
+    if wrong := [number for number in frozen or () if not 0 <= number < len(layers)]:
+        raise ValueError(f"frozen has {wrong[0]}: expected layers from 0 to {len(layers) - 1}")
+    found: list[Layer] = []
+    x, is_behind_trained, is_saved = sample, False, False
+    for number, layer in enumerate(layers):
+        params = list(layer.parameters())
+        with _frozen(params, frozen is not None, number in (frozen or ())):
+            is_trained = any(param.requires_grad for param in params)
+            name = f"{number}: {type(layer).__name__}"
+            fixed_bytes = _fixed_bytes(layer, state_tensors)
+            measured, out, saved = _measure(name, layer, x, needs_input_grad=is_behind_trained)
+        # What a layer returns and the next saves, too, is one tensor.
+        saved_bytes = sum(saved.values()) - (x.nbytes if is_saved and _key(x) in saved else 0)
+        found.append(dataclasses.replace(measured, saved_bytes=saved_bytes, fixed_bytes=fixed_bytes))
+        x, is_saved = out, _key(out) in saved
+        is_behind_trained = is_behind_trained or is_trained
+    return found
+
+
+@contextlib.contextmanager
+def _frozen(params: Sequence[nn.Parameter], is_given: bool, is_frozen: bool) -> Iterator[None]:
+    """Parameters require gradients as it is asked for, while this is open, and as before afterwards."""
+    before = [param.requires_grad for param in params]
+    if is_given:
+        for param in params:
+            param.requires_grad_(not is_frozen)
+    try:
+        yield
+    finally:
+        for param, required in zip(params, before, strict=True):
+            param.requires_grad_(required)
+
+
+def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) -> tuple[Layer, Tensor, dict[int, int]]:
+    """The layer, what it returns, and the bytes of each storage that its backward needs, parameters apart."""
+    params = list(layer.parameters())
+    trained = [param for param in params if param.requires_grad]
+    grads = [param.grad for param in trained]
+    live, flops = LiveBytes(computes=False), FlopCounterMode(display=False)
+    own = x.detach().requires_grad_(needs_input_grad and x.is_floating_point())
+    weights, saved = {_key(param) for param in params}, dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _key(tensor) not in weights:
+            saved[_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    backward_flops = 0.0
+    with live:
+        live.start()
+        with flops, torch.set_grad_enabled(bool(trained) or needs_input_grad):
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                out = layer(own)
+        if not isinstance(out, Tensor):
+            raise ValueError(f"layer {name} returns {type(out).__name__}: stages send one tensor to each other")
+        forward_flops = float(flops.get_total_flops())
+        # A layer whose output depends on nothing that is trained has no backward.
+        if out.requires_grad:
+            seed = torch.zeros_like(out)
+            live.keep([seed])  # it comes from the next stage
+            with flops:
+                out.backward(seed)
+            # The counter began at zero again.
+            backward_flops = float(flops.get_total_flops())
+            live.keep(param.grad for param in trained if param.grad is not None)
+        live.stop()
+    for param, grad in zip(trained, grads, strict=True):
+        param.grad = grad
+    # What is saved of the input was there before.
+    made = sum(nbytes for key, nbytes in saved.items() if key != _key(x))
+    peak_bytes = max(0, live.peak_bytes() - made)
+    return Layer(name, forward_flops, backward_flops, 0, 0, peak_bytes, x.nbytes), out.detach(), saved
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _fixed_bytes(layer: nn.Module, state_tensors: int) -> int:
+    """Weights and buffers; of what is trained gradients and state in fp32, and main params of 16-bit weights."""
+    nbytes = sum(tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers()))
+    for param in layer.parameters():
+        wide = max(4, param.dtype.itemsize)
+        nbytes += param.requires_grad * param.numel() * wide * (1 + state_tensors + (param.dtype.itemsize < 4))
+    return nbytes

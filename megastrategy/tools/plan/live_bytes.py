@@ -1,0 +1,202 @@
+"""Runs a program with tensors of every size, without the memory and the time that the large ones would take.
+
+[Note: tensors that nobody computes]
+A tensor of :data:`LARGE_BYTES` or more is real to Python, to autograd and to the engine: it has a shape, an address and
+views. But its pages are never written, so the system gives it no memory; and an operation that reads or makes one is
+not carried out. ``FakeTensorMode`` tells the shapes of its results, operation by operation. Small results of such
+operations are zeros: a loss, an index, a flag can be read. Small tensors are computed, trial steps of optimizers among
+them. An operation whose shapes depend on values (``nonzero``) is carried out on whatever is there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+LARGE_BYTES = 2**20
+"""Ten times the largest tensor of an optimizer's trial, which has to be computed."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make and that are alive, from :meth:`start` on.
+
+    Args:
+        computes: whether large tensors have values; without, see [Note: tensors that nobody computes].
+        large_bytes: from which size on a tensor is large.
+
+    Attributes:
+        live_bytes: of storages made since the start, and not freed.
+        num_computed: operations on large tensors that were carried out since their shapes depend on values.
+    """
+
+    def __init__(self, *, computes: bool, large_bytes: int = LARGE_BYTES) -> None:
+        super().__init__()
+        self._fake = None if computes else FakeTensorMode()
+        self.computes, self._large_bytes = computes, large_bytes
+        self._counts = False
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._nbytes: dict[int, int] = {}
+        self._kept: set[int] = set()
+        self._trace: list[tuple[int, int]] = []  # (storage's number, bytes made or freed)
+        self._number_of: dict[int, int] = {}
+        self._num_storages = 0
+        self.live_bytes = 0
+        self.num_computed = 0
+
+    # --- counting ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Counts what is made from now on."""
+        self._counts = True
+
+    def stop(self) -> None:
+        """Counts no more; what is freed later is not seen either."""
+        self._counts = False
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Says that these are no temporaries but state, which somebody else counts."""
+        for tensor in tensors:
+            number = self._number_of.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self._kept.add(number)
+
+    def position(self) -> int:
+        """A place in the trace, for :meth:`peak_bytes`."""
+        return len(self._trace)
+
+    def peak_bytes(self, start: int = 0, end: int | None = None) -> int:
+        """The most bytes of temporaries that were alive at once between two places in the trace."""
+        live = peak = 0
+        for place, (number, nbytes) in enumerate(self._trace[:end]):
+            if number not in self._kept:
+                live += nbytes
+                if place >= start:
+                    peak = max(peak, live)
+        return peak
+
+    def bytes_at(self, place: int) -> int:
+        """The bytes of temporaries that were alive at a place in the trace."""
+        return sum(nbytes for number, nbytes in self._trace[:place] if number not in self._kept)
+
+    def _note(self, results: Any, arguments: Sequence[Any]) -> None:
+        """Counts the storages of ``results`` that no argument had."""
+        known = {leaf.untyped_storage()._cdata for leaf in arguments if _has_storage(leaf)}
+        for tensor in tree_leaves(results):
+            if not _has_storage(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in known or key in self._number_of or storage.nbytes() == 0:
+                continue
+            number, nbytes = self._num_storages, storage.nbytes()
+            self._num_storages += 1
+            self._number_of[key] = number
+            self._trace.append((number, nbytes))
+            self.live_bytes += nbytes
+            self._refs[number] = weakref.ref(storage, self._freed(key, number, nbytes))
+
+    def _freed(self, key: int, number: int, nbytes: int) -> Any:
+        def free(_: Any) -> None:
+            del self._refs[number], self._number_of[key]
+            if self._counts:
+                self._trace.append((number, -nbytes))
+                self.live_bytes -= nbytes
+
+        return free
+
+    # --- operations --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = tree_leaves((args, kwargs))
+        results = self._carry_out(func, args, kwargs, arguments)
+        if self._counts:
+            self._note(results, arguments)
+        return results
+
+    def _carry_out(self, func: Any, args: Any, kwargs: Any, arguments: Sequence[Any]) -> Any:
+        if self._fake is None or func.is_view:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+        # What has no tensor to read makes one, of any size; what has small ones alone makes a small one, or nearly.
+        if tensors and not any(map(self._is_large, tensors)):
+            return func(*args, **kwargs)
+        if any(tensor.device.type != "cpu" for tensor in tensors):
+            return func(*args, **kwargs)
+        try:
+            shapes, is_alias = self._shapes(func, args, kwargs)
+        except Exception:  # noqa: BLE001 - FakeTensorMode has an error for each way in which values are needed
+            self.num_computed += bool(tensors)
+            return func(*args, **kwargs)
+        is_small = not tensors and not any(map(self._is_large, tree_leaves(shapes)))
+        return func(*args, **kwargs) if is_small or is_alias else self._stand_ins(func, args, kwargs, shapes)
+
+    def _is_large(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() >= self._large_bytes
+
+    def _shapes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """The results as fake tensors, and whether one is another view of what was passed: that costs nothing."""
+        assert self._fake is not None
+        with self._fake:
+            args, kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
+            passed = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
+            shapes = func(*args, **kwargs)
+        results = [leaf for leaf in tree_leaves(shapes) if _has_storage(leaf)]
+        is_alias = not func._schema.is_mutable and any(leaf.untyped_storage()._cdata in passed for leaf in results)
+        return shapes, is_alias
+
+    def _stand_ins(self, func: Any, args: Any, kwargs: Any, shapes: Any) -> Any:
+        """Results of these shapes: what is written in place is what was passed, and the rest is new."""
+        returns = func._schema.returns
+        if not returns:
+            return None
+        written = {}
+        for number, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[number] if number < len(args) else kwargs.get(argument.name)
+                written[tuple(argument.alias_info.before_set)] = value
+        made = []
+        for declared, result in zip(returns, shapes if len(returns) > 1 else (shapes,), strict=True):
+            alias = declared.alias_info
+            if alias is not None and alias.is_write:
+                made.append(written[tuple(alias.before_set)])
+            else:
+                made.append(tree_map_only(Tensor, self._stand_in, result))
+        return made[0] if len(returns) == 1 else tuple(made)
+
+    def _stand_in(self, shape: Tensor) -> Tensor:
+        nbytes = shape.untyped_storage().nbytes()
+        if shape.device.type != "cpu" or nbytes < self._large_bytes:
+            # Written: memory that was used before may hold what is no number.
+            made = torch.zeros(nbytes, dtype=torch.uint8, device=shape.device)
+        else:
+            made = torch.frombuffer(_untouched(nbytes), dtype=torch.uint8)
+        flat = made.untyped_storage()
+        return torch.empty(0, dtype=shape.dtype, device=shape.device).set_(
+            flat, shape.storage_offset(), shape.shape, shape.stride()
+        )
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Inside of a fake mode: a fake tensor of the same shape, with memory of its own."""
+    if tensor.layout != torch.strided:
+        raise NotImplementedError(f"{tensor.layout} has other parts than a shape")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+def _untouched(nbytes: int) -> mmap.mmap:
+    """Pages that the system promises nothing for, and gives when they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return mmap.mmap(-1, nbytes, flags=flags)
+
+
+def _has_storage(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout == torch.strided

@@ -1,0 +1,210 @@
+"""Adds up a rank's bytes, and says whether they fit and what to change if they do not. Pure functions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from ...core import BufferLayout, DistributedDataParallelConfig, build_layout, memory_use
+from .one_step import MeasuredStep, ModelPlan
+
+Verdict = Literal["fits", "close", "does not"]
+
+CLOSE_SHARE = 0.1
+"""The part of a device that has to stay free for ``fits``: its context, the communicators' own memory, an allocator's
+fragments and kernels' scratch take some, and are counted by nobody here."""
+MOST_RANKS = 4096
+"""More ranks than this are not proposed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMemory:
+    """Bytes on rank 0 of ``dp_size``; with parameters that are stepped whole, on the fullest rank.
+
+    Attributes:
+        weight_bytes: of trainable parameters, and of what they change by where that is sent.
+        frozen_bytes: of frozen parameters and the modules' buffers.
+        grad_bytes: of gradients, between steps.
+        main_param_bytes: of fp32 copies of 16-bit weights, and of remainders.
+        state_bytes: of the optimizers' state.
+        exchange_bytes: of what other ranks send while a backward runs, where ranks add it up themselves.
+        activation_bytes: the most temporaries at once, with the batch: saved tensors, staging buffers, scratch of the
+            optimizers.
+        saved_bytes: of those, what was alive at the end of the first forward.
+        computes: whether the step was carried out, and not its shapes alone.
+    """
+
+    dp_size: int
+    weight_bytes: int
+    frozen_bytes: int
+    grad_bytes: int
+    main_param_bytes: int
+    state_bytes: int
+    exchange_bytes: int
+    activation_bytes: int
+    saved_bytes: int
+    computes: bool
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All that is there between steps, too."""
+        return self.weight_bytes + self.frozen_bytes + self.grad_bytes + self.main_param_bytes + self.state_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """The most at once."""
+        return self.fixed_bytes + self.exchange_bytes + self.activation_bytes
+
+    def verdict(self, device_bytes: int) -> Verdict:
+        """Whether it fits a device; ``close`` if it does by less than :data:`CLOSE_SHARE`."""
+        free = device_bytes - self.total_bytes
+        if free < 0:
+            return "does not"
+        return "fits" if free >= CLOSE_SHARE * device_bytes else "close"
+
+
+def rank_memory(step: MeasuredStep) -> RankMemory:
+    """Adds up what the layouts say and what was counted in a step."""
+    return _of_layouts(step, [model.layout for model in step.models])
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Something that a user can change, and the bytes of a rank with it."""
+
+    what: str
+    total_bytes: int
+
+
+def changes(step: MeasuredStep, device_bytes: int) -> list[Change]:
+    """Lists what would take less memory, the least first: a line in the script, or more ranks.
+
+    Args:
+        step: measured; activations are taken to stay as they are.
+        device_bytes: what there is on a device, which decides how many ranks are proposed.
+    """
+    now = rank_memory(step)
+    found = []
+    for what, options, in_16_bits in _OPTIONS:
+        if (other := _with_options(step, options, in_16_bits=in_16_bits)) is not None and other < now.total_bytes:
+            found.append(Change(what, other))
+    found.sort(key=lambda change: change.total_bytes)
+    size = step.dp_size * 2
+    while size <= MOST_RANKS:
+        total = _with_ranks(step, size)
+        if total is not None and total <= (1 - CLOSE_SHARE) * device_bytes:
+            return [Change(f"{size:,} ranks", total), *found]
+        size *= 2
+    return found
+
+
+_OPTIONS: Sequence[tuple[str, dict[str, object], bool]] = (
+    ("use_distributed_optimizer=True", {"use_distributed_optimizer": True}, False),
+    ('grad_buffer="pooled"', {"grad_buffer": "pooled"}, False),
+    ("bf16 weights", {}, True),
+    ('bf16 weights, grad_buffer="pooled"', {"grad_buffer": "pooled"}, True),
+    ("grad_reduce_in_fp32=False", {"grad_reduce_in_fp32": False}, False),
+    ("num_distributed_optimizer_instances=1", {"num_distributed_optimizer_instances": 1}, False),
+    ("param_wire_dtype=None", {"param_wire_dtype": None}, False),
+)
+
+
+def _with_options(step: MeasuredStep, options: dict[str, object], *, in_16_bits: bool) -> int | None:
+    """The bytes with these options; None where they contradict others, or the number of ranks."""
+    layouts = []
+    for model in step.models:
+        try:
+            config = dataclasses.replace(model.config, **options)  # type: ignore[arg-type]
+            layouts.append(_laid_out(model.layout, config, step.dp_size, in_16_bits=in_16_bits))
+        except ValueError:
+            return None
+    return _of_layouts(step, layouts).total_bytes
+
+
+def _with_ranks(step: MeasuredStep, dp_size: int) -> int | None:
+    """The bytes on so many ranks; None where instances do not divide them."""
+    try:
+        layouts = [_laid_out(model.layout, model.config, dp_size) for model in step.models]
+    except ValueError:
+        return None
+    return _of_layouts(step, layouts).total_bytes
+
+
+def _of_layouts(step: MeasuredStep, layouts: Sequence[BufferLayout]) -> RankMemory:
+    parts = [_states(model, layout) for model, layout in zip(step.models, layouts, strict=True)]
+    return RankMemory(
+        step.dp_size,
+        **{name: sum(part[name] for part in parts) for name in _STATES},
+        activation_bytes=step.input_bytes + max(step.backward_peak_bytes, step.step_peak_bytes),
+        saved_bytes=step.saved_bytes,
+        computes=step.computes,
+    )
+
+
+_STATES = ("weight_bytes", "frozen_bytes", "grad_bytes", "main_param_bytes", "state_bytes", "exchange_bytes")
+
+
+def _laid_out(
+    layout: BufferLayout, config: DistributedDataParallelConfig, dp_size: int, *, in_16_bits: bool = False
+) -> BufferLayout:
+    specs = list(layout.params)
+    for number, spec in enumerate(specs):
+        dtype = torch.bfloat16 if in_16_bits and spec.dtype == torch.float32 else spec.dtype
+        is_short = dtype in (torch.bfloat16, torch.float16)
+        grad_dtype = torch.float32 if is_short and config.grad_reduce_in_fp32 else dtype
+        specs[number] = dataclasses.replace(spec, dtype=dtype, grad_dtype=grad_dtype)
+    return build_layout(specs, config, dp_size)
+
+
+def _states(model: ModelPlan, layout: BufferLayout) -> dict[str, int]:
+    """The engine's own bytes for a model, laid out so, on the fullest rank that owns whole parameters."""
+    loads = dict.fromkeys(range(layout.num_shards), 0)
+    owners = {index: rank for index, rank in model.rank_of.items() if rank < layout.num_shards}
+    for index, rank in owners.items():
+        loads[rank] += layout.params[index].numel
+    fullest = max(loads, key=lambda rank: loads[rank])
+    use = memory_use(layout, fullest, model.num_kept, owners)
+    main_param_bytes = memory_use(layout, fullest, 0, owners).state_bytes
+    return {
+        "weight_bytes": use.param_bytes,
+        "frozen_bytes": model.frozen_bytes + model.buffer_bytes,
+        "grad_bytes": use.grad_bytes,
+        "main_param_bytes": main_param_bytes,
+        "state_bytes": use.state_bytes - main_param_bytes + model.counter_bytes,
+        "exchange_bytes": use.received_bytes,
+    }
+
+
+def parse_ranks(text: str) -> list[int]:
+    """Reads ``1,8,64``.
+
+    Raises:
+        ValueError: if these are not positive numbers.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{text!r}: expected numbers of ranks with commas between them, such as 1,8,64")
+    return sorted({int(part) for part in parts})
+
+
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "TiB": 2**40, "GB": 10**9, "MB": 10**6, "TB": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """Reads ``80GiB``, in bytes.
+
+    Raises:
+        ValueError: without a unit that is known, or a positive number.
+    """
+    for unit, factor in _UNITS.items():
+        if text.strip().endswith(unit):
+            try:
+                nbytes = float(text.strip().removesuffix(unit)) * factor
+            except ValueError:
+                break
+            if 0 < nbytes < float("inf"):
+                return int(nbytes)
+    raise ValueError(f"{text!r}: expected a size with a unit ({', '.join(_UNITS)}), such as 80GiB")

@@ -1,0 +1,307 @@
+"""Runs an unmodified script as rank 0 of many that do not exist, until its first step is done.
+
+The process is the tool's own. Process groups are torch's fake ones, whatever the script asks for, so that the engine
+plans and allocates as it would on so many ranks. Every :class:`~megastrategy.DistributedDataParallel` gets a listener
+that marks the step's phases in what :class:`.LiveBytes` counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ...core import BufferLayout, DistributedDataParallel, DistributedDataParallelConfig, Event, EventKind, one_listener
+from ..profiling import run_target
+from ..timeline import BEGINS_STEP, completes_step
+from .live_bytes import LiveBytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPlan:
+    """One wrapped model, as the engine laid it out for so many ranks.
+
+    Attributes:
+        layout: before it moves to the order in which gradients are seen, as the lines at the start of a fit have it.
+        config: the options.
+        num_kept: by parameter, how many numbers optimizers keep for each element.
+        rank_of: the owners of parameters that are stepped whole.
+        frozen_bytes: of parameters that are not trained.
+        buffer_bytes: of the module's buffers.
+        counter_bytes: of optimizer state that is one number a tensor.
+    """
+
+    layout: BufferLayout
+    config: DistributedDataParallelConfig
+    num_kept: Mapping[int, int]
+    rank_of: Mapping[int, int]
+    frozen_bytes: int
+    buffer_bytes: int
+    counter_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredStep:
+    """The first step of a script on one of ``dp_size`` ranks, in bytes.
+
+    Attributes:
+        models: those that it wrapped.
+        input_bytes: the largest batch that a forward was given.
+        saved_bytes: alive at the end of the first forward, for its backward.
+        backward_peak_bytes: the most temporaries at once in forwards and backwards, saved tensors among them.
+        step_peak_bytes: the most temporaries at once while optimizers step.
+        computes: whether large tensors had values.
+        num_computed: operations that were carried out on large tensors without values.
+    """
+
+    dp_size: int
+    models: tuple[ModelPlan, ...]
+    input_bytes: int
+    saved_bytes: int
+    backward_peak_bytes: int
+    step_peak_bytes: int
+    computes: bool
+    num_computed: int
+
+
+class OneStep:
+    """The listener of all models of a script, until each that has begun a step has ended it.
+
+    Args:
+        live: counts; it is started with the first forward that trains.
+        dp_size: the number of ranks.
+    """
+
+    def __init__(self, live: LiveBytes, dp_size: int) -> None:
+        self.live, self._dp_size = live, dp_size
+        self._models: list[DistributedDataParallel] = []
+        self._layouts: dict[int, BufferLayout] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._begun: set[int] = set()
+        self._complete: set[int] = set()
+        self._input_bytes = self._saved_bytes = 0
+        self._steps: list[tuple[int, int]] = []  # places in the trace, of optimizers' steps
+        self._step_start = 0
+
+    @property
+    def has_models(self) -> bool:
+        """Whether the script has wrapped any."""
+        return bool(self._models)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all models that have begun a step have ended it."""
+        return bool(self._begun) and self._begun == self._complete
+
+    def install(
+        self, on_done: Callable[[], object], wrapper: type[DistributedDataParallel] = DistributedDataParallel
+    ) -> RemovableHandle:
+        """Patches ``wrapper`` for the rest of the process; ``on_done`` is called once a second step begins.
+
+        Returns:
+            the hook on all optimizers' steps, to be removed where the process goes on.
+        """
+        init = wrapper.__init__
+
+        @functools.wraps(init)
+        def init_with_listener(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+            number = len(self._models)
+            self._models.append(model)
+
+            def listen(event: Event) -> None:
+                if self.is_complete and number in self._complete and event.kind in BEGINS_STEP:
+                    on_done()
+                self._hear(number, event)
+
+            given = kwargs.pop("listener", None)
+            init(model, *args, listener=one_listener([listen] if given is None else [given, listen]), **kwargs)
+            self._layouts[number] = model.layout
+            model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
+
+        wrapper.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
+        return register_optimizer_step_post_hook(self._see_step)
+
+    def _hear(self, number: int, event: Event) -> None:
+        model, live = self._models[number], self.live
+        # A forward without gradients is an evaluation: its memory is another question.
+        if event.kind is EventKind.BACKWARD_START or (event.kind is EventKind.FORWARD_START and event.index):
+            if not self._begun:
+                live.start()
+            self._begun.add(number)
+        elif event.kind is EventKind.FORWARD_END and event.index and not self._saved_bytes:
+            self._saved_bytes = live.live_bytes
+        elif event.kind is EventKind.BACKWARD_END:
+            # Autograd's own, where no buffer has them: they are gradients, and no temporaries.
+            if not model.layout.is_pooled:
+                live.keep(param.grad for param in model.engine.params if param.grad is not None)
+            live.keep(_held(model.engine.grad_buffers))
+        elif event.kind is EventKind.STEP_START:
+            self._step_start = live.position()
+        elif event.kind is EventKind.STEP_END:
+            self._steps.append((self._step_start, live.position()))
+        if number in self._begun and completes_step(event, model.engine.has_optimizer):
+            self._complete.add(number)
+
+    def _see_inputs(self, _: Any, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._input_bytes = max(self._input_bytes, sum(tensor.nbytes for tensor in tensors))
+
+    def _see_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Trials step copies before the first forward.
+        if self._begun:
+            self._optimizers[id(optimizer)] = optimizer
+            self.live.keep(_state_of(optimizer))
+
+    def measured(self) -> MeasuredStep:
+        """Sums up the counts; to be called once all steps are complete."""
+        live = self.live
+        for model in self._models:
+            live.keep(_held(model.engine.grad_buffers))
+            live.keep(_held(model.engine.param_buffers))
+        for optimizer in self._optimizers.values():
+            live.keep(_state_of(optimizer))
+        live.stop()
+        outside, begin = 0, 0
+        for start, end in [*self._steps, (live.position(), live.position())]:
+            outside = max(outside, live.peak_bytes(begin, start))
+            begin = end
+        inside = max((live.peak_bytes(start, end) for start, end in self._steps), default=0)
+        models = tuple(self._plan(number) for number in range(len(self._models)))
+        return MeasuredStep(
+            self._dp_size,
+            models,
+            self._input_bytes,
+            self._saved_bytes,
+            outside,
+            inside,
+            live.computes,
+            live.num_computed,
+        )
+
+    def _plan(self, number: int) -> ModelPlan:
+        model, layout = self._models[number], self._layouts[number]
+        engine = model.engine
+        module = engine.module
+        frozen = {id(p): p.nbytes for p in module.parameters() if id(p) not in engine.index_by_id}
+        buffers = {id(b): b.nbytes for b in module.buffers()}
+        kept = self._num_kept(engine)
+        state = [v for o in self._optimizers.values() for values in o.state.values() for v in _tensors(values)]
+        counters = {id(tensor): tensor.nbytes for tensor in state if tensor.dim() == 0}
+        return ModelPlan(
+            layout,
+            model.config,
+            kept,
+            dict(engine.owners.rank_of),
+            sum(frozen.values()),
+            sum(buffers.values()),
+            sum(counters.values()) if number == 0 else 0,  # of all optimizers, once
+        )
+
+    def _num_kept(self, engine: Any) -> dict[int, int]:
+        kept: dict[int, int] = {}
+        for holder in (ref() for ref in engine.shard_holders):
+            kept |= (holder.num_kept() if holder is not None else None) or {}
+        # Steps of whole parameters need no trial, so nobody has said what they keep: it is there to be counted.
+        stepped = dict(engine.index_by_id)
+        for holder in (ref() for ref in engine.shard_holders):
+            stepped |= {id(shard.main): index for index, shard in getattr(holder, "shards", {}).items()}
+        for optimizer in self._optimizers.values():
+            for tensor, values in optimizer.state.items():
+                index = stepped.get(id(tensor))
+                if index is not None and index not in kept:
+                    alike = [value for value in _tensors(values) if value.dim() > 0]
+                    kept[index] = sum(value.numel() == tensor.numel() for value in alike)
+        return kept
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """State, and what is stepped: main params are made in the first step."""
+    yield from (tensor for tensor in optimizer.state if isinstance(tensor, Tensor))
+    yield from _tensors(list(optimizer.state.values()))
+    yield from (param for group in optimizer.param_groups for param in group["params"])
+
+
+def _held(buffers: Any) -> Iterator[Tensor]:
+    """The tensors in the lists of an object of the engine's."""
+    for value in vars(buffers).values() if buffers is not None else ():
+        if isinstance(value, list):
+            yield from (item for item in value if isinstance(item, Tensor) and item.layout == torch.strided)
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+def pretend_ranks(dp_size: int) -> None:
+    """Makes every process group of this process a fake one, for the rest of it."""
+    # It registers the backend with torch.
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401
+
+    init, new = dist.init_process_group, dist.new_group
+
+    @functools.wraps(init)
+    def init_fake(*_: Any, **__: Any) -> None:
+        init("fake", store=dist.HashStore(), rank=0, world_size=dp_size)  # type: ignore[attr-defined]
+
+    @functools.wraps(new)
+    def new_fake(ranks: Any = None, *_: Any, **__: Any) -> Any:
+        return new(ranks, backend="fake")
+
+    for module in (dist, dist.distributed_c10d):
+        module.init_process_group, module.new_group = init_fake, new_fake  # type: ignore[attr-defined]
+    # Not torchrun's own: Lightning would insist on as many devices as there are ranks.
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(dp_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
+def main() -> None:
+    """``python -m megastrategy.tools.plan.one_step RANKS FILE (shapes | values) (SCRIPT | -m MODULE) [ARGUMENTS]``
+
+    Writes a pickled :class:`MeasuredStep`, or the sentence that says why there is none.
+    """
+    dp_size, file, way, *command = sys.argv[1:]
+    live = LiveBytes(computes=way == "values")
+    step = OneStep(live, int(dp_size))
+
+    def write(result: MeasuredStep | str) -> None:
+        Path(file).write_bytes(pickle.dumps(result))
+
+    def done() -> None:
+        write(step.measured())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not an exception, which a script could catch: a Trainer would write a checkpoint.
+        os._exit(0)
+
+    pretend_ranks(int(dp_size))
+    step.install(done)
+    with live:
+        run_target(command)
+    if step.is_complete:
+        write(step.measured())
+    elif not step.has_models:
+        write("the script wrapped no model: it does not train with megastrategy (a strategy other than megatron_ddp?)")
+    else:
+        write("the script ended before its first optimizer step: let it make one (a larger max_steps, more batches)")
+
+
+if __name__ == "__main__":
+    # by its own name: __main__ is the script's from here on
+    from megastrategy.tools.plan.one_step import main as run_rank
+
+    run_rank()

@@ -1,0 +1,115 @@
+"""Plans a pipeline over cards that differ: which card has which layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from torch import Tensor, nn
+
+from .cards import Card
+from .layers import measure_layers
+from .schedule import Schedule
+from .search import Candidate, Objective, Question, search
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A cut of a model for cards that differ.
+
+    Attributes:
+        split_spec: how many layers each stage has.
+        stage_order: the card of each stage, by name.
+        memory: by stage, the most bytes at once.
+        step_time: of the simulated step, in milliseconds; an estimate from operations, see :class:`.Card`.
+        waste: the study's weighted memory waste ratio T.
+        why: what it was compared with.
+    """
+
+    split_spec: tuple[int, ...]
+    stage_order: tuple[str, ...]
+    memory: tuple[int, ...]
+    step_time: float
+    waste: float
+    why: str
+
+
+class NothingFitsError(ValueError):
+    """Says that no cut of a model fits its cards."""
+
+
+def plan(
+    layers: Sequence[nn.Module],
+    sample: Tensor,
+    *,
+    devices: Sequence[Card],
+    microbatches: int,
+    frozen: Collection[int] | None = None,
+    keep_together: Sequence[tuple[int, int]] = (),
+    objective: Objective = "time",
+    schedule: Schedule = "1f1b",
+    slack: float = 0.0,
+) -> Plan:
+    """Finds the best of all orders of the cards and all partitions of the layers.
+
+    Args:
+        layers: in order; each takes what the one before returns, one tensor. They are run by their shapes alone.
+        sample: one microbatch.
+        devices: one for each stage, in any order.
+        microbatches: of a step.
+        frozen: the layers that are not trained; None for those whose parameters require no gradients.
+        keep_together: pairs of first and last layer of groups that are not cut.
+        objective: "time", or "waste" for the study's ratio.
+        schedule: "1f1b" or "gpipe".
+        slack: the part of a card's memory that stays free.
+
+    Raises:
+        NothingFitsError: if no partition fits.
+        ValueError: for what cannot be, by name.
+    """
+    if objective not in ("time", "waste"):
+        raise ValueError(f"objective={objective!r}: expected 'time' or 'waste'")
+    measured = measure_layers(layers, sample, frozen)
+    question = Question(measured, devices, microbatches, schedule, keep_together, slack)
+    return plan_of(question, objective)
+
+
+def plan_of(question: Question, objective: Objective) -> Plan:
+    """The plan for layers that were measured.
+
+    Raises:
+        NothingFitsError: if no partition fits.
+    """
+    fastest, fullest = search(question, "time"), search(question, "waste")
+    if fastest is None or fullest is None:
+        largest = max(question.layers, key=lambda layer: layer.fixed_bytes + layer.saved_bytes)
+        memory = sum(card.memory_bytes for card in question.cards)
+        need = sum(layer.fixed_bytes for layer in question.layers)
+        raise NothingFitsError(
+            f"none of {question.num_candidates:,} partitions fits: weights, gradients and optimizer take {need:,} "
+            f"bytes of {memory:,}, and layer {largest.name} with what it saves "
+            f"{largest.fixed_bytes + largest.saved_bytes:,}. Take smaller microbatches, freeze layers, or add cards"
+        )
+    best = fastest if objective == "time" else fullest
+    return Plan(
+        best.split,
+        tuple(card.name for card in best.order),
+        best.peak_bytes,
+        best.step_ms,
+        best.waste,
+        _why(question, fastest, fullest),
+    )
+
+
+def _why(question: Question, fastest: Candidate, fullest: Candidate) -> str:
+    return (
+        f"best of {question.num_candidates:,} orders and partitions. By time {_said(fastest)}; by waste "
+        f"{_said(fullest)}, which takes {fullest.step_ms / fastest.step_ms:.2f} times as long: T is low where cards "
+        "are full, not where a step is fast"
+    )
+
+
+def _said(candidate: Candidate) -> str:
+    split = "-".join(map(str, candidate.split))
+    cards = " ".join(card.name for card in candidate.order)
+    return f"{split} on {cards} ({candidate.step_ms:,.1f} ms, T {candidate.waste:.2f})"

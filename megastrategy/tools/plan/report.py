@@ -1,0 +1,99 @@
+"""Prints plans, as tables and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..rendering import size
+from .cards import Card
+from .memory import changes, rank_memory
+from .one_step import MeasuredStep
+from .partitions import Plan
+
+
+def memory_tables(steps: Sequence[MeasuredStep], device_bytes: int) -> Iterator[RenderableType]:
+    """Yields the table by number of ranks, and under it what to change and how it was measured."""
+    table = Table("ranks", title=f"Bytes of a rank, of {size(device_bytes)}", title_justify="left")
+    for name in ("weights", "frozen", "gradients", "main params", "optimizer", "exchange", "activations", "total"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for memory in map(rank_memory, steps):
+        free = device_bytes - memory.total_bytes
+        margin = f"{size(free)} left" if free >= 0 else f"{size(-free)} too much"
+        cells = [
+            memory.weight_bytes,
+            memory.frozen_bytes,
+            memory.grad_bytes,
+            memory.main_param_bytes,
+            memory.state_bytes,
+            memory.exchange_bytes,
+            memory.activation_bytes,
+            memory.total_bytes,
+        ]
+        table.add_row(f"{memory.dp_size:,}", *map(size, cells), f"{memory.verdict(device_bytes)}: {margin}")
+    yield table
+    for step in steps:
+        memory = rank_memory(step)
+        if memory.verdict(device_bytes) != "fits":
+            yield f"on {step.dp_size:,} rank(s): {advice(step, device_bytes)}"
+    yield how(steps)
+
+
+def advice(step: MeasuredStep, device_bytes: int) -> str:
+    """Says what would take less, and how much there would be."""
+    memory = rank_memory(step)
+    if memory.activation_bytes > device_bytes:
+        return (
+            f"activations alone take {size(memory.activation_bytes)}: fewer samples in a batch, or activation "
+            "checkpointing"
+        )
+    found = changes(step, device_bytes)
+    if not found:
+        return "nothing that is known here takes less: fewer samples in a batch, or activation checkpointing"
+    return "; ".join(f"{change.what}: {size(change.total_bytes)}" for change in found[:4])
+
+
+def how(steps: Sequence[MeasuredStep]) -> str:
+    """Says how activations were found out."""
+    if any(step.computes for step in steps):
+        return "activations: counted in a real step of the script on the CPU"
+    computed = max(step.num_computed for step in steps)
+    but = f"; {computed} operation(s) whose shapes depend on values had what was there" if computed else ""
+    return f"activations: counted in a step of the script whose large tensors had shapes and no values{but}"
+
+
+def memory_json(steps: Sequence[MeasuredStep], device_bytes: int) -> dict[str, Any]:
+    """The same for programs: bytes, by number of ranks."""
+    found = []
+    for step in steps:
+        memory = rank_memory(step)
+        verdict = memory.verdict(device_bytes)
+        found.append(
+            {
+                **dataclasses.asdict(memory),
+                "total_bytes": memory.total_bytes,
+                "verdict": verdict,
+                "free_bytes": device_bytes - memory.total_bytes,
+                "changes": [] if verdict == "fits" else [dataclasses.asdict(c) for c in changes(step, device_bytes)],
+            }
+        )
+    return {"device_bytes": device_bytes, "ranks": found}
+
+
+def partition_table(plan: Plan, cards: Sequence[Card]) -> Table:
+    """The stages of a plan, beside what their cards have; both objectives in the title."""
+    title = f"{plan.step_time:,.1f} ms a step (estimated from operations), T = {plan.waste:.2f}"
+    table = Table("stage", "card", title=title, title_justify="left")
+    for name in ("layers", "memory", "of"):
+        table.add_column(name, justify="right")
+    capacity = {card.name: card.memory_bytes for card in cards}
+    first = 0
+    for number, (card, layers, nbytes) in enumerate(zip(plan.stage_order, plan.split_spec, plan.memory, strict=True)):
+        table.add_row(str(number), card, f"{first} to {first + layers - 1}", size(nbytes), size(capacity[card]))
+        first += layers
+    return table

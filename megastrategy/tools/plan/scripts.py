@@ -1,0 +1,69 @@
+"""Measures a script's first step at several numbers of ranks, each in a process of its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from .one_step import MeasuredStep
+
+
+class PlanError(Exception):
+    """Says in one line why nothing can be planned, and what to do."""
+
+
+def measure_script(
+    target: str, arguments: Sequence[str], ranks: Sequence[int], *, is_module: bool, computes: bool = False
+) -> list[MeasuredStep]:
+    """Returns the first step of the script for each number of ranks.
+
+    Large tensors have no values at first, see :mod:`.live_bytes`. A script that does not get through its step so is run
+    once more with values, unless ``computes`` asks for them at once.
+
+    Raises:
+        PlanError: if a script fails, or makes no step.
+    """
+    command = [*(["-m"] if is_module else []), target, *arguments]
+    # Each takes a core and, without values, hardly any memory; with values it takes what a rank takes.
+    workers = 1 if computes else max(1, min(len(ranks), os.cpu_count() or 1))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda size: _measure(command, size, computes=computes), ranks))
+
+
+def _measure(command: Sequence[str], dp_size: int, *, computes: bool) -> MeasuredStep:
+    result, why = _run(command, dp_size, "values" if computes else "shapes")
+    if result is None and not computes:
+        result, why = _run(command, dp_size, "values")
+    if result is None:
+        raise PlanError(f"{command[-1] if command[0] == '-m' else command[0]} on {dp_size} rank(s): {why}")
+    return result
+
+
+def _run(command: Sequence[str], dp_size: int, way: str) -> tuple[MeasuredStep | None, str]:
+    """The measured step; or None, and why."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "step"
+        program = [sys.executable, "-m", "megastrategy.tools.plan.one_step", str(dp_size), str(file), way]
+        # A compiled model's operations cannot be seen one by one, so it runs as it is written.
+        environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+        done = subprocess.run(
+            [*program, *command], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+        )
+        if not file.exists():
+            return None, _last_line(done)
+        result = pickle.loads(file.read_bytes())
+    if isinstance(result, MeasuredStep):
+        return result, ""
+    return None, str(result)
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    reason = said[-1].strip() if said else "nothing was said"
+    return f"the script ended with exit code {done.returncode}: {reason}"

@@ -1,0 +1,292 @@
+"""Finds the best cut of a model for cards that differ: every order of the cards, every partition of the layers.
+
+Two objectives. ``time`` is the simulated step. ``waste`` is a weighted memory waste ratio, from a study of unequal
+cards: ``T = sum_i compute_i / capacity_i * (1 - peak_i / capacity_i)`` over the stages, in TFLOPS and GB, to be least.
+
+[Note: exact pruning]
+Partitions are grown stage by stage, all of an order at once, as columns of tensors. Three things drop one for good.
+Its stage does not fit: memory only grows with layers. Its terms of T are no less than the best T: terms are not
+negative. Its bound on time is no less than the best time. For stage k with microbatch time ``c_k = f_k + b_k``, ``P_k``
+and ``D_k`` the sums of c before and behind it, and ``n_k`` microbatches ahead of its first backward, a step takes at
+least ``P_k + m c_k + max(0, D_k - (n_k - 1) f_k)``: the first microbatch comes after the forwards before k, the last
+leaves by the backwards before k, and the first backward comes no sooner than everything behind has done it. Layers that
+have no stage yet count with the fastest card that is left. What remains is simulated in the order of its bounds, until
+a bound is no less than the best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .cards import Card
+from .schedule import Schedule, StageTimes, num_in_flight, step_ms
+
+Objective = Literal["time", "waste"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One layer, measured for one microbatch.
+
+    Attributes:
+        name: for people.
+        forward_flops, backward_flops: 0 backward for a layer in a frozen prefix.
+        fixed_bytes: weights, gradients and optimizer state.
+        saved_bytes: what its backward needs.
+        peak_bytes: the most that its forward and backward hold beyond what is saved.
+        input_bytes: what comes from the layer before.
+    """
+
+    name: str
+    forward_flops: float
+    backward_flops: float
+    fixed_bytes: int
+    saved_bytes: int
+    peak_bytes: int
+    input_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A model and the cards for it.
+
+    Attributes:
+        layers: in order.
+        cards: one a stage, in any order.
+        num_microbatches: of a step.
+        schedule: "1f1b" or "gpipe".
+        keep_together: pairs of first and last layer of a group that is not cut.
+        slack: the part of a card's memory that stays free.
+    """
+
+    layers: Sequence[Layer]
+    cards: Sequence[Card]
+    num_microbatches: int
+    schedule: Schedule = "1f1b"
+    keep_together: Sequence[tuple[int, int]] = ()
+    slack: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("1f1b", "gpipe"):
+            raise ValueError(f"schedule={self.schedule!r}: expected '1f1b' or 'gpipe'")
+        if self.num_microbatches < 1:
+            raise ValueError(f"{self.num_microbatches} microbatches: expected at least one")
+        if not 0 <= self.slack < 1:
+            raise ValueError(f"slack={self.slack}: expected a part of a card's memory, from 0 to below 1")
+        for first, last in self.keep_together:
+            if not 0 <= first <= last < len(self.layers):
+                raise ValueError(
+                    f"keep_together has ({first}, {last}): expected layers from 0 to {len(self.layers) - 1}"
+                )
+        if not self.cards or len(self.cuts) < len(self.cards) - 1:
+            raise ValueError(
+                f"{len(self.layers)} layers, which may be cut in {len(self.cuts)} places, for {len(self.cards)} cards: "
+                "expected at least one layer, or group that is kept together, for each card"
+            )
+
+    @property
+    def cuts(self) -> list[int]:
+        """The layers that a stage other than the first may begin with."""
+        inside = {cut for first, last in self.keep_together for cut in range(first + 1, last + 1)}
+        return [cut for cut in range(1, len(self.layers)) if cut not in inside]
+
+    @property
+    def num_candidates(self) -> int:
+        """The number of orders and partitions, whether they fit or not."""
+        return len(self.orders()) * math.comb(len(self.cuts), len(self.cards) - 1)
+
+    def orders(self) -> list[tuple[Card, ...]]:
+        """Every order of the cards, once: cards of a kind are alike."""
+        return list(dict.fromkeys(itertools.permutations(self.cards)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A way to cut the model.
+
+    Attributes:
+        order: the card of each stage.
+        split: how many layers each stage has.
+        peak_bytes: by stage.
+        step_ms: simulated.
+        waste: the study's T.
+    """
+
+    order: tuple[Card, ...]
+    split: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    step_ms: float
+    waste: float
+
+
+def evaluate(question: Question, order: Sequence[Card], split: Sequence[int]) -> Candidate:
+    """One candidate, by the definitions; whether it fits is left to the caller."""
+    ends = list(itertools.accumulate(split))
+    stages, peaks = [], []
+    for number, (card, end) in enumerate(zip(order, ends, strict=True)):
+        layers = question.layers[end - split[number] : end]
+        forward, backward = sum(x.forward_flops for x in layers), sum(x.backward_flops for x in layers)
+        stages.append(StageTimes(forward / card.flops * 1e3, backward / card.flops * 1e3))
+        peaks.append(_peak_bytes(question, number, len(order), end - split[number], end))
+    time = step_ms(stages, question.num_microbatches, question.schedule)
+    return Candidate(tuple(order), tuple(split), tuple(peaks), time, waste(order, peaks))
+
+
+def waste(order: Sequence[Card], peak_bytes: Sequence[float]) -> float:
+    """The study's T of a pipeline whose cards hold so many bytes at their peaks."""
+    return sum(_weight(card) * (1 - peak / card.memory_bytes) for card, peak in zip(order, peak_bytes, strict=True))
+
+
+def _weight(card: Card) -> float:
+    return (card.flops / 1e12) / (card.memory_bytes / 1e9)
+
+
+def _peak_bytes(question: Question, stage: int, num_stages: int, start: int, end: int) -> int:
+    layers, m = question.layers[start:end], question.num_microbatches
+    received = layers[0].input_bytes if start else 0
+    sent = question.layers[end].input_bytes if end < len(question.layers) else 0
+    return (
+        sum(layer.fixed_bytes for layer in layers)
+        + num_in_flight(question.schedule, stage, num_stages, m) * sum(layer.saved_bytes for layer in layers)
+        + max(layer.peak_bytes for layer in layers)
+        + m * (received + sent)
+    )
+
+
+def search(question: Question, objective: Objective = "time") -> Candidate | None:
+    """The best candidate that fits; None if none does. See [Note: exact pruning]."""
+    tables = _Tables.of(question)
+    best: Candidate | None = None
+    for order in question.orders():
+        for split in _Grown(question, tables, order, objective).splits(best):
+            found = evaluate(question, order, split)
+            if best is None or _value(found, objective) < _value(best, objective):
+                best = found
+            if objective == "waste":
+                break  # in the order of T itself: the first is the least
+    return best
+
+
+def _value(candidate: Candidate, objective: Objective) -> float:
+    return candidate.step_ms if objective == "time" else candidate.waste
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tables:
+    """Sums over the layers before each (float64, one longer than the layers), and the largest peak of each range."""
+
+    forward: Tensor
+    backward: Tensor
+    fixed: Tensor
+    saved: Tensor
+    inputs: Tensor
+    peaks: Tensor
+    cuts: Tensor
+
+    @classmethod
+    def of(cls, question: Question) -> _Tables:
+        layers = question.layers
+
+        def sums(values: Sequence[float]) -> Tensor:
+            return torch.tensor([0.0, *itertools.accumulate(values)], dtype=torch.float64)
+
+        peaks = torch.zeros(len(layers) + 1, len(layers) + 1, dtype=torch.float64)
+        for start in range(len(layers)):
+            running = itertools.accumulate((layer.peak_bytes for layer in layers[start:]), max)
+            peaks[start, start + 1 :] = torch.tensor(list(running), dtype=torch.float64)
+        inputs = [0.0, *(float(layer.input_bytes) for layer in layers[1:]), 0.0]
+        return cls(
+            sums([layer.forward_flops for layer in layers]),
+            sums([layer.backward_flops for layer in layers]),
+            sums([layer.fixed_bytes for layer in layers]),
+            sums([layer.saved_bytes for layer in layers]),
+            torch.tensor(inputs, dtype=torch.float64),
+            peaks,
+            torch.tensor(question.cuts, dtype=torch.int64),
+        )
+
+
+# Bounds and simulation add the same numbers in another order: what is equal but for that must not be dropped.
+_ROUNDING = 1e-9
+
+
+class _Grown:
+    """Grows the partitions of one order of cards."""
+
+    def __init__(self, question: Question, tables: _Tables, order: Sequence[Card], objective: Objective) -> None:
+        self._question, self._tables, self._order, self._objective = question, tables, order, objective
+
+    def splits(self, best: Candidate | None) -> Iterator[tuple[int, ...]]:
+        """Yields what may be better than ``best``, the most promising first; for time, what is known to be no better
+        than what was yielded before is left out."""
+        limit = float("inf") if best is None else _value(best, self._objective)
+        starts = torch.zeros(1, 1, dtype=torch.int64)
+        forward = work = torch.zeros(1, 0, dtype=torch.float64)
+        waste = torch.zeros(1, dtype=torch.float64)
+        for stage in range(len(self._order)):
+            rows, ends = self._next_ends(starts[:, -1], stage)
+            begin = starts[rows, -1]
+            peak = self._peaks(stage, begin, ends)
+            card, tables = self._order[stage], self._tables
+            waste = waste[rows] + _weight(card) * (1 - peak / card.memory_bytes)
+            own_forward = (tables.forward[ends] - tables.forward[begin]) / card.flops * 1e3
+            own_work = own_forward + (tables.backward[ends] - tables.backward[begin]) / card.flops * 1e3
+            starts = torch.cat([starts[rows], ends[:, None]], 1)
+            forward = torch.cat([forward[rows], own_forward[:, None]], 1)
+            work = torch.cat([work[rows], own_work[:, None]], 1)
+            bound = waste if self._objective == "waste" else self._bound(forward, work, ends)
+            stay = (peak <= card.memory_bytes * (1 - self._question.slack)) & (bound <= limit * (1 + _ROUNDING))
+            starts, forward, work, waste, bound = starts[stay], forward[stay], work[stay], waste[stay], bound[stay]
+        yield from self._in_order(starts, bound, limit)
+
+    def _in_order(self, starts: Tensor, bound: Tensor, limit: float) -> Iterator[tuple[int, ...]]:
+        for row in torch.argsort(bound, stable=True).tolist():
+            if bound[row].item() >= limit * (1 + _ROUNDING):
+                return
+            split = tuple(torch.diff(starts[row]).tolist())
+            yield split
+            if self._objective == "time":
+                limit = min(limit, evaluate(self._question, self._order, split).step_ms)
+
+    def _next_ends(self, begin: Tensor, stage: int) -> tuple[Tensor, Tensor]:
+        """The rows that go on, each once for every end of its next stage, and the ends."""
+        num_layers, left = len(self._question.layers), len(self._order) - stage - 1
+        if not left:
+            return torch.arange(len(begin)), torch.full_like(begin, num_layers)
+        # As many cuts behind it as stages still need.
+        cuts = self._tables.cuts[: len(self._tables.cuts) - left + 1]
+        rows, columns = torch.nonzero(cuts[None, :] > begin[:, None], as_tuple=True)
+        return rows, cuts[columns]
+
+    def _peaks(self, stage: int, begin: Tensor, ends: Tensor) -> Tensor:
+        tables, m = self._tables, self._question.num_microbatches
+        ahead = num_in_flight(self._question.schedule, stage, len(self._order), m)
+        fixed, saved = tables.fixed[ends] - tables.fixed[begin], tables.saved[ends] - tables.saved[begin]
+        crossing = tables.inputs[begin] + tables.inputs[ends]
+        return fixed + ahead * saved + tables.peaks[begin, ends] + m * crossing
+
+    def _bound(self, forward: Tensor, work: Tensor, ends: Tensor) -> Tensor:
+        question, tables, num_stages = self._question, self._tables, len(self._order)
+        m, known = question.num_microbatches, work.shape[1]
+        rest = torch.zeros_like(ends, dtype=torch.float64)
+        if known < num_stages:
+            fastest = max(card.flops for card in self._order[known:])
+            flops = tables.forward[-1] - tables.forward[ends] + tables.backward[-1] - tables.backward[ends]
+            rest = flops / fastest * 1e3
+        before = torch.cumsum(work, 1) - work
+        behind = work.sum(1, keepdim=True) - before - work + rest[:, None]
+        ahead = torch.tensor(
+            [num_in_flight(question.schedule, stage, num_stages, m) for stage in range(known)], dtype=torch.float64
+        )
+        bounds = (before + m * work + (behind - (ahead - 1) * forward).clamp_min(0)).amax(1)
+        if known < num_stages:
+            # One of the stages to come has no less than its share.
+            return torch.maximum(bounds, work.sum(1) + m * rest / (num_stages - known))
+        return bounds

@@ -1,0 +1,253 @@
+"""The study of partitions: its measurements, its metric, and the pruned search against trying everything."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import megastrategy
+from megastrategy.tools.commands import root
+from megastrategy.tools.plan.cards import KNOWN, Card, parse_cards
+from megastrategy.tools.plan.layers import measure_layers
+from megastrategy.tools.plan.partitions import NothingFitsError
+from megastrategy.tools.plan.schedule import StageTimes, actions, step_ms
+from megastrategy.tools.plan.search import Candidate, Layer, Question, evaluate, search, waste
+from tests.tools.planned_script import counted_peak
+
+# The study's measurements: cards by stage, split, ms an iteration, peak GB, and an iteration's milliseconds of forward,
+# backward and synchronisation; the first eight with 4 microbatches, the last three with 8.
+ROWS = [
+    ("2080 3090 3090 2080ti", "9-22-6-1", 1542, "2.92 15.03 9.60 1.93",
+     "134 447 390 264", "160 517 467 275", "177 207 0 0"),
+    ("2080 3090 3090 2080ti", "10-21-6-1", 1531, "3.23 15.28 9.60 1.93",
+     "148 440 390 264", "174 510 467 275", "195 193 0 0"),
+    ("2080 3090 3090 2080ti", "11-20-6-1", 1549, "3.54 15.53 9.60 1.93",
+     "158 432 390 264", "192 504 467 275", "217 181 0 0"),
+    ("2080 3090 2080ti 3090", "10-21-2-5", 1621, "3.23 15.28 3.40 6.66",
+     "148 445 321 395", "175 516 348 447", "200 192 0 0"),
+    ("2080 3090 2080ti 3090", "10-21-1-6", 1652, "3.23 15.28 3.40 6.66",
+     "148 445 161 445", "175 510 163 524", "200 192 0 0"),
+    ("2080ti 3090 3090 2080", "9-22-6-1", 1591, "2.92 15.03 9.60 1.93",
+     "132 449 390 317", "160 518 467 320", "188 205 0 0"),
+    ("2080ti 3090 3090 2080", "10-21-6-1", 1598, "3.23 15.28 9.60 1.93",
+     "148 442 390 264", "150 510 467 314", "203 191 0 0"),
+    ("3090 3090 2080ti 2080", "28-5-3-2", 2120, "13.89 10.03 5.07 3.23",
+     "426 515 482 507", "454 472 503 494", "290 0 0 0"),
+    ("2080 3090 3090 2080ti", "26-5-5-2", 2401, "1.26 11.44 10.21 5.36",
+     "770 535 503 533", "60 757 730 804", "60 484 446 280"),
+    ("2080 3090 3090 2080ti", "24-7-5-2", 2582, "4.42 11.76 10.21 5.36",
+     "770 542 500 570", "695 775 730 825", "250 510 435 280"),
+    ("2080ti 3090 3090 2080", "24-7-6-1", 2597, "5.03 11.44 12.24 3.33",
+     "720 546 595 430", "630 775 875 600", "150 510 515 285"),
+]  # fmt: skip
+
+
+def simulated() -> list[float]:
+    found = []
+    for number, row in enumerate(ROWS):
+        m = 4 if number < 8 else 8
+        forward, backward, sync = (list(map(float, text.split())) for text in row[4:])
+        stages = [StageTimes(f / m, b / m, s) for f, b, s in zip(forward, backward, sync, strict=True)]
+        found.append(step_ms(stages, m))
+    return found
+
+
+def spearman(xs: list[float], ys: list[float]) -> float:
+    """Without ties: one minus six times the squares of what ranks differ by, over n (n^2 - 1)."""
+    n = len(xs)
+    ranks = [[sorted(values).index(value) for value in values] for values in (xs, ys)]
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (n * (n * n - 1))
+
+
+def test_the_studys_steps_are_simulated_within_6_percent() -> None:
+    """Of all eleven, after one fitted constant for what it did not print (sends between cards, the optimizer's step);
+    and in their order."""
+    times, measured = simulated(), [float(row[2]) for row in ROWS]
+
+    def worst(constant: int) -> float:
+        return max(abs((time + constant) / ms - 1) for time, ms in zip(times, measured, strict=True))
+
+    assert min(map(worst, range(300))) < 0.06
+    assert spearman(times, measured) > 0.9
+    assert spearman(times[:8], measured[:8]) > 0.9
+
+
+def test_the_studys_metric_is_least_for_its_slowest_row() -> None:
+    """T of its own peaks: 3.25, 3.19, 3.12, 3.21 and, 40 % slower than the first, 2.90."""
+    found = [
+        waste([KNOWN[name] for name in row[0].split()], [float(gb) * 1e9 for gb in row[3].split()]) for row in ROWS
+    ]
+    assert [round(found[row], 2) for row in (0, 1, 2, 3, 7)] == [3.25, 3.19, 3.12, 3.21, 2.90]
+
+
+@pytest.mark.parametrize("num_cards", [1, 2, 4])
+def test_equal_stages_take_what_the_papers_say(num_cards: int) -> None:
+    """(m + p - 1)(f + b); interleaved in v chunks m (f + b) + (p - 1)(f + b) / v."""
+    f, b, m, chunks = 2.0, 3.0, 8, 2
+    stages = [StageTimes(f, b)] * num_cards
+    for schedule in ("1f1b", "gpipe"):
+        assert step_ms(stages, m, schedule) == pytest.approx((m + num_cards - 1) * (f + b))
+    halves = [StageTimes(f / chunks, b / chunks)] * (num_cards * chunks)
+    time = step_ms(halves, m, "interleaved", num_cards=num_cards)
+    assert time == pytest.approx(m * (f + b) + (num_cards - 1) * (f + b) / chunks)
+
+
+def test_every_stage_does_every_microbatch_once_and_no_more_than_it_may_hold() -> None:
+    for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("interleaved", 3)):
+        for card, order in enumerate(actions(schedule, 4, 4 * chunks, 8)):
+            assert len(set(order)) == len(order) == 2 * chunks * 8
+            assert {action.stage % 4 for action in order} == {card}
+            held = itertools.accumulate(1 if action.is_forward else -1 for action in order)
+            most = {"1f1b": 4 - card, "gpipe": 8, "interleaved": 24}[schedule]
+            assert max(held) <= most
+
+
+def random_question(seed: int, **options: Any) -> Question:
+    draw = random.Random(seed)
+    layers = [
+        Layer(f"{i}", draw.uniform(1, 9) * 1e9, draw.choice([0, 1, 2]) * 1e9, draw.randint(1, 9), draw.randint(0, 4),
+              draw.randint(0, 5), draw.randint(0, 2))
+        for i in range(9)
+    ]  # fmt: skip
+    cards = [Card(name, memory, flops * 1e12) for name, memory, flops in [("a", 40, 3), ("a", 40, 3), ("b", 25, 1)]]
+    return Question(layers, cards, draw.randint(1, 6), **options)
+
+
+def by_brute_force(question: Question, objective: str) -> Candidate | None:
+    fitting = []
+    for order in set(itertools.permutations(question.cards)):
+        for cuts in itertools.combinations(question.cuts, len(order) - 1):
+            split = [b - a for a, b in itertools.pairwise([0, *cuts, len(question.layers)])]
+            found = evaluate(question, order, split)
+            if all(p <= c.memory_bytes * (1 - question.slack) for p, c in zip(found.peak_bytes, order, strict=True)):
+                fitting.append(found)
+    key = (lambda c: c.step_ms) if objective == "time" else (lambda c: c.waste)
+    return min(fitting, key=key, default=None)
+
+
+@pytest.mark.parametrize("objective", ["time", "waste"])
+@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}, {"keep_together": [(2, 4)]}, {"slack": 0.2}], ids=str)
+def test_the_pruned_search_finds_what_trying_everything_finds(objective: Any, options: dict[str, Any]) -> None:
+    fits = 0
+    for seed in range(25):
+        question = random_question(seed, **options)
+        found, expected = search(question, objective), by_brute_force(question, objective)
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            fits += 1
+            values = [(c.step_ms if objective == "time" else c.waste) for c in (found, expected)]
+            assert values[0] == pytest.approx(values[1], rel=1e-12)
+    assert 0 < fits < 25, "some fit, and some do not"
+
+
+def test_the_studys_number_of_candidates() -> None:
+    layers = [Layer(str(i), 1e9, 2e9, 1, 1, 1) for i in range(58)]
+    assert Question(layers, parse_cards("3090:2,2080ti:1,2080:1"), 4).num_candidates == 351_120
+
+
+def blocks() -> tuple[list[nn.Module], torch.Tensor]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4)]
+    return layers, torch.randn(8, 64, 128)
+
+
+@pytest.mark.parametrize("frozen", [[], [0, 1], [1, 2]], ids=["none", "prefix", "middle"])
+def test_layers_are_measured_as_a_real_stage_allocates(frozen: list[int]) -> None:
+    """The peak of one microbatch's forward and backward through all layers, as the allocator counts it, within 1 %;
+    gradients apart, which are no temporaries."""
+    layers, x = blocks()
+    measured = measure_layers(layers, x, frozen)
+    assert all(p.requires_grad and p.grad is None for layer in layers for p in layer.parameters()), "left as they were"
+    for number in frozen:
+        layers[number].requires_grad_(False)
+    stage = nn.Sequential(*layers)
+    # Made before, so that they are not counted; autograd then adds to them.
+    for param in stage.parameters():
+        param.grad = torch.zeros_like(param) if param.requires_grad else None
+    seed = torch.zeros_like(x)
+    peak = counted_peak(lambda: stage(x).backward(seed))
+    assert sum(layer.saved_bytes for layer in measured) + max(layer.peak_bytes for layer in measured) == pytest.approx(
+        peak, rel=0.01
+    )
+    if frozen == [0, 1]:
+        assert [layer.backward_flops for layer in measured[:2]] == [0.0, 0.0]
+        assert [layer.saved_bytes for layer in measured[:2]] == [0, 0]
+    if frozen == [1, 2]:  # of a linear layer's two products in backward one is left
+        assert 0.4 < measured[1].backward_flops / measured[3].backward_flops < 0.7
+
+
+def test_plan_says_what_and_why() -> None:
+    layers, x = blocks()
+    devices = parse_cards("big=1GB@20TFLOPS:1,small=1GB@10TFLOPS:1")
+    plan = megastrategy.plan(layers, x, devices=devices, microbatches=4, keep_together=[(0, 1)])
+    # twice as fast, so it takes two and not one of three equal parts: 2 + 1 + 1 are not cut otherwise
+    assert sorted(plan.split_spec) in ([1, 3], [2, 2])
+    assert sum(plan.split_spec) == 4
+    assert sorted(plan.stage_order) == ["big", "small"]
+    assert dict(zip(plan.stage_order, plan.split_spec, strict=True))["big"] >= 2
+    assert "best of 4 orders and partitions" in plan.why
+    assert all(0 < nbytes < 10**9 for nbytes in plan.memory)
+    with pytest.raises(NothingFitsError, match="smaller microbatches"):
+        megastrategy.plan(layers, x, devices=parse_cards("tiny=1MB@1TFLOPS:2"), microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"keep_together": [(2, 9)]}, "layers from 0 to 3"),
+        ({"frozen": [7]}, "layers from 0 to 3"),
+        ({"microbatches": 0}, "at least one"),
+        ({"objective": "beauty"}, "'time' or 'waste'"),
+        ({"slack": 1.0}, "from 0 to below 1"),
+        ({"schedule": "interleaved"}, "'1f1b' or 'gpipe'"),
+        ({"keep_together": [(0, 3)]}, "for each card"),
+    ],
+)
+def test_what_cannot_be_is_said_by_name(wrong: dict[str, Any], says: str) -> None:
+    layers, x = blocks()
+    options = {"devices": parse_cards("3090:2"), "microbatches": 2, **wrong}
+    with pytest.raises(ValueError, match=says):
+        megastrategy.plan(layers, x, **options)
+
+
+def test_the_command_cuts_what_a_module_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planned_project.py").write_text(
+        "import torch\nlayers = [torch.nn.Linear(8, 8) for _ in range(4)]\ndef sample():\n    return torch.ones(2, 8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    options = ["plan", "--cards", "3090:1,2080:1", "--microbatches", "2"]
+    done = CliRunner().invoke(root, [*options, "--batch", "planned_project:sample", "--json", "planned_project:layers"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert sum(found["split_spec"]) == 4
+    assert sorted(found["stage_order"]) == ["2080", "3090"]
+    table = CliRunner().invoke(root, [*options, "--batch", "planned_project:sample", "planned_project:layers"])
+    assert "ms a step" in table.output
+    assert "T = " in table.output
+    for wrong, says in [
+        (["planned_project:layers"], "needs --batch"),
+        (["--batch", "planned_project:nothing", "planned_project:layers"], "has no nothing"),
+        (["--batch", "planned_project:sample", "nowhere:layers"], "no module nowhere"),
+        (["--batch", "planned_project:sample", "planned_project"], "expected module:name"),
+        (["--batch", "planned_project:sample", "--keep-together", "2", "planned_project:layers"], "such as 24-25"),
+        (["--batch", "planned_project:sample", "planned_project:sample"], "expected a list of layers"),
+    ]:
+        done = CliRunner().invoke(root, [*options, *wrong])
+        assert done.exit_code == 2
+        assert says in done.output
+
+
+@pytest.mark.parametrize(("text", "says"), [("9090", "is not known"), ("3090:0", "how many"), ("a=1@b", "how many")])
+def test_cards_that_are_not_known(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_cards(text)
