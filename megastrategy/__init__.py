@@ -33,6 +33,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("CommunicationMonitor", "MegatronDDPStrategy"):
         return getattr(_trainer_door(name), name)
+    if name == "data":
+        return importlib.import_module(".data", __name__)
     if name == "plan":
         # A tool, which nobody pays for who does not ask for it.
         from .tools.plan.partitions import plan
