@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .collectives import Collectives
 from .errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError
@@ -13,8 +13,9 @@ from .nonfinite import NonFinite, describe_nonfinite
 
 @dataclasses.dataclass(frozen=True)
 class Reasons:
-    """The facts that a rank tells the others where a backward is refused; see :class:`Agreement`."""
+    """The facts that a rank tells the others where a backward is refused; see :class:`Agreement`. ``who``: its name."""
 
+    who: str
     microbatch: int
     nonfinite: Sequence[NonFinite]
     counting: Counting
@@ -43,14 +44,11 @@ class Agreement:
 
     def encode(self) -> list[int]:
         """Bytes of which the maximum over ranks, element by element, is what they agree on."""
-        assert self.microbatch is not None, "a rank knows where it is"
-        assert self.counting is not None, "and what it counted"
-        # Eight bits are enough: ranks part by a microbatch or two, and are compared in every synchronised backward.
-        last = self.microbatch % 256
-        # A maximum cannot show that ranks differ. So each sends n and 255 - n: if all n are equal, the two maxima add
-        # up to 255, else to more.
-        equal = last, 255 - last, self.counting, 255 - self.counting
-        return [*self.used, *self.late, *equal, self.has_nonfinite, self.wants_other_order]
+        return [*self.used, *self.late, *self._shared()]
+
+    def _shared(self) -> list[int]:
+        """The facts that are not of single parameters or buckets."""
+        return [*_pair(self.microbatch), *_pair(self.counting), self.has_nonfinite, self.wants_other_order]
 
     @classmethod
     def decode(cls, numbers: Sequence[int], num_params: int) -> Agreement:
@@ -65,14 +63,21 @@ class Agreement:
             counting=Counting(counting) if not_counting == 255 - counting else None,
         )
 
-    def over_ranks(self, collectives: Collectives) -> Agreement:
+    def over_ranks(self, collectives: Collectives, tensor_ranks: Collectives | None) -> Agreement:
         """Returns the facts of all ranks together. Collective: one reduction of a byte a parameter, between hosts.
 
-        On one rank these are all the facts, and nothing is sent. See [Note: what the host waits for].
+        On one rank these are all the facts, and nothing is sent. See [Note: what the host waits for]. Tensor ranks
+        refuse together; what was used and what is late is of parts that each of them has alone.
         """
-        if collectives.size == 1:
-            return self
-        return Agreement.decode(collectives.max_of_bytes(self.encode()), len(self.used))
+        agreed = self
+        if collectives.size > 1:
+            agreed = Agreement.decode(collectives.max_of_bytes(self.encode()), len(self.used))
+        if tensor_ranks is None:
+            return agreed
+        every = Agreement.decode(tensor_ranks.max_of_bytes(agreed._shared()), 0)
+        return dataclasses.replace(
+            agreed, microbatch=every.microbatch, has_nonfinite=every.has_nonfinite, counting=every.counting
+        )
 
     @property
     def is_refused(self) -> bool:
@@ -80,21 +85,37 @@ class Agreement:
         is_counting_known = self.counting in (Counting.NOT_COUNTED, Counting.COUNTED)
         return self.microbatch is None or self.has_nonfinite or not is_counting_known
 
-    def refusal(self, own: Reasons, collectives: Collectives) -> MegastrategyError:
+    def refusal(self, own: Reasons, collectives: Collectives, tensor_ranks: Collectives | None) -> MegastrategyError:
         """The error that all ranks raise for gradients that must not be used. Collective."""
         every: list[Reasons] = collectives.all_gather_objects(own)
+        if tensor_ranks is not None:
+            every = [reasons for of_one in tensor_ranks.all_gather_objects(every) for reasons in of_one]
         if self.microbatch is None:
-            return MicrobatchMismatchError(describe_microbatches([reasons.microbatch for reasons in every]))
+            return MicrobatchMismatchError(
+                describe_microbatches({reasons.who: reasons.microbatch for reasons in every})
+            )
         if self.has_nonfinite:
             return NonFiniteGradError(describe_nonfinite([found for reasons in every for found in reasons.nonfinite]))
-        return LossTokensError(describe_counting([reasons.counting for reasons in every]))
+        return LossTokensError(describe_counting({reasons.who: reasons.counting for reasons in every}))
 
 
-def describe_microbatches(by_rank: Sequence[int]) -> str:
+def name_of(collectives: Collectives, tensor_ranks: Collectives | None) -> str:
+    """This rank's name in an error."""
+    return f"rank {collectives.rank}" + (f", tensor rank {tensor_ranks.rank}" if tensor_ranks is not None else "")
+
+
+def _pair(number: int | None) -> tuple[int, int]:
+    """Two bytes of which the maxima over ranks add up to 255 if all ranks have the same number, else to more."""
+    # A maximum alone cannot show that ranks differ. Eight bits are enough: ranks part by a microbatch or two, and are
+    # compared in every synchronised backward.
+    return (255, 255) if number is None else (number % 256, 255 - number % 256)
+
+
+def describe_microbatches(by_rank: Mapping[str, int]) -> str:
     """Says where each rank is, and what to do."""
     return (
         "the ranks reduce the gradients of different microbatches: "
-        + ", ".join(f"rank {rank} is at number {number}" for rank, number in enumerate(by_rank))
+        + ", ".join(f"{rank} is at number {number}" for rank, number in by_rank.items())
         + ". A rank that is ahead ran a training_step without a backward (one that returned None, or skipped its "
         "batch) where others had one. Run a backward on every rank, on zero times the loss if need be"
     )

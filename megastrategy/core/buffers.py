@@ -24,6 +24,7 @@ A view of it (``param.grad.detach()``) is another tensor of the buffer's memory,
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -35,6 +36,7 @@ from torch.nn import Parameter
 
 from .errors import ParameterChangedError
 from .layout import BufferLayout, ParamSpec
+from .local_parts import LocalParts
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad, StoodFor
 from .wire_format import read_wire
@@ -72,6 +74,7 @@ class GradBuffers(ABC):
     """Holds gradients while they accumulate, and makes the tensors that the reducer sends.
 
     Attributes:
+        local_parts: where this rank has parameters and gradients.
         params: the model's trainable parameters, in the layout's order (owned by the model).
         views: what ``param.grad`` is while gradients accumulate here; None where ``.grad`` is autograd's own.
         has_grad: whether a parameter received a gradient since it was last cleared (after a synchronised backward: on
@@ -86,8 +89,10 @@ class GradBuffers(ABC):
     max_in_flight: int | None = None
     all_reduce_option = "use_distributed_optimizer=False"
 
-    def __init__(self) -> None:
+    def __init__(self, parts: LocalParts | None = None) -> None:
+        self.local_parts = parts or LocalParts()
         self.params: list[Parameter] = []
+        self._parts: list[Tensor] = []  # of the parameters, by parameter; these themselves where they are whole
         self.views: list[Tensor | None] = []
         self.has_grad: list[bool] = []
         self.zeroed: set[int] = set()
@@ -101,6 +106,7 @@ class GradBuffers(ABC):
         first = len(self.params)
         self.layout = layout
         self.params += params[first:]
+        self._parts += map(self.local_parts.of, params[first:])
         self.views += [None] * (len(params) - first)
         self.has_grad += [False] * (len(params) - first)
         self._stand_ins += [None] * (len(params) - first)
@@ -169,7 +175,7 @@ class GradBuffers(ABC):
         kept one goes on seeing the gradient."""
         for index, (view, kept) in enumerate(zip(self.views, other.views, strict=True)):
             if view is not None and kept is not None:
-                kept.data = view
+                self.local_parts.of(kept).data = self.local_parts.of(view)
                 self.views[index] = kept
                 if self.params[index].grad is view:
                     self.params[index].grad = kept
@@ -226,7 +232,8 @@ class GradBuffers(ABC):
         """Somebody keeps the view: it gets memory of its own, and the parameter another view."""
         kept = self.views[param]
         assert kept is not None, "it is kept"
-        kept.data = kept.detach().clone()
+        part = self.local_parts.of(kept)
+        part.data = part.detach().clone()
         self.views[param] = self._view(param)
 
     def _view(self, param: int) -> Tensor:
@@ -270,9 +277,10 @@ class GradBuffers(ABC):
                 if present is not None and known is not None and known.stood_for is stood_for:
                     present.zero([param])
 
-            known = self._stand_ins[param] = ReducedGrad(
-                self.layout.params[param], self.params[param].device, StoodFor(zero), self.all_reduce_option
-            )
+            spec, whole = self.layout.params[param], self.params[param]
+            if tuple(whole.shape) != spec.shape:  # torch takes a gradient of the parameter's shape alone
+                spec = dataclasses.replace(spec, shape=tuple(whole.shape), stride=whole.stride())
+            known = self._stand_ins[param] = ReducedGrad(spec, whole.device, StoodFor(zero), self.all_reduce_option)
         elif known.pending is not None:  # of a backward that broke off
             known.pending = None
         return known
@@ -329,7 +337,7 @@ class GradBuffers(ABC):
 
     def check_param(self, param: int) -> None:
         """Raises ParameterChangedError if the parameter is no longer what its place was made for."""
-        check_unchanged(self.params[param], self.layout.params[param])
+        check_unchanged(self._parts[param], self.layout.params[param])
 
     def give_up(self) -> list[Tensor]:
         """Closes, and hands over the memory in which gradients accumulated: 1-D, by buffer; none if there is none."""
@@ -343,11 +351,12 @@ class GradBuffers(ABC):
             param.grad_dtype = param.dtype  # the Parameter lives on, and would accumulate in ours
 
 
-def check_unchanged(param: Parameter, spec: ParamSpec) -> None:
-    """Raises ParameterChangedError if dtype or shape differ from what the buffers were laid out for."""
-    if param.dtype != spec.dtype or param.shape != spec.shape:
+def check_unchanged(part: Tensor, spec: ParamSpec) -> None:
+    """Raises ParameterChangedError if dtype or shape of a parameter's part differ from what the buffers were laid out
+    for."""
+    if part.dtype != spec.dtype or part.shape != spec.shape:
         raise ParameterChangedError(
             f"parameter {spec.name!r} was {spec.dtype} of shape {spec.shape} when the model was wrapped and is now "
-            f"{param.dtype} of shape {tuple(param.shape)}. Change dtypes and shapes before wrapping, or wrap the "
+            f"{part.dtype} of shape {tuple(part.shape)}. Change dtypes and shapes before wrapping, or wrap the "
             "model again"
         )

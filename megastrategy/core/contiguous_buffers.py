@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from .buffers import GradBuffers, check_unchanged, copy_grad_, referred_to_elsewhere, slice_view
 from .layout import BufferLayout
+from .local_parts import LocalParts
 from .reduced_grad import ReducedGrad
 from .wire import round_in_place
 
@@ -28,8 +29,15 @@ class ContiguousGradBuffers(GradBuffers):
     """Persistent buffers, one for each (dtype, grad dtype): 1-D, ``layout.buffers[i].numel`` elements, on
     ``device``."""
 
-    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], dp_rank: int, device: torch.device) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Sequence[Parameter],
+        dp_rank: int,
+        device: torch.device,
+        parts: LocalParts | None = None,
+    ) -> None:
+        super().__init__(parts)
         self._dp_rank, self._device = dp_rank, device
         self._sharded = layout.num_shards > 1
         self.flats: list[Tensor] = []
@@ -91,14 +99,14 @@ class ContiguousGradBuffers(GradBuffers):
                 self.reopen(bucket.index)
             else:
                 self._zero_stale(bucket.index)
-        specs = self.layout.params
+        specs, parts = self.layout.params, self._parts
         for index, (param, view, grad) in enumerate(zip(self.params, self.views, grads, strict=True)):
             if grad is view:  # nearly always
                 continue
             if grad is None and index in self._unfilled:  # autograd hands its gradient over
                 continue
             assert view is not None
-            check_unchanged(param, specs[index])
+            check_unchanged(parts[index], specs[index])
             if grad is None:
                 if self.has_grad[index]:
                     self._zero_param(index)  # the user set .grad = None, which means zero
@@ -234,7 +242,8 @@ class ContiguousGradBuffers(GradBuffers):
 
     def _view(self, index: int) -> Tensor:
         spec, slot = self.layout.params[index], self.layout.slots[index]
-        return slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
+        part = slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
+        return self.local_parts.as_grad(self.params[index], part)
 
     def _get_view(self, index: int) -> Tensor:
         view = self.views[index]

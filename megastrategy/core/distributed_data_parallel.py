@@ -32,6 +32,7 @@ class DistributedDataParallel(nn.Module):
             that require no gradients now are left out.
         config: the options; None for the defaults.
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
+            With a module that ``parallelize_module`` has cut it is that of the mesh's data-parallel dimension.
         collectives: how to send instead of what fits the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
         all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
@@ -55,8 +56,8 @@ class DistributedDataParallel(nn.Module):
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
 
     Raises:
-        ValueError: if the module cannot be laid out (parameters on several devices, on meta, uninitialised, or
-            DTensors), or has a module in it that torch DDP wraps.
+        ValueError: if the module cannot be laid out (parameters on several devices, on meta, uninitialised, or DTensors
+            of other meshes than one of tensor ranks), or has a module in it that torch DDP or ``fully_shard`` wraps.
         LayoutMismatchError: if the ranks' modules or configurations differ.
     """
 

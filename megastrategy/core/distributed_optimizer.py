@@ -38,14 +38,21 @@ from .checkpoint.host_copies import to_host
 from .checkpoint.sharded_state import check_same_groups, read_optimizer, sharded_state_dict
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
-from .engine import Engine
 from .errors import CheckpointError, OptimizerNotShardableError
 from .forwarded import forwarding_members
+from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
 from .sharded_step import ShardedStep
 from .shown_state import ShownState
-from .trials.elementwise import Findings, why_not_in_fp32, why_not_main_params
+from .tensor_state import (
+    parts_of_main_params,
+    parts_of_state,
+    refuse_directories,
+    require_everybody,
+    whole_main_params,
+    whole_state,
+)
 from .trials.step_arguments import StepArguments
 
 
@@ -93,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "first"
             )
         engine = model.engine
-        findings = _check(optimizer, engine)
+        findings = check_optimizer(optimizer, engine)
         self._impl = impl = ShardedStep(optimizer, engine, findings)
         self._borrowing = None
         if impl.owner_collectives is not None:
@@ -179,7 +186,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         if (reason := impl.try_options()) is not None:
-            raise _not_shardable(impl.inner, impl.engine, reason)
+            raise not_shardable(impl.inner, impl.engine, reason)
         with torch.no_grad(), profiler_range("step"):
             impl.step(others)
         return result
@@ -187,7 +194,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def is_sharded(self) -> bool:
         """Whether this rank has a part of the state alone."""
-        return self._impl.sharded
+        return self._impl.sharded or self._impl.engine.local_parts.ranks is not None
 
     def is_cut(self, param: Parameter) -> bool:
         """Whether ranks step a part of the parameter each: not if every rank steps all of it, or its owner does."""
@@ -201,8 +208,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             NotOnAllRanksError: if they are not, within bounded time.
         """
-        if self._impl.sharded:
-            self._impl.engine.collectives.require_all_ranks(what)
+        if self.is_sharded:
+            require_everybody(self._impl, what)
 
     @property
     def num_steps(self) -> tuple[int, int]:
@@ -232,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         every rank. Collective."""
         impl = self._impl
         impl.finish_grads()
-        if not impl.sharded:
+        if not impl.sharded and impl.engine.local_parts.ranks is None:
             params = [param for group in self.param_groups for param in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         grads = impl.owned_grads()
@@ -241,14 +248,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
             check_finite(norm, norm_type)
         with torch.no_grad():
-            scale_to_norm_(grads + impl.strangers.grads(), norm, max_norm)
+            scale_to_norm_([*grads.values(), *impl.strangers.grads()], norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As ``torch.nn.utils.clip_grad_value_`` over this optimizer's parameters."""
         impl = self._impl
         impl.finish_grads()
-        grads = impl.owned_grads() + impl.strangers.grads()
+        grads = [*impl.owned_grads().values(), *impl.strangers.grads()]
         if grads:
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
@@ -270,7 +277,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.finish_grads()
         # a stranger's gradient is not reduced, and may be infinite on one rank alone
         agreeing = impl.engine.collectives if impl.strangers.params else impl.owner_collectives
-        return unscale_grads_(impl.owned_grads() + impl.strangers.grads(), inv_scale, agreeing, impl.engine.device)
+        grads = [*impl.owned_grads().values(), *impl.strangers.grads()]
+        found_inf = unscale_grads_(grads, inv_scale, agreeing, impl.engine.device)
+        if (tensor_ranks := impl.engine.local_parts.ranks) is not None:
+            tensor_ranks.all_reduce_max(found_inf).wait()
+        return found_inf
 
     def wait_for_found_inf(self) -> None:
         """For gradient scalers: comes before they read on the host what :meth:`unscale_grads_` has found."""
@@ -288,9 +299,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.inner.add_param_group(param_group)
         try:
             impl.check_groups()
-            _check_main_params(impl.inner, impl.engine)
+            check_main_params(impl.inner, impl.engine)
             if (reason := impl.try_options()) is not None:
-                raise _not_shardable(impl.inner, impl.engine, reason)
+                raise not_shardable(impl.inner, impl.engine, reason)
         except ValueError:
             impl.inner.param_groups.pop()
             raise
@@ -306,6 +317,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             NotOnAllRanksError: if it is sharded and a rank calls it alone otherwise.
         """
+        return whole_state(self._impl, self._state_of_parts)
+
+    def _state_of_parts(self) -> dict[str, Any]:
+        """The state of what this rank and its data-parallel ranks have."""
         impl = self._impl
         if not impl.sharded:  # it says itself what it saves, of main params where there are some
             with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
@@ -343,6 +358,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not impl.has_shards:
             impl.inner.load_state_dict(state_dict)
             return
+        state_dict = parts_of_state(impl, state_dict)
         with impl.at_rest.replaced():
             impl.split_state(replace=True)
             load_full_state_dict(
@@ -362,6 +378,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         to_come = impl.main_params_to_come
         if not to_come and not any(impl.layout.is_stepped_apart(index) for index in range(len(impl.layout.params))):
             return {}
+        return whole_main_params(impl, self._main_params_of_parts)
+
+    def _main_params_of_parts(self) -> dict[str, Tensor]:
+        impl, to_come = self._impl, self._impl.main_params_to_come
         with self._gather(MAIN_PARAMS) as (gather, is_here):
             if not is_here:
                 return OnRankZero()
@@ -374,7 +394,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
         check_is_here(main_params, "main_params()")
         with self._impl.at_rest.replaced():
-            self._impl.load_main_params(main_params)
+            self._impl.load_main_params(parts_of_main_params(self._impl, main_params))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.
@@ -383,6 +403,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensors are the optimizer's own.
         """
         impl = self._impl
+        refuse_directories(impl)
         impl.split_state()
         of_others = {id(param) for param in impl.strangers.params} if impl.engine.collectives.rank else set()
 
@@ -410,6 +431,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CheckpointError: if it cannot be read, or is of another model.
         """
         impl = self._impl
+        refuse_directories(impl)
         names, followed = impl.names_by_id(), impl.followed_by_id
         own = impl.shards, impl.layout, impl.element_names, impl.whole_params, followed.values()
         saved = read_optimizer(Path(path), key, names.values(), *own)
@@ -452,36 +474,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._impl.inner!r})"  # Lightning derives a class of its own
-
-
-def _check(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
-    """Tries the optimizer, and returns what trial steps showed; None if it is not to be sharded.
-
-    Raises:
-        OptimizerNotShardableError: if it cannot step what it would be given.
-    """
-    _check_main_params(optimizer, engine)
-    if engine.layout.num_shards == 1:
-        return None
-    findings = engine.known_findings.probe(optimizer, engine.device, engine.layout.main_dtype)
-    if findings.reason is not None:
-        raise _not_shardable(optimizer, engine, findings.reason)
-    return findings
-
-
-def _check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-    dtypes = {spec.dtype for spec in engine.layout.params if spec.has_main_param}
-    is_whole = engine.layout.num_shards == 1
-    reason = why_not_main_params(optimizer) if dtypes and is_whole else None
-    if reason is not None or (reason := why_not_in_fp32(optimizer, dtypes)) is not None:
-        raise OptimizerNotShardableError(
-            f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
-            "weights in fp32 (autocast for the forward), or use another optimizer"
-        )
-
-
-def _not_shardable(optimizer: torch.optim.Optimizer, engine: Engine, reason: str) -> OptimizerNotShardableError:
-    return OptimizerNotShardableError(
-        f"{type(optimizer).__name__} cannot be sharded: {reason}. Pass {engine.all_reduce_option}: every rank then "
-        "steps whole parameters, as under torch DDP"
-    )

@@ -23,8 +23,9 @@ from .errors import ClosedError, LayoutMismatchError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
 from .layout import BufferLayout, build_layout
+from .local_parts import LocalParts, dtensors_of
 from .memory import describe_setup
-from .module_plan import agree_on_layout, check_memory_is_own, check_module, common_device, param_spec
+from .module_plan import agree_on_layout, check_memory_is_own, check_module, common_device, option_rows, param_spec
 from .module_watch import ModuleWatch
 from .owners import Owners
 from .param_buffers import ParamBuffers
@@ -35,6 +36,13 @@ from .rebucketing.shard_holder import ShardHolder
 from .reducer import Reducer
 from .trials.known_findings import KnownFindings
 from .weight_chunks import weight_chunks
+
+UNTESTED_WITH_TENSOR_RANKS = {
+    "grad_wire_dtype": None,
+    "param_wire_dtype": None,
+    "num_distributed_optimizer_instances": 1,
+}
+"""Options that a tensor-parallel model is refused with, and their defaults."""
 
 
 class Engine:
@@ -56,6 +64,7 @@ class Engine:
 
     Attributes:
         layout: the plan that buffers and shards follow. It grows when parameters join, and is another after a move.
+        local_parts: where this rank has parameters and gradients; tensor-parallel ones in part.
         params: the trainable parameters, in the order of ``layout.params``.
         index_by_id: ``id(param)`` to the parameter's index in ``params`` and ``layout``.
         param_buffers: None where nothing is sharded; ``param_gather`` exists with it alone.
@@ -88,12 +97,14 @@ class Engine:
         # before any collective: a rank that refuses its module must not leave others waiting in one for it alone
         check_module(self.module, type(wrapper))
         self.device = common_device(self.module)
+        self.local_parts = _find_local_parts(self.module, process_group, config)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
             group = private_group(process_group, self.device)
             self._own_group = group if group is not process_group else None
             collectives = make_collectives(group, self.device)
         self.collectives = self._buffer_collectives = collectives
+        self.local_parts.connect(self.device)
         self.is_closed = False
         self.shard_holders: list[weakref.ref[ShardHolder]] = []
         self.known_findings = KnownFindings()
@@ -108,7 +119,7 @@ class Engine:
         self.param_buffers: ParamBuffers | None = None
         self.grad_buffers = self._make_grad_buffers()
         if self.layout.num_shards > 1:
-            self.param_buffers = ParamBuffers(self.layout, self.params, self.device)
+            self.param_buffers = ParamBuffers(self.layout, self.params, self.device, self.local_parts)
             self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, self.module, listener)
             self.shard_collectives.connect(self.device, exchanges=bool(self.layout.received_nbytes))
             # A forward begins with the module's buffers, and weights that come under it would all come before them.
@@ -128,6 +139,7 @@ class Engine:
             should_sync,
             listener,
             self._make_planner(move),
+            self.local_parts.ranks,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -159,19 +171,22 @@ class Engine:
     @property
     def steps_params_themselves(self) -> bool:
         """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
-        return self.layout.num_shards == 1 and not any(spec.has_main_param for spec in self.layout.params)
+        is_whole = self.layout.num_shards == 1 and self.local_parts.ranks is None
+        return is_whole and not any(spec.has_main_param for spec in self.layout.params)
 
     def is_as_wrapped(self) -> bool:
         """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
         present = {id(param) for param in self.module.parameters()}
         return all(
-            id(param) in present and param.dtype == spec.dtype and tuple(param.shape) == spec.shape
+            id(param) in present and param.dtype == spec.dtype and tuple(self.local_parts.of(param).shape) == spec.shape
             for param, spec in zip(self.params, self.layout.params, strict=True)
         )
 
     def broadcast_all(self) -> None:
         """The module's parameters, frozen ones too, and buffers become rank 0's. Collective."""
-        self.collectives.broadcast_all([*self.module.parameters(), *self.module.buffers()])
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        self.local_parts.broadcast_replicas(tensors)
+        self.collectives.broadcast_all([self.local_parts.of(tensor) for tensor in tensors])
 
     def broadcast_buffers(self) -> None:
         """The module's buffers become rank 0's. Collective."""
@@ -184,6 +199,7 @@ class Engine:
         if self.watch.has_changed():
             # the module's own check may know more of what came in a parameter's place
             check_module(self.module, type(self._wrapper))
+            self.local_parts.check(self.module)
             self.watch.look(self.params)
         if any(param.requires_grad for param in self.watch.frozen):
             self.include_trainable()
@@ -201,7 +217,8 @@ class Engine:
         if len(self.params) == known:
             return
         joined = self.params[known:]
-        self.collectives.broadcast_all(joined)
+        self.local_parts.broadcast_replicas(joined)
+        self.collectives.broadcast_all([self.local_parts.of(param) for param in joined])
         self.layout = self.layout.extended_by(layout)
         self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers.extend(self.layout, self.params)
@@ -216,13 +233,19 @@ class Engine:
         others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
         joining = [param for _, param in others if param.requires_grad]
         chunks = weight_chunks(self.module, joining, self.config)
-        specs = [param_spec(name, p, self.config, chunks.get(id(p))) for name, p in others if p.requires_grad]
+        specs = [
+            param_spec(name, self.local_parts.of(param), self.config, chunks.get(id(param)))
+            for name, param in others
+            if param.requires_grad
+        ]
         layout = build_layout(specs, self.config, self.collectives.size)
         if joining or not known:
             check_module(self.module, type(self._wrapper))
             common_device(self.module)
-            check_memory_is_own(self.module, joining, self.all_reduce_option, sharded=layout.num_shards > 1)
+            is_sharded = layout.num_shards > 1
+            check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
             layout = agree_on_layout(layout, self.config, self.collectives)
+            self.local_parts.check_ranks_agree(dict(others), option_rows(self.config))
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
         self.watch.look(self.params)
@@ -273,9 +296,9 @@ class Engine:
     def _make_grad_buffers(self) -> GradBuffers:
         """Buffers for the present layout, which take the parameters' gradients in."""
         if not self.config.use_contiguous_buffers:
-            return FlattenedGradBuffers(self.layout, self.params, self.device)
+            return FlattenedGradBuffers(self.layout, self.params, self.device, self.local_parts)
         kind = PooledGradBuffers if self.layout.is_pooled else ContiguousGradBuffers
-        buffers = kind(self.layout, self.params, self.collectives.rank, self.device)
+        buffers = kind(self.layout, self.params, self.collectives.rank, self.device, self.local_parts)
         buffers.all_reduce_option = self.all_reduce_option
         return buffers
 
@@ -300,10 +323,10 @@ class Engine:
         # new gradients take the gradients'. New weights in a block of gradients would leave CUDA's allocator without
         # one for new gradients, and with one more than it needs.
         if ParamBuffers.fit(layout, room):
-            self._follow_params(ParamBuffers(layout, self.params, self.device, room))
+            self._follow_params(ParamBuffers(layout, self.params, self.device, self.local_parts, room))
         else:
             room = []
-        self._follow_params(ParamBuffers(layout, self.params, self.device))
+        self._follow_params(ParamBuffers(layout, self.params, self.device, self.local_parts))
         del room
         self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers = self._make_grad_buffers()
@@ -344,7 +367,7 @@ class Engine:
         if owned is not None and own_grad is not None and in_first_instance:
             full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
         self.collectives.all_reduce(full, 1.0).wait()  # every element is non-zero on one rank at most
-        return full.as_strided(spec.shape, spec.stride)
+        return self.local_parts.as_grad(param, full.as_strided(spec.shape, spec.stride))
 
     def grad_norms(self, norm_type: float) -> Tensor:
         """See :meth:`DistributedDataParallel.grad_norms <megastrategy.DistributedDataParallel.grad_norms>`."""
@@ -359,8 +382,13 @@ class Engine:
         if sharded:
             norms = norms_over_owners(own, norm_type, self.shard_collectives)
         for index in set(every).difference(sharded):
-            if (local := self.params[index].grad) is not None:
-                norms[index : index + 1] = norms_of([local.detach()], norm_type, norms.dtype)
+            if (local := self.local_parts.grad_of(self.params[index])) is not None:
+                norms[index : index + 1] = norms_of([local], norm_type, norms.dtype)
+        if (tensor_ranks := self.local_parts.ranks) is not None:
+            for index, param in enumerate(self.params):
+                if not self.local_parts.counts_here(param):
+                    norms[index] = 0.0
+            norms = norms_over_owners(norms, norm_type, tensor_ranks)
         return norms
 
     def owned_grad(self, index: int) -> Tensor | None:
@@ -398,12 +426,29 @@ class Engine:
                 self.param_buffers = None
             self._buffer_collectives.close()
             self.collectives.close()
+            self.local_parts.close()
             if self._own_group is not None:
                 destroy_second(self.collectives)
                 destroy_instances(self.collectives)
                 destroy_group(self.collectives.host.group)
                 destroy_group(self._own_group)
                 self._own_group = None
+
+
+def _find_local_parts(
+    module: nn.Module, process_group: ProcessGroup | None, config: DistributedDataParallelConfig
+) -> LocalParts:
+    if not dtensors_of(module):
+        return LocalParts()
+    # Imported here: whoever has no tensor-parallel parameter does not pay for what it imports.
+    from .dtensor_parts import DTensorParts
+
+    for name, default in UNTESTED_WITH_TENSOR_RANKS.items():
+        if (value := getattr(config, name)) != default:
+            raise ValueError(
+                f"{name}={value!r} is not tested with a tensor-parallel model, and refused: leave it at {default!r}"
+            )
+    return DTensorParts(module, process_group)
 
 
 def raise_closed() -> NoReturn:

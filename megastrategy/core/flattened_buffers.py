@@ -10,14 +10,21 @@ from torch.nn import Parameter
 
 from .buffers import GradBuffers, copy_grad_
 from .layout import BufferLayout
+from .local_parts import LocalParts
 
 
 class FlattenedGradBuffers(GradBuffers):
     """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is
     reduced."""
 
-    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Sequence[Parameter],
+        device: torch.device,
+        parts: LocalParts | None = None,
+    ) -> None:
+        super().__init__(parts)
         self._device = device
         # By bucket, from its seal to its publish: as much as the model in the worst case, since all are sent at the
         # end.
@@ -40,7 +47,7 @@ class FlattenedGradBuffers(GradBuffers):
         # Zeros: unused parameters and the space between are sent, and must add nothing.
         flat = torch.zeros(place.numel, dtype=self.layout.buffers[place.buffer].grad_dtype, device=self._device)
         for index in place.params:
-            grad = self.params[index].grad
+            grad = self.local_parts.grad_of(self.params[index])
             self.has_grad[index] = grad is not None
             if grad is not None:
                 copy_grad_(self._view_in(flat, index), grad)
@@ -50,15 +57,16 @@ class FlattenedGradBuffers(GradBuffers):
         return self._flats[bucket], None
 
     def publish(self, bucket: int) -> None:
-        flat = self._flats.pop(bucket)
+        flat, is_cut_alike = self._flats.pop(bucket), self.local_parts.is_cut_alike
         for index in self.layout.buckets[bucket].params:
             param = self.params[index]
             # No rank used it: .grad stays None, which an optimizer skips; zeros would decay its momentum.
             if not self.has_grad[index]:
                 continue
-            if param.grad is None or param.grad.layout != param.layout:  # a mean over ranks is dense
+            # A mean over ranks is dense, and cut as the parameter is.
+            if param.grad is None or param.grad.layout != param.layout or not is_cut_alike(param, param.grad):
                 param.grad = torch.empty_like(param, dtype=flat.dtype)
-            param.grad.copy_(self._view_in(flat, index))
+            param.grad.copy_(self.local_parts.as_grad(param, self._view_in(flat, index)))
 
     def _view_in(self, flat: Tensor, index: int) -> Tensor:
         spec, slot = self.layout.params[index], self.layout.slots[index]

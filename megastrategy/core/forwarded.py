@@ -181,13 +181,14 @@ def _call_on_main_params(impl: ShardedStep, call: Call) -> Any:
     with torch.no_grad(), impl.main_params_with_grads() as own:
         result = call(impl.inner)
         for shard in own:
-            param = engine.params[shard.param]
+            param, part_of = engine.params[shard.param], engine.local_parts.of
+            part = part_of(param)
             # Only what changed: copy_ moves the version, and would end graphs that are still right.
-            if not torch.equal(rounded := shard.main.to(param.dtype), param):
-                param.copy_(rounded)
+            if not torch.equal(rounded := shard.main.to(part.dtype), part):
+                part.copy_(rounded)
             # The method dropped the copy's gradient (set_to_none), and means the parameter's.
             if param.grad is not None and shard.main.grad is None:
                 engine.grad_buffers.clear([shard.param])
             elif param.grad is not None and shard.main.grad is not None:
-                param.grad.copy_(shard.main.grad)
+                part_of(param.grad).copy_(shard.main.grad)
     return result

@@ -25,7 +25,7 @@ import enum
 import math
 import struct
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -229,7 +229,7 @@ class LossTokens:
             LossTokensError: if the losses were not all counted.
         """
         if self._counting not in (None, Counting.NOT_COUNTED, Counting.COUNTED):
-            raise LossTokensError(describe_counting([self.counting]))
+            raise LossTokensError(describe_counting({f"rank {self._dp_rank}": self.counting}))
         if self._num_losses and not self._is_final:
             if self._tokens:
                 self._correct(self._tokens / self._num_losses)
@@ -248,7 +248,7 @@ class LossTokens:
                 if (owned := buffers.layout.owned_range(index, self._dp_rank)) is not None:
                     parts.append(buffers.reduced(buffers.layout.slots[index].bucket, *owned))
             elif param.grad is not None:
-                parts.append(param.grad.detach())
+                parts.append(buffers.local_parts.of(param.grad).detach())
         if parts:
             torch._foreach_mul_(parts, factor)
 
@@ -280,9 +280,9 @@ def read_count(num_tokens: float | Tensor) -> float:
     return count
 
 
-def describe_counting(by_rank: Sequence[Counting]) -> str:
+def describe_counting(by_rank: Mapping[str, Counting]) -> str:
     """Says what is wrong with a window, and what to do."""
-    found = "; ".join(f"rank {rank} {_WHAT[counting]}" for rank, counting in enumerate(by_rank))
+    found = "; ".join(f"{rank} {_WHAT[counting]}" for rank, counting in by_rank.items())
     return (
         f"gradients cannot be averaged by tokens: {found}. Call loss_tokens(n) on every rank before every backward of "
         "a step, with 0 where there is nothing to learn from, and accumulate inside no_sync()"

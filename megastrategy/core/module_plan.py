@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -18,11 +17,12 @@ from .config import DistributedDataParallelConfig
 from .errors import LayoutMismatchError
 from .grad_hooks import is_wrapped
 from .layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
+from .local_parts import LocalParts
 from .weight_chunks import ChunkPlace
 
 
 def check_module(module: nn.Module, own: type[nn.Module]) -> None:
-    """Raises ValueError for a submodule that torch DDP wraps, and for a parameter that is a DTensor.
+    """Raises ValueError for a submodule that torch DDP wraps.
 
     Args:
         module: to be wrapped.
@@ -36,44 +36,10 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
                 f"{what} is a DistributedDataParallel of torch's, which would reduce the gradients of its parameters "
                 "too. Put the module that it wraps (its .module) in its place, or train with torch's alone"
             )
-    if dtensors := _dtensors(module):
-        name, param = next(iter(dtensors.items()))
-        placements, mesh = ", ".join(map(repr, param.placements)), " x ".join(map(str, param.device_mesh.shape))
-        raise ValueError(
-            f"parameter {name!r} is a DTensor ({placements} on a mesh of {mesh}): each rank has its own part of it, "
-            "and here every rank of the data-parallel group holds whole parameters. Wrap the module as it was before "
-            "parallelize_module or fully_shard; for one that is parallelized in other ways too, use torch's "
-            "fully_shard or replicate over the mesh's data-parallel dimension" + "".join(_broken_ties(dtensors))
-        )
-
-
-def _dtensors(module: nn.Module) -> dict[str, Any]:
-    """The parameters that are DTensors, by name; none where nobody has imported the class."""
-    # Importing it here would cost everybody; a class that nobody has imported has no instances.
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return {name: param for name, param in module.named_parameters() if isinstance(param, kind)}
-
-
-def _broken_ties(dtensors: dict[str, Any]) -> list[str]:
-    """Names pairs that were one parameter, most likely: matrices of equal values, not of one constant.
-
-    ``parallelize_module`` makes two parameters of one that two modules hold, and says nothing.
-    """
-    # Vectors are left out: biases and norms are equal at the start, and no tie.
-    local = {name: param.to_local().detach() for name, param in dtensors.items() if param.dim() > 1}
-    values = {name: part for name, part in local.items() if part.device.type != "meta" and part.numel() > 1}
-    # So are matrices of one constant, which two zero-initialised layers share.
-    filled = {name: part for name, part in values.items() if not torch.equal(part, part.flatten()[0].expand_as(part))}
-    return [
-        f". {one!r} and {other!r} have equal values: parallelize_module makes two parameters of a tied one, which then "
-        "part; assign one to both modules after it"
-        for one, other in itertools.combinations(filled, 2)
-        if filled[one].shape == filled[other].shape and torch.equal(filled[one], filled[other])
-    ]
 
 
 def check_memory_is_own(
-    module: nn.Module, params: Sequence[Parameter], all_reduce_option: str, *, sharded: bool
+    module: nn.Module, params: Sequence[Parameter], parts: LocalParts, all_reduce_option: str, *, sharded: bool
 ) -> None:
     """Raises ValueError for one of ``params`` that is wrapped already, or that would move into a buffer while other
     parameters, buffers or a CUDA graph use its memory too; ``all_reduce_option`` is then the way out."""
@@ -82,12 +48,13 @@ def check_memory_is_own(
     for name, param in module.named_parameters():
         if id(param) in joining and is_wrapped(param):
             raise ValueError(f"parameter {name!r} belongs to a DistributedDataParallel already: call its close() first")
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    for name, whole in (*module.named_parameters(), *module.named_buffers()):
+        tensor = parts.of(whole)
         if tensor.numel() > 0 and tensor.layout == torch.strided:
             # The farthest element, whatever the strides: an expanded tensor reaches less far than its numel.
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()
-            spans.append((start, start + (last + 1) * tensor.element_size(), name, id(tensor) in joining))
+            spans.append((start, start + (last + 1) * tensor.element_size(), name, id(whole) in joining))
     # Parameters stay where they are, so memory that is shared stays shared.
     if not sharded:
         return
@@ -128,12 +95,12 @@ def captured_modules(module: nn.Module, params: Sequence[Parameter]) -> list[str
 
 
 def param_spec(
-    name: str, param: Parameter, config: DistributedDataParallelConfig, chunk: ChunkPlace | None = None
+    name: str, part: Tensor, config: DistributedDataParallelConfig, chunk: ChunkPlace | None = None
 ) -> ParamSpec:
-    """Describes a parameter to the layout."""
-    grad_dtype = torch.float32 if param.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else param.dtype
-    stride = dense_stride(param.shape, param.stride())
-    return ParamSpec(name, tuple(param.shape), stride, param.dtype, grad_dtype, chunk)
+    """Describes a parameter, or this rank's part of it, to the layout."""
+    grad_dtype = torch.float32 if part.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else part.dtype
+    stride = dense_stride(part.shape, part.stride())
+    return ParamSpec(name, tuple(part.shape), stride, part.dtype, grad_dtype, chunk)
 
 
 def common_device(module: nn.Module) -> torch.device:
@@ -165,20 +132,43 @@ def agree_on_layout(
     Raises:
         LayoutMismatchError: on all ranks, if their layouts or options differ otherwise.
     """
-    options: list[list[object]] = [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
-    description = {**layout.describe(), "option (name, value)": options}
+    description = {**layout.describe(), "option (name, value)": option_rows(config)}
+    if (descriptions := _if_different(description, collectives)) is None:
+        return layout
+    # Chunks come of where weights happened to lie: a rank that loaded them into memory of their own has none.
+    if any(theirs[CHUNKS] != description[CHUNKS] for theirs in descriptions):
+        specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
+        return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
+    _raise_first_difference(descriptions)
+
+
+def option_rows(config: DistributedDataParallelConfig) -> list[list[object]]:
+    """The options as ranks compare them."""
+    return [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
+
+
+def check_all_agree(description: Mapping[str, Sequence[object]], collectives: Collectives) -> None:
+    """Raises LayoutMismatchError, on all ranks, with the first difference between their descriptions: JSON-able rows by
+    what they tell. Collective."""
+    if (descriptions := _if_different(description, collectives)) is not None:
+        _raise_first_difference(descriptions)
+
+
+def _if_different(
+    description: Mapping[str, Sequence[object]], collectives: Collectives
+) -> list[Mapping[str, Sequence[object]]] | None:
+    """Every rank's description, by rank; None, on all ranks, if they are equal. Collective."""
     # 32 bytes first: the whole description of a large model is megabytes, and almost always the same. Ranks agree by a
     # maximum, in log2(ranks) messages where a gather has ranks - 1: all bytes are equal where the largest of each is
     # the smallest.
     own = list(digest(description))
     largest = collectives.max_of_bytes([*own, *(255 - byte for byte in own)])
     if all(byte == 255 - other for byte, other in zip(largest[: len(own)], largest[len(own) :], strict=True)):
-        return layout
-    descriptions = collectives.all_gather_objects(description)
-    # Chunks come of where weights happened to lie: a rank that loaded them into memory of their own has none.
-    if any(theirs[CHUNKS] != description[CHUNKS] for theirs in descriptions):
-        specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
-        return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
+        return None
+    return collectives.all_gather_objects(description)
+
+
+def _raise_first_difference(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> NoReturn:
     # Parameters come first in it, so the first difference is the cause and not one of its consequences.
     for what in descriptions[0]:
         for rank, theirs in enumerate(descriptions):

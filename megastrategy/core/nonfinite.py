@@ -16,16 +16,16 @@ from .layout import BufferLayout
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
     """A gradient with ``count`` of ``numel`` elements not finite, as it was on one rank, no other rank's added;
-    ``count`` is None where nobody counted."""
+    ``count`` is None where nobody counted. ``rank`` is the rank's name."""
 
-    rank: int
+    rank: str
     param: str
     bucket: int
     count: int | None
     numel: int
 
     def __str__(self) -> str:
-        where = f"rank {self.rank}, parameter {self.param!r} (bucket {self.bucket})"
+        where = f"{self.rank}, parameter {self.param!r} (bucket {self.bucket})"
         return f"{where}: {'some' if self.count is None else self.count} of {self.numel} elements"
 
 
@@ -48,8 +48,8 @@ class FiniteCheck:
     one kernel a bucket, and the host reads all of them at once when backward has ended.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, rank: str) -> None:
+        self.rank = rank
         self._found: list[NonFinite] = []
         self._unread: list[tuple[Sequence[int], BufferLayout, Tensor]] = []  # parameters, and a flag for each
 
@@ -96,7 +96,7 @@ class FiniteCheck:
 
     def _note(self, param: int, layout: BufferLayout, count: int | None) -> None:
         spec, bucket = layout.params[param], layout.slots[param].bucket
-        self._found.append(NonFinite(self._rank, spec.name, bucket, count, spec.numel))
+        self._found.append(NonFinite(self.rank, spec.name, bucket, count, spec.numel))
 
 
 def describe_nonfinite(found: Sequence[NonFinite]) -> str:

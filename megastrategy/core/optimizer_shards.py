@@ -119,18 +119,31 @@ class OptimizerShards(ShardHolder):
         if not self.has_shards or self.engine.is_closed:
             return
         params, whole = self._not_followed()
-        if whole:
+        self._check_whole(whole)
+        if whole and self.sharded:
             self._whole.add(whole)
         if params:
             with self.at_rest.lock:
                 self._follow(params)
 
+    def _check_whole(self, whole: Collection[int]) -> None:
+        """Raises OptimizerNotShardableError where a parameter would have to be whole and no rank has all of it."""
+        engine = self.engine
+        for index in sorted(whole):
+            if engine.local_parts.is_cut(engine.params[index]):
+                raise OptimizerNotShardableError(
+                    f"{type(self.inner).__name__} updates parameters as wholes, and parameter "
+                    f"{self.layout.params[index].name!r} is tensor-parallel: each rank has a part of it, and none all. "
+                    "Give tensor-parallel parameters a group or an optimizer that updates every element by itself "
+                    "(AdamW, SGD), or leave the parameter out of the plan of parallelize_module"
+                )
+
     def _follow(self, params: Mapping[int, Parameter]) -> None:
         buffers = self.engine.param_buffers
         if buffers is None:
             for index, param in params.items():
-                spec = self.layout.params[index]
-                main = param.detach().to(torch.float32, copy=True) if spec.has_main_param else param
+                spec, part = self.layout.params[index], self.engine.local_parts.of(param)
+                main = part.detach().to(torch.float32, copy=True) if spec.has_main_param else part
                 self.shards[index] = ParamShard(index, 0, spec.numel, main, None)
         else:
             self._add_shards(params, buffers)
@@ -157,11 +170,12 @@ class OptimizerShards(ShardHolder):
         load_main_params(main_params, self.shards, self.layout)
         self.main_params_to_come = to_come
 
-    def _params_to_come(self) -> dict[str, Parameter]:
-        """The model's parameters in the groups that have no shards yet, by name."""
+    def _params_to_come(self) -> dict[str, Tensor]:
+        """The model's parameters (parts) in the groups that have no shards yet, by name."""
         names, followed = self.names_by_id(), {id(self.engine.params[index]) for index in self._followed}
         params = {id(param): param for group in self.inner.param_groups for param in group["params"]}
-        return {names[key]: params[key] for key in (params.keys() & names.keys()) - followed}
+        part_of = self.engine.local_parts.of
+        return {names[key]: part_of(params[key]) for key in (params.keys() & names.keys()) - followed}
 
     def _not_followed(self) -> tuple[dict[int, Parameter], set[int]]:
         """The parameters in the groups that have no shards yet, by index, and which of them are stepped whole."""

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from .buffers import check_unchanged, slice_storage, slice_view
 from .layout import BufferLayout, contiguous_stride
+from .local_parts import LocalParts
 from .weight_chunks import ChunkPlace
 from .wire_format import fill_nothing_, wire_numel, wire_part
 
@@ -29,10 +30,17 @@ class ParamBuffers:
     """
 
     def __init__(
-        self, layout: BufferLayout, params: Sequence[Parameter], device: torch.device, room: Sequence[Tensor] = ()
+        self,
+        layout: BufferLayout,
+        params: Sequence[Parameter],
+        device: torch.device,
+        parts: LocalParts | None = None,
+        room: Sequence[Tensor] = (),
     ) -> None:
         self._device, self._room = device, room
+        self._local_parts = parts or LocalParts()
         self.params: list[Parameter] = []
+        self._parts: list[Tensor] = []  # of the parameters, which have memory here
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
         self._addresses: list[int] = []
@@ -44,6 +52,7 @@ class ParamBuffers:
         first = len(self.params)
         self.layout = layout
         self.params += params[first:]
+        self._parts += map(self._local_parts.of, params[first:])
         for buffer in layout.buffers[len(self.flats) :]:
             if self._room:
                 self.flats.append(self._room[len(self.flats)].view(buffer.dtype)[: buffer.numel].zero_())
@@ -54,9 +63,9 @@ class ParamBuffers:
                 changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
                 fill_nothing_(changes)
             self.changes.append(changes)
-        for index, param in enumerate(params[first:], first):
-            self._move_in(index, param.detach())
-            self._addresses.append(param.data_ptr())
+        for index, part in enumerate(self._parts[first:], first):
+            self._move_in(index, part.detach())
+            self._addresses.append(part.data_ptr())
 
     @staticmethod
     def fit(layout: BufferLayout, room: Sequence[Tensor]) -> bool:
@@ -83,24 +92,26 @@ class ParamBuffers:
         Raises:
             ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
         """
-        for index, param in enumerate(self.params):
+        self._local_parts.refresh(self._parts, self.params)
+        for index, part in enumerate(self._parts):
             # Compared, since nothing tells of p.data = x. An empty tensor has no address to compare.
-            if param.data_ptr() != self._addresses[index] and param.numel() > 0:
-                check_unchanged(param, self.layout.params[index])
-                self._move_in(index, param.detach())
+            if part.data_ptr() != self._addresses[index] and part.numel() > 0:
+                check_unchanged(part, self.layout.params[index])
+                self._move_in(index, part.detach())
 
     def restore(self) -> None:
         """Gives every parameter that lies here memory of its own, with the present values and strides."""
         # By address: a parameter that was moved out from outside (module.double()) keeps what it has.
         spans = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in self.flats]
         copies = {name: storage.clone() for name, storage in self._chunks.items()}
-        for param, spec in zip(self.params, self.layout.params, strict=True):
-            if any(start <= param.data_ptr() < end for start, end in spans):
+        self._local_parts.refresh(self._parts, self.params)
+        for part, spec in zip(self._parts, self.layout.params, strict=True):
+            if any(start <= part.data_ptr() < end for start, end in spans):
                 # A copy, or the flat buffer would live as long as any parameter that looks into it.
                 if spec.chunk is not None:
-                    param.data = _in_chunk(param.detach(), copies[spec.chunk.name], spec.chunk, spec.shape)
+                    part.data = _in_chunk(part.detach(), copies[spec.chunk.name], spec.chunk, spec.shape)
                 else:
-                    param.data = param.detach().clone(memory_format=torch.preserve_format)
+                    part.data = part.detach().clone(memory_format=torch.preserve_format)
         self.flats, self._chunks = [], {}
 
     def _move_in(self, index: int, value: Tensor) -> None:
@@ -113,7 +124,7 @@ class ParamBuffers:
         else:
             view = slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
         view.copy_(value)
-        self.params[index].data = view
+        self._parts[index].data = view
 
 
 def _in_chunk(like: Tensor, storage: UntypedStorage, chunk: ChunkPlace, shape: Sequence[int]) -> Tensor:

@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 from .buffers import GradBuffers, copy_grad_
 from .layout import STAGING_BUFFERS, Bucket, BufferLayout
+from .local_parts import LocalParts
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad
 from .wire import round_in_place
@@ -67,8 +68,15 @@ class PooledGradBuffers(GradBuffers):
     reduces_every_backward = True
     max_in_flight = STAGING_BUFFERS
 
-    def __init__(self, layout: BufferLayout, params: Sequence[Parameter], dp_rank: int, device: torch.device) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Sequence[Parameter],
+        dp_rank: int,
+        device: torch.device,
+        parts: LocalParts | None = None,
+    ) -> None:
+        super().__init__(parts)
         self._dp_rank, self._device = dp_rank, device
         self._sums: list[Tensor] = []
         self._pieces: list[list[_Piece]] = []
@@ -124,9 +132,9 @@ class PooledGradBuffers(GradBuffers):
         sealed: dict[int, Tensor] = {}
         for index in self.layout.buckets[bucket].params:
             param = self.params[index]
-            if param.grad is not None:
+            if (grad := self.local_parts.grad_of(param)) is not None:
                 self.check_param(index)
-                sealed[index] = param.grad.detach()
+                sealed[index] = grad
                 self.has_grad[index] = True
             # Also where this backward brought nothing: the sums of those before it are its gradient still.
             param.grad = self._stand_in(index) if self.has_grad[index] else None
@@ -211,12 +219,13 @@ class PooledGradBuffers(GradBuffers):
             if param.grad is not None and not isinstance(param.grad, ReducedGrad):
                 self.check_param(index)
                 self.leave_kept([index])
-                owned = self.layout.owned_range(index, self._dp_rank)
+                owned, grad = self.layout.owned_range(index, self._dp_rank), self.local_parts.grad_of(param)
+                assert grad is not None
                 # The other owners of the parameter take their parts from their own .grad: users write the same on all
                 # ranks.
                 if owned is not None:
                     slot = self.layout.slots[index]
-                    flat = self._flatten(index, param.grad.detach())
+                    flat = self._flatten(index, grad)
                     self.reduced(slot.bucket, *owned).copy_(flat[owned[0] - slot.start : owned[1] - slot.start])
                 self.has_grad[index], self._stale[index] = True, False
                 param.grad = self._stand_in(index)

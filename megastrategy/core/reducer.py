@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .agreement import Agreement, Reasons, describe_broken_promise
+from .agreement import Agreement, Reasons, describe_broken_promise, name_of
 from .backward import BackwardPhase, backward_starts
 from .buffers import GradBuffers
 from .collectives import Collectives, Handle, Handles
@@ -60,6 +60,7 @@ class Reducer:
         should_sync: asked when a backward starts, with what the last forward decided (None: there was none to decide).
         listener: gets every event, or None.
         planner: watches the first synchronised backward for better buckets; None where none are wanted.
+        tensor_ranks: of a tensor-parallel model, which refuse a backward together.
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class Reducer:
         should_sync: Callable[[bool | None], bool],
         listener: Listener | None = None,
         planner: BucketPlanner | None = None,
+        tensor_ranks: Collectives | None = None,
     ) -> None:
         self.buffers = buffers
         self._params: list[Parameter] = []
-        self._collectives, self._shard_collectives = collectives, shard_collectives
+        self._collectives, self._shard_collectives, self._tensor_ranks = collectives, shard_collectives, tensor_ranks
         self._config, self._should_sync, self._listener = config, should_sync, listener
 
         self._phase = BackwardPhase.IDLE
@@ -93,7 +95,7 @@ class Reducer:
         self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
         self._late_grads: dict[int, Tensor] = {}
         self._deferred: set[int] = set()  # parameters whose bucket waits for the end of backward
-        self._nonfinite = FiniteCheck(collectives.rank)  # of this rank's gradients in this backward
+        self._nonfinite = FiniteCheck(name_of(collectives, tensor_ranks))  # of this rank's gradients in this backward
         self.microbatch = 0
         """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
         self.num_reductions: list[int] = []
@@ -426,7 +428,9 @@ class Reducer:
         used = self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
         if self._config.check_for_nan_in_grad:
-            self._note_nonfinite_late_grads()
+            part_of = self.buffers.local_parts.of
+            late = {index: part_of(self.buffers.late_grad(index)) for index in self._late}
+            self._nonfinite.look_at_grads(late, self.layout)
         agreement = Agreement(
             used=list(has_grad),
             late=[bucket.index in late_buckets for bucket in self.layout.buckets],
@@ -434,11 +438,11 @@ class Reducer:
             has_nonfinite=bool(self._nonfinite.found()),
             wants_other_order=wants,
             counting=self._tokens.counting,
-        ).over_ranks(self._collectives)
+        ).over_ranks(self._collectives, self._tensor_ranks)
         if agreement.is_refused:
-            own = Reasons(self.microbatch, self._nonfinite.found(), self._tokens.counting)
+            own = Reasons(self._nonfinite.rank, self.microbatch, self._nonfinite.found(), self._tokens.counting)
             self._drop_unfinished()  # shards that sums are added to would keep what is not finite
-            raise agreement.refusal(own, self._collectives)
+            raise agreement.refusal(own, self._collectives, self._tensor_ranks)
         self._has_agreed = True
         if not agrees:
             return [], agreement.wants_other_order
@@ -487,12 +491,6 @@ class Reducer:
         handle.wait()
         self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
         buffers.publish(bucket)
-
-    # --- what must not go unnoticed ----------------------------------------------------------------------------------
-
-    def _note_nonfinite_late_grads(self) -> None:
-        for index in self._late:
-            self._nonfinite.look_at_grads({index: self.buffers.late_grad(index)}, self.layout)
 
     def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:

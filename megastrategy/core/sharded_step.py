@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .clip_grads import total_grad_norm
+from .clip_grads import norms_over_owners, total_grad_norm
+from .collectives import Collectives
 from .engine import Engine
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
@@ -75,23 +76,33 @@ class ShardedStep(OptimizerShards):
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
-    def owned_grads(self) -> list[Tensor]:
-        """The reduced gradients of this optimizer's parameters that this rank answers for: views, in the gradient
-        dtype."""
+    def owned_grads(self) -> dict[int, Tensor]:
+        """The reduced gradients of this optimizer's parameters that this rank answers for, by parameter: views, in the
+        gradient dtype."""
         if not self.sharded:
-            params = [self.engine.params[index] for index in self.param_indices()]
-            return [param.grad for param in params if param.grad is not None]
+            params, grad_of = self.engine.params, self.engine.local_parts.grad_of
+            return {i: grad for i in self.param_indices() if (grad := grad_of(params[i])) is not None}
         has_grad = self.engine.grad_buffers.has_grad
-        return [self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views]
+        return {i: self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views}
 
-    def norm(self, grads: list[Tensor], norm_type: float) -> Tensor:
+    def norm(self, grads: Mapping[int, Tensor], norm_type: float) -> Tensor:
         """The norm over all owners of ``grads``, and of strangers: a scalar in fp32, or fp64 if the model has fp64
         gradients."""
-        total = total_grad_norm(grads, norm_type, self.owner_collectives, self.engine.device)
+        engine, counted = self.engine, list(grads.values())
+        if (tensor_ranks := engine.local_parts.ranks) is not None:
+            counted = [grad for i, grad in grads.items() if engine.local_parts.counts_here(engine.params[i])]
+        total = total_grad_norm(counted, norm_type, self.owner_collectives, engine.device)
+        if tensor_ranks is not None:
+            total = norms_over_owners(total.reshape(1), norm_type, tensor_ranks)[0]
         if self.strangers.params:
-            total = self.strangers.join_norm(total, norm_type, over_ranks=self.sharded)
+            total = self.strangers.join_norm(total, norm_type, self._ranks_of_norms())
         in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
         return total if in_fp64 else total.to(torch.float32)
+
+    def _ranks_of_norms(self) -> list[Collectives]:
+        """The groups over which a norm has to be one number: those in which what is stepped is divided."""
+        dp = [self.engine.collectives] if self.sharded else []
+        return dp if (ranks := self.engine.local_parts.ranks) is None else [*dp, ranks]
 
     # --- step --------------------------------------------------------------------------------------------------------
 
@@ -168,26 +179,40 @@ class ShardedStep(OptimizerShards):
         self._begin_step()
         with self.main_params_with_grads() as own:
             self._arguments.call(self.inner.step)
-            for shard in own:
-                if shard.main.grad is not None:
-                    self.engine.params[shard.param].detach().copy_(shard.main)
+            stepped = [shard for shard in own if shard.main.grad is not None]
+            for shard in stepped:
+                if (part := self._part(shard)) is not shard.main:
+                    part.detach().copy_(shard.main)
+        # The parts of a tensor-parallel parameter change unseen: a backward through a graph from before must raise.
+        torch.autograd.graph.increment_version(
+            [param for shard in stepped if self._part(shard) is not (param := self.engine.params[shard.param])]
+        )
         self.engine.emit(EventKind.STEP_END, 0)
 
     @contextlib.contextmanager
     def main_params_with_grads(self) -> Iterator[list[ParamShard]]:
-        """The optimizer's groups hold parameters that are whole on every rank, main params for 16-bit ones, with their
-        gradients, while this is open; yields those of the 16-bit ones."""
-        own = [self.shards[index] for index in self.param_indices() if self.layout.params[index].has_main_param]
+        """The optimizer's groups hold parameters that are whole on every data-parallel rank, main params for 16-bit
+        ones and this rank's parts of tensor-parallel ones, with their gradients, while this is open; yields both."""
+        engine = self.engine
+        every = [self.shards[index] for index in self.param_indices()]
+        own = [shard for shard in every if shard.main is not engine.params[shard.param]]
         try:
             for shard in own:
-                param = self.engine.params[shard.param]
-                take_outside_changes(shard.main, param.detach())
-                shard.main.grad = None if param.grad is None else param.grad.to(shard.main.dtype)
+                part, grad = self._part(shard), engine.local_parts.grad_of(engine.params[shard.param])
+                if self.layout.params[shard.param].has_main_param:
+                    take_outside_changes(shard.main, part.detach())
+                elif part.data_ptr() != shard.main.data_ptr():  # given other memory from outside
+                    shard.main.data = part.detach()
+                shard.main.grad = None if grad is None else grad.to(shard.main.dtype)
             with self.groups_of_shards():
                 yield own
         finally:
             for shard in own:
                 shard.main.grad = None
+
+    def _part(self, shard: ParamShard) -> Tensor:
+        """This rank's part of the parameter, which the model reads."""
+        return self.engine.local_parts.of(self.engine.params[shard.param])
 
     def _step_watched(self) -> None:
         """Calls the optimizer once, with the model's Parameters in its groups for whoever watches; see [Note: hooks and

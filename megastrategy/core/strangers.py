@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .clip_grads import norms_over_owners, total_grad_norm
+from .collectives import Collectives
 from .engine import Engine
 from .grad_hooks import is_wrapped
 
@@ -87,12 +89,11 @@ class Strangers:
             elif tensor.grad is not None:
                 tensor.grad.detach_().zero_()
 
-    def join_norm(self, norm: Tensor, norm_type: float, *, over_ranks: bool) -> Tensor:
-        """The norm of the model's gradients (a scalar, fp64) and of the strangers' together. Collective if
-        ``over_ranks``."""
+    def join_norm(self, norm: Tensor, norm_type: float, groups: Sequence[Collectives]) -> Tensor:
+        """The norm of the model's gradients (a scalar, fp64) and of the strangers' together: one number on all ranks of
+        the groups. Collective over each."""
         own = total_grad_norm(self.grads(), norm_type, None, self._engine.device).reshape(1)
-        collectives = self._engine.collectives
-        if over_ranks:
+        for collectives in groups:
             # One number on all ranks, though each has its own gradients; [Note: strangers] says which, and why.
             own = norms_over_owners(own, norm_type, collectives)
             own = own if math.isinf(norm_type) else own / collectives.size ** (1.0 / norm_type)

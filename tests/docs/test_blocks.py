@@ -46,8 +46,9 @@ def test_the_lightning_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.fresh
-def test_the_plain_loop(tmp_path: Path) -> None:
-    [block] = blocks(ROOT / "docs" / "plain_loop.md")
+@pytest.mark.parametrize("page", ["plain_loop.md", "tensor_parallel.md"])
+def test_the_plain_loop(tmp_path: Path, page: str) -> None:
+    [block] = blocks(ROOT / "docs" / page)
     (tmp_path / "block.py").write_text(block)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert "state of 4 parameters" in run([*launcher, "block.py"], tmp_path)
@@ -101,6 +102,7 @@ def test_no_block_is_left_out() -> None:
     assert {name: len(found) for name, found in by_page.items()} == {
         "lightning.md": 1,
         "plain_loop.md": 1,
+        "tensor_parallel.md": 1,
         "gradients.md": 3,
         "failures.md": 2,
         "options.md": 1,

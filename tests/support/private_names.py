@@ -26,6 +26,7 @@ LIVES_IN = {
         "_foreach_mul_ _foreach_norm _foreach_zero_"
     ),
     "torch.ops.aten": "_foreach_zero_ _to_copy",
+    "torch.distributed.tensor.DTensor": "_local_tensor",
     "torch.Tensor": "_make_wrapper_subclass _post_accumulate_grad_hooks",
     "torch": "_C",
     "torch._compile": "_disable_dynamo",

@@ -47,7 +47,7 @@ MAY_IMPORT = {
 ROOMS_OF_CORE = {
     "collectives": {"errors", "devices", "layout", "wire_format"},
     "trials": {"engine"},
-    "checkpoint": {"errors", "devices", "layout", "param_shard", "collectives", "trials"},
+    "checkpoint": {"errors", "devices", "layout", "local_parts", "param_shard", "collectives", "trials"},
     "rebucketing": {"config", "events", "layout", "buffers", "collectives", "engine", "module_plan"},
 }
 

@@ -208,7 +208,7 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
 
 
 def main_params_to_come(
-    main_params: Mapping[str, Tensor], params: Mapping[str, Parameter], *, with_remainders: bool
+    main_params: Mapping[str, Tensor], params: Mapping[str, Tensor], *, with_remainders: bool
 ) -> dict[str, Tensor]:
     """Copies of those of saved main params that ``params``, which have no shards yet, may begin with.
 

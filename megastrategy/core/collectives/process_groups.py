@@ -387,3 +387,10 @@ def destroy_group(group: ProcessGroup) -> None:
     """Ends a group that :func:`private_group` made, if torch.distributed still knows it."""
     if dist.is_initialized() and group in dist.distributed_c10d._world.pg_group_ranks:
         dist.destroy_process_group(group)
+
+
+def ranks_of(group: ProcessGroup | None) -> set[int]:
+    """The ranks of a group (None: of all) by their numbers in the world; none where torch.distributed does not know."""
+    if group is None:
+        return set(range(dist.get_world_size())) if dist.is_initialized() else set()
+    return set(dist.distributed_c10d._world.pg_group_ranks.get(group, ()))

@@ -35,7 +35,8 @@ def why_not_others(optimizer: torch.optim.Optimizer) -> str | None:
     for group in optimizer.param_groups:
         # one that waits for its gather has another class meanwhile
         kinds = {getattr(type(param), "_plain", type(param)) for param in group["params"]} - {Tensor, Parameter}
-        if kinds:
+        # Of a tensor-parallel parameter this rank's part is stepped, which is a plain tensor for whoever asks.
+        if kinds := {kind for kind in kinds if not kind.__module__.startswith("torch.distributed.tensor")}:
             name = min(kind.__name__ for kind in kinds)
             return f"parameters of class {name} are among its own, and plain tensors are stepped in their place"
         given = {name for param in group["params"] for name in vars(param)}

@@ -1,0 +1,127 @@
+"""Finds the memory in which this rank has a parameter: the parameter's own, but for a tensor-parallel one.
+
+[Note: parts of parameters]
+The engine knows memory, not meaning: layout, buckets, reductions and shards are of what lies on this rank. Of a
+parameter that torch's ``parallelize_module`` has cut that is its local tensor, so each tensor rank has a layout of its
+own parts, over its own data-parallel ranks. ``param.grad`` stays what its owner expects, a DTensor around a view of the
+buffer, and autograd adds into that in place. Three things look over the border: norms, "is any gradient not finite?"
+and checkpoints. They ask the data-parallel ranks first and the tensor ranks next, in the order of the ranks, so that
+every rank of both gets the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from .collectives import Collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class CutParam:
+    """A parameter of which each tensor rank has a part.
+
+    Attributes:
+        shape: of the whole.
+        dim: along which it is cut.
+        part: this rank's elements ``[start, end)`` of that dimension.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    part: tuple[int, int]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        start, end = self.part
+        return (*self.shape[: self.dim], end - start, *self.shape[self.dim + 1 :])
+
+    def cut(self, value: Any) -> Any:
+        """This rank's part of a value that has the whole shape, a view; others are whole on every rank."""
+        if isinstance(value, Tensor) and tuple(value.shape) == self.shape:
+            start, end = self.part
+            return value.narrow(self.dim, start, end - start)
+        return value
+
+
+def cut_of(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """The elements ``[start, end)`` of a dimension that DTensor's ``Shard`` gives a rank: equal parts, rounded up, as
+    far as they go."""
+    part = -(-numel // size)
+    start = min(rank * part, numel)
+    return start, min(start + part, numel)
+
+
+class LocalParts:
+    """Parameters that are whole on this rank: each is its own part.
+
+    Attributes:
+        ranks: the tensor ranks, of which each has another part of the same parameters; None where there are no others.
+    """
+
+    ranks: Collectives | None = None
+
+    def connect(self, device: torch.device) -> None:
+        """Makes the group of ``ranks``, where there are any. Collective over them."""
+
+    def check(self, module: nn.Module) -> None:
+        """Raises ValueError for a parameter that cannot be laid out."""
+        if dtensors := dtensors_of(module):
+            raise ValueError(
+                f"parameter {next(iter(dtensors))!r} is a DTensor, and when the module was wrapped there were none: "
+                "call parallelize_module before the module is wrapped"
+            )
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter or gradient: its memory, not a copy."""
+        return tensor
+
+    def refresh(self, parts: list[Tensor], params: Sequence[Parameter]) -> None:
+        """Makes ``parts`` those that the parameters have now, since somebody may have given them others."""
+
+    def as_grad(self, param: Parameter, part: Tensor) -> Tensor:
+        """Shows memory of the shape of the parameter's part as a gradient of the parameter."""
+        return part
+
+    def grad_of(self, param: Parameter) -> Tensor | None:
+        """This rank's part of ``param.grad``, cut as the parameter is; None if there is none. A view where it is cut so
+        already, else collective over the tensor ranks."""
+        return None if param.grad is None else param.grad.detach()
+
+    def is_cut_alike(self, param: Tensor, grad: Tensor) -> bool:
+        """Whether the tensor ranks have the same parts of both."""
+        return True
+
+    def is_cut(self, param: Tensor) -> bool:
+        """Whether the tensor ranks have different parts of the parameter."""
+        return False
+
+    def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
+        """Those of the parameters that are cut, by the keys that are given."""
+        return {}
+
+    def counts_here(self, param: Tensor) -> bool:
+        """Whether this rank's part is among those that a sum over all ranks takes: every element once."""
+        return True
+
+    def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
+        """Those of the tensors that every tensor rank has whole become the first one's. Collective over them."""
+
+    def check_ranks_agree(self, named: Mapping[str, Parameter], options: Sequence[object]) -> None:
+        """Raises LayoutMismatchError, on all of them, if the tensor ranks hold other models. Collective over them."""
+
+    def close(self) -> None:
+        """Ends what was made for this engine alone."""
+
+
+def dtensors_of(module: nn.Module) -> dict[str, Any]:
+    """The parameters that are DTensors, by name; none where nobody has imported the class."""
+    # Importing it here would cost everybody; a class that nobody has imported has no instances.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    return {name: param for name, param in module.named_parameters() if isinstance(param, kind)}

@@ -1,0 +1,95 @@
+"""Saves and loads the optimizer of a tensor-parallel model as that of one in which no parameter is cut.
+
+Every function here hands on what it gets where no parameter is cut. See checkpoint.tensor_ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .checkpoint.full_state import OnRankZero, number_params
+from .checkpoint.hand_over import MAIN_PARAMS, STATE
+from .checkpoint.tensor_ranks import join_parts
+from .errors import CheckpointError
+from .sharded_step import ShardedStep
+
+_MAIN = "main_param"
+_CALL = "{} of the optimizer of a tensor-parallel model"
+
+
+def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """``gather`` returns the state of this rank's parts, on the first of its data-parallel ranks; returned is that of
+    whole parameters, on the first of all. Collective over both.
+
+    Raises:
+        NotOnAllRanksError: if a rank calls it alone.
+    """
+    if (ranks := impl.engine.local_parts.ranks) is None:
+        return gather()
+    require_everybody(impl, _CALL.format(STATE))
+    saved = gather()
+    # Elsewhere is nothing, on all tensor ranks of those data-parallel ranks alike.
+    if isinstance(saved["state"], OnRankZero):
+        return saved
+    numbers = number_params(impl.inner)
+    params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
+    return {**saved, "state": join_parts(saved["state"], impl.engine.local_parts.cut_params(params), ranks)}
+
+
+def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As :func:`whole_state`, for main params by name."""
+    if (ranks := impl.engine.local_parts.ranks) is None:
+        return gather()
+    require_everybody(impl, _CALL.format(MAIN_PARAMS))
+    saved = gather()
+    if isinstance(saved, OnRankZero):
+        return saved
+    cut = impl.engine.local_parts.cut_params(dict(impl.engine.module.named_parameters()))
+    joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
+    return {name: kept[_MAIN] for name, kept in joined.items()} if ranks.is_rank_zero else OnRankZero()
+
+
+def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+    """This rank's parts of a state of whole parameters: views."""
+    params = {
+        number: param
+        for stored, group in zip(saved["param_groups"], impl.inner.param_groups, strict=False)
+        for number, param in zip(stored["params"], group["params"], strict=False)
+    }
+    # Groups that do not fit are told of by what loads the parts.
+    if not (cut := impl.engine.local_parts.cut_params(params)):
+        return saved
+    state = {
+        number: {name: cut[number].cut(value) for name, value in kept.items()} if number in cut else kept
+        for number, kept in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """This rank's parts of whole main params by name: views."""
+    cut = impl.engine.local_parts.cut_params(dict(impl.engine.module.named_parameters()))
+    return {name: cut[name].cut(value) if name in cut else value for name, value in saved.items()} if cut else saved
+
+
+def refuse_directories(impl: ShardedStep) -> None:
+    """Raises CheckpointError where each rank has a part of a part."""
+    if impl.engine.local_parts.ranks is not None:
+        raise CheckpointError(
+            "the optimizer of a tensor-parallel model is not saved in parts (sharded_state_dict(), directories): save "
+            "state_dict(), which is whole, and loads on any number of tensor and data-parallel ranks"
+        )
+
+
+def require_everybody(impl: ShardedStep, what: str) -> None:
+    """Returns when all data-parallel ranks, and all tensor ranks, are about to do the same.
+
+    Raises:
+        NotOnAllRanksError: if they are not, within bounded time.
+    """
+    impl.engine.collectives.require_all_ranks(what)
+    if (ranks := impl.engine.local_parts.ranks) is not None:
+        ranks.require_all_ranks(what)
