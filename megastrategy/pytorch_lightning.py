@@ -21,7 +21,8 @@ from ._lightning.communication_monitor import TrainerMonitor
 from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.precision import EnginePrecision
 from ._lightning.signature import strategy_class
-from ._lightning.trainer_strategy import MAIN_PARAMS_KEY, TrainerStrategy
+from ._lightning.tensor_parallel import TensorParallelStrategy
+from ._lightning.trainer_strategy import MAIN_PARAMS_KEY
 
 __all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy"]
 
@@ -35,8 +36,8 @@ class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
 
 
 @strategy_class
-class MegatronDDPStrategy(PointsToNotebookNames, TrainerStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
-    __doc__ = TrainerStrategy.__doc__
+class MegatronDDPStrategy(PointsToNotebookNames, TensorParallelStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
+    __doc__ = TensorParallelStrategy.__doc__
 
     _lightning_optimizer = LightningOptimizer  # type: ignore[assignment]
     _mock_optimizer = _MockOptimizer  # type: ignore[assignment]

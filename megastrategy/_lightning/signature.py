@@ -58,7 +58,8 @@ def strategy_class(cls: _Class) -> _Class:
 
 def _signature(cls: type, initialise: Any) -> Signature:
     base = next(base for base in cls.__mro__ if base.__name__ == "DDPStrategy")
-    types: dict[str, Any] = get_type_hints(base.__init__) | {"state_dict_type": StateDictType}  # type: ignore[misc]
+    not_inherited = {"state_dict_type": StateDictType, "tensor_parallel_size": int}
+    types: dict[str, Any] = get_type_hints(base.__init__) | not_inherited  # type: ignore[misc]
     own = [
         item.replace(annotation=types.get(item.name, Parameter.empty))
         for item in inspect.signature(initialise).parameters.values()

@@ -96,6 +96,8 @@ class TrainerStrategy(
         process_group_backend, timeout, start_method: as there. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of, in the background if the Trainer has the plugin ``AsyncCheckpointIO``. Either is loaded.
+        tensor_parallel_size: the number of ranks that share a model, whose ``configure_model`` cuts it by torch's
+            ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``. The others are data-parallel.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -127,10 +129,12 @@ class TrainerStrategy(
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: StateDictType = "full",
+        tensor_parallel_size: int = 1,
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
+        self._set_tensor_parallel_size(tensor_parallel_size)
         self.config: DistributedDataParallelConfig = config_from_arguments(options)
         if translation := describe_translation(options):
             rank_zero_info(translation)
@@ -154,6 +158,9 @@ class TrainerStrategy(
         self._listeners: list[Callable[[Event], None]] = []
 
     # --- setup -------------------------------------------------------------------------------------------------------
+
+    def _set_tensor_parallel_size(self, size: int) -> None:
+        raise NotImplementedError
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         self.await_others("setup")

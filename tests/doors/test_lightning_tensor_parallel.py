@@ -1,0 +1,157 @@
+"""``MegatronDDPStrategy(tensor_parallel_size=2)``: a module written for Lightning's ModelParallelStrategy, without its
+``fully_shard`` lines, trains, saves and resumes as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from megastrategy import MegatronDDPStrategy
+from tests.support.tensor_parallel import LanguageModel, adamw, plan
+
+from .rank_processes import Ranks
+
+BATCH_SIZE = 2
+
+
+class LitModel(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = LanguageModel(64, tied=False, width=16)
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["tensor_parallel"]
+            torch.distributed.tensor.parallel.parallelize_module(self.model, mesh, plan(sequence_parallel=True))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        [tokens] = batch
+        loss = self.model.loss(self.model(tokens), tokens)
+        self.losses.append(loss.item())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        [tokens] = batch
+        self.log("val_loss", self.model.loss(self.model(tokens), tokens), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
+
+
+def loader(batch_size: int) -> DataLoader[Any]:
+    tokens = torch.randint(64, (24, 8), generator=torch.Generator().manual_seed(5))
+    return DataLoader(TensorDataset(tokens), batch_size=batch_size)
+
+
+def fit(strategy: Any, devices: int, batch_size: int, folder: str, epochs: int, resume: str | None) -> dict[str, Any]:
+    """Trains, and saves a checkpoint called after the number of devices and epochs."""
+    module = LitModel()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader(batch_size), loader(batch_size), ckpt_path=resume)
+    trainer.save_checkpoint(f"{folder}/{devices} devices, {epochs} epochs.ckpt")
+    return {
+        "losses": module.losses,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+    }
+
+
+def fit_on_mesh(folder: str, epochs: int, resume: str | None) -> dict[str, Any]:
+    return fit(MegatronDDPStrategy(tensor_parallel_size=2), 4, BATCH_SIZE, folder, epochs, resume)
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return found
+
+
+def assert_close(actual: Any, expected: Any, where: str = "") -> None:
+    """Nested values: tensors of one shape and dtype, within 1e-6; anything else equal."""
+    if isinstance(expected, Tensor):
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), where
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6, msg=lambda text: f"{where}: {text}")
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_close(actual[key], value, f"{where} {key}")
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected), where
+        for number, value in enumerate(expected):
+            assert_close(actual[number], value, f"{where} {number}")
+    else:
+        assert actual == expected, where
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Ranks]:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one: Ranks, mesh: Ranks, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    [alone] = one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
+    together = mesh.run(fit_on_mesh, folder, 1, None)
+    for rank, own in enumerate(together):
+        assert own["losses"] == together[rank - rank % 2]["losses"], "one batch for a tensor group"
+        assert own["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+    means = [sum(pair) / 2 for pair in zip(together[0]["losses"], together[2]["losses"], strict=True)]
+    assert together[0]["losses"] != together[2]["losses"], "another batch for each data-parallel rank"
+    assert means == pytest.approx(alone["losses"], rel=1e-5)
+    # the file is what one process wrote
+    expected, four = read(tmp_path / "1 devices, 1 epochs.ckpt"), read(tmp_path / "4 devices, 1 epochs.ckpt")
+    for part in ("state_dict", "optimizer_states"):
+        assert_close(four[part], expected[part], part)
+    # each goes on from the other's
+    one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/4 devices, 1 epochs.ckpt")
+    mesh.run(fit_on_mesh, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt")
+    expected, four = read(tmp_path / "1 devices, 2 epochs.ckpt"), read(tmp_path / "4 devices, 2 epochs.ckpt")
+    assert_close(four["state_dict"], expected["state_dict"], "resumed")
+
+
+def refused(folder: str) -> list[str]:
+    texts = []
+    for size, options in ((0, {}), (2, {"state_dict_type": "sharded"})):
+        with pytest.raises(ValueError, match="tensor_parallel_size") as caught:
+            MegatronDDPStrategy(tensor_parallel_size=size, **options)
+        texts.append(str(caught.value))
+    with pytest.raises(ValueError, match="does not divide the 4 ranks") as caught:
+        fit(MegatronDDPStrategy(tensor_parallel_size=3), 4, BATCH_SIZE, folder, 1, None)
+    return [*texts, str(caught.value)]
+
+
+def test_sizes_that_cannot_be_are_refused(mesh: Ranks, tmp_path: Path) -> None:
+    for texts in mesh.run(refused, str(tmp_path)):
+        assert [text.split(":")[0] for text in texts] == [
+            "tensor_parallel_size=0",
+            "tensor_parallel_size=2 contradicts state_dict_type='sharded'",
+            "tensor_parallel_size=3 does not divide the 4 ranks",
+        ]
