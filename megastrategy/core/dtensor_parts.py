@@ -98,7 +98,8 @@ class DTensorParts(LocalParts):
                 f"{what}: ranks {shared} hold different parts of it, and are data-parallel ranks of each other too, "
                 "whose gradients would be averaged. Make a mesh of both dimensions, parallelise over one and pass the "
                 'other\'s group: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize_module(module, '
-                'mesh["tp"], plan), DistributedDataParallel(module, config, process_group=mesh.get_group("dp"))'
+                'mesh["tp"], plan), DistributedDataParallel(module, config, process_group=mesh.get_group("dp")). '
+                "In Lightning: MegatronDDPStrategy(tensor_parallel_size=2), which has the mesh ready"
             )
 
     # --- parameters and gradients ------------------------------------------------------------------------------------
