@@ -239,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         every rank. Collective."""
         impl = self._impl
         impl.finish_grads()
-        if not impl.sharded and impl.engine.local_parts.ranks is None:
+        if not impl.sharded and not impl.engine.local_parts.has_parts:
             params = [param for group in self.param_groups for param in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         grads = impl.owned_grads()

@@ -47,6 +47,8 @@ class DTensorParts(LocalParts):
             from the data-parallel ranks.
     """
 
+    has_parts = True
+
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None) -> None:
         self._dp_ranks = ranks_of(process_group)
         self._own_group: ProcessGroup | None = None

@@ -171,7 +171,7 @@ class Engine:
     @property
     def steps_params_themselves(self) -> bool:
         """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
-        is_whole = self.layout.num_shards == 1 and self.local_parts.ranks is None
+        is_whole = self.layout.num_shards == 1 and not self.local_parts.has_parts
         return is_whole and not any(spec.has_main_param for spec in self.layout.params)
 
     def is_as_wrapped(self) -> bool:

@@ -63,9 +63,11 @@ class LocalParts:
 
     Attributes:
         ranks: the tensor ranks, of which each has another part of the same parameters; None where there are no others.
+        has_parts: whether a parameter may be another object than its part here, on one tensor rank too.
     """
 
     ranks: Collectives | None = None
+    has_parts = False
 
     def connect(self, device: torch.device) -> None:
         """Makes the group of ``ranks``, where there are any. Collective over them."""
