@@ -55,10 +55,12 @@ def write(tp: int, folder: str, modes: list[tuple[Any, torch.dtype]]) -> None:
             "optimizer": trainee.optimizer.state_dict(),
             "main_params": trainee.optimizer.main_params(),
         }
+        if torch.distributed.get_rank() == 0:  # at once: where nothing is sharded it is the state itself, as torch's is
+            torch.save(saved, f"{folder}/{mode} {dtype}")
         train(trainee, AFTER)
         trained = trainee.weights()
         if torch.distributed.get_rank() == 0:
-            torch.save({**saved, "trained": trained}, f"{folder}/{mode} {dtype}")
+            torch.save(trained, f"{folder}/{mode} {dtype}, trained")
         trainee.model.close()
 
 
@@ -70,13 +72,14 @@ def resume(tp: int, folder: str, modes: list[tuple[Any, torch.dtype]]) -> list[f
     options = StateDictOptions(full_state_dict=True, strict=False)
     for mode, dtype in modes:
         saved = torch.load(f"{folder}/{mode} {dtype}", weights_only=True)
+        trained = torch.load(f"{folder}/{mode} {dtype}, trained", weights_only=True)
         trainee = Trainee.make(mesh, case_of(mode, dtype))
         set_model_state_dict(trainee.module, saved["weights"], options=options)
         trainee.optimizer.load_state_dict(saved["optimizer"])
         trainee.optimizer.load_main_params(saved["main_params"])
         train(trainee, AFTER)
         weights = trainee.weights()
-        errors.append(max(float((weights[n] - w).float().abs().max()) for n, w in saved["trained"].items()))
+        errors.append(max(float((weights[n] - w).float().abs().max()) for n, w in trained.items()))
         trainee.model.close()
     return errors
 
@@ -99,7 +102,7 @@ def test_a_full_state_loads_on_any_mesh(written: tuple[int, int], resumed: tuple
     for errors in run_processes(resumed[0] * resumed[1], resume, resumed[1], str(tmp_path), modes, timeout_s=300.0):
         for (_, dtype), error in zip(modes, errors, strict=True):
             # a step of bf16 beside 1, where forwards round otherwise
-            assert error <= (1e-6 if dtype == torch.float32 else 2.0**-8), f"{dtype}: {error}"
+            assert error <= (1e-6 if dtype == torch.float32 else 2.0**-7), f"{dtype}: {error}"
     if written == (2, 2):
         saved = torch.load(tmp_path / "reduce-scatter torch.float32", weights_only=True)
         check_is_of_one_process(saved)
