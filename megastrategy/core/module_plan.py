@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +138,7 @@ def agree_on_layout(
     if any(theirs[CHUNKS] != description[CHUNKS] for theirs in descriptions):
         specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
         return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
-    _raise_first_difference(descriptions)
+    raise _first_difference(descriptions)
 
 
 def option_rows(config: DistributedDataParallelConfig) -> list[list[object]]:
@@ -151,7 +150,7 @@ def check_all_agree(description: Mapping[str, Sequence[object]], collectives: Co
     """Raises LayoutMismatchError, on all ranks, with the first difference between their descriptions: JSON-able rows by
     what they tell. Collective."""
     if (descriptions := _if_different(description, collectives)) is not None:
-        _raise_first_difference(descriptions)
+        raise _first_difference(descriptions)
 
 
 def _if_different(
@@ -168,14 +167,14 @@ def _if_different(
     return collectives.all_gather_objects(description)
 
 
-def _raise_first_difference(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> NoReturn:
+def _first_difference(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> LayoutMismatchError:
     # Parameters come first in it, so the first difference is the cause and not one of its consequences.
     for what in descriptions[0]:
         for rank, theirs in enumerate(descriptions):
             pairs = itertools.zip_longest(descriptions[0][what], theirs[what], fillvalue="none")
             for expected, got in pairs:
                 if expected != got:
-                    raise LayoutMismatchError(
+                    return LayoutMismatchError(
                         "the ranks do not hold the same model or configuration. First difference, in the "
                         f"{what}: rank 0 has {expected}, rank {rank} has {got}. Build the same module, in the same "
                         "order and with the same frozen parameters and options, on every rank"
