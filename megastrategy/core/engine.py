@@ -232,9 +232,11 @@ class Engine:
         known = self.index_by_id
         others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
         joining = [param for _, param in others if param.requires_grad]
-        chunks = weight_chunks(self.module, joining, self.config)
+        part_of = self.local_parts.of
+        whole = [param for param in joining if part_of(param) is param]
+        chunks = weight_chunks(self.module, whole, self.config)
         specs = [
-            param_spec(name, self.local_parts.of(param), self.config, chunks.get(id(param)))
+            param_spec(name, part_of(param), self.config, chunks.get(id(param)))
             for name, param in others
             if param.requires_grad
         ]
