@@ -96,8 +96,7 @@ class TrainerStrategy(
         process_group_backend, timeout, start_method: as there. The groups of the engine have the ``timeout``, too.
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of, in the background if the Trainer has the plugin ``AsyncCheckpointIO``. Either is loaded.
-        tensor_parallel_size: the number of ranks that share a model, whose ``configure_model`` cuts it by torch's
-            ``parallelize_module`` over ``self.device_mesh["tensor_parallel"]``. The others are data-parallel.
+        tensor_parallel_size: ranks that share what ``configure_model`` cuts over ``device_mesh["tensor_parallel"]``.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -117,6 +116,7 @@ class TrainerStrategy(
     _engine_precision: ClassVar[type[EnginePrecision]]
     _async_io: ClassVar[type]
     _sigterm_exception: ClassVar[type[BaseException]]
+    _set_tensor_parallel_size: Callable[[int], None]
 
     def __init__(
         self,
@@ -159,9 +159,6 @@ class TrainerStrategy(
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
-    def _set_tensor_parallel_size(self, size: int) -> None:
-        raise NotImplementedError
-
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         self.await_others("setup")
         wrapped = DistributedDataParallel(
@@ -194,10 +191,8 @@ class TrainerStrategy(
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        model = self.model
-        if not isinstance(model, DistributedDataParallel):
-            return
-        model.engine.announce(rank_zero_info)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.engine.announce(rank_zero_info)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -286,8 +281,7 @@ class TrainerStrategy(
         norm_type = float(norm_type)
         if norm_type <= 0:
             raise ValueError(f"norm_type={norm_type}: expected a positive number, or 'inf' for the largest element")
-        model = self.model
-        if not isinstance(model, DistributedDataParallel):
+        if not isinstance(model := self.model, DistributedDataParallel):
             raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
         by_param = dict(zip(model.engine.params, model.grad_norms(norm_type), strict=True))
         found = {
