@@ -37,11 +37,11 @@ MATRIX = [
     )
 ]
 SOME = [
-    Case("reduce-scatter", True, 3, True),
-    Case("all-reduce", True, 1, False),
-    Case("pooled", True, 3, False, vocab=509),
-    Case("forward", False, 1, True),
-    Case("flattened", True, 1, True),
+    Case("reduce-scatter", True, 3, True, steps=8),
+    Case("all-reduce", True, 1, False, steps=8),
+    Case("pooled", True, 3, False, vocab=509, steps=8),
+    Case("forward", False, 1, True, steps=8),
+    Case("flattened", True, 1, True, steps=8),
     Case("reduce-scatter", False, 1, False, steps=50),
 ]
 
