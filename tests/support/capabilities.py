@@ -143,6 +143,8 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "unit/test_host_copies.py",
     ),
     "checkpoints": (
+        "doors/test_resumable_*.py",
+        "unit/test_data.py",
         "*/test_interchange.py",
         "checkpoints/*",
         "doors/test_accelerate_alone.py",
@@ -205,6 +207,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "tools/test_launch_config.py",
     ),
     "lightning": (
+        "doors/test_resumable_data.py",
         "doors/test_cli.py",
         "doors/test_communication_monitor.py",
         "doors/test_lightning_*.py",
@@ -216,12 +219,13 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "examples/test_train_gpt.py",
         "lightning_suite/*",
     ),
-    "fabric": ("*/test_fabric*.py", "doors/test_matrix.py"),
+    "fabric": ("*/test_fabric*.py", "doors/test_matrix.py", "doors/test_resumable_loops.py"),
     "accelerate": (
         "*/test_accelerate*.py",
         "*/test_transformers_trainer.py",
         "doors/test_launch*.py",
         "doors/test_repl*.py",
+        "doors/test_resumable_loops.py",
     ),
     "tools": ("tools/*",),
     "docs": ("doors/test_coming_from.py", "docs/*", "examples/*", "tools/test_optimizers_page.py"),
