@@ -27,7 +27,7 @@ from megastrategy.core.agreement import Agreement
 from megastrategy.core.collectives import Collectives, GlooCollectives
 from megastrategy.core.layout import ParamSpec, build_layout
 from megastrategy.core.loss_tokens import Counting
-from megastrategy.core.module_plan import check_ranks_agree
+from megastrategy.core.module_plan import agree_on_layout
 
 NUM_PARAMS = 300
 """Of the model: a byte each is sent after a backward."""
@@ -89,14 +89,15 @@ def before_a_batch(collectives: Collectives) -> None:
 
 def after_a_backward(collectives: Collectives) -> None:
     """Which gradients there are, the microbatch, whether any is not finite."""
-    Agreement([True] * NUM_PARAMS, [False], 7, False, False, Counting.NOT_COUNTED).over_ranks(collectives)
+    own = Agreement([True] * NUM_PARAMS, [False], 7, False, False, Counting.NOT_COUNTED)
+    own.over_ranks(collectives, None)
 
 
 def when_wrapped(collectives: Collectives) -> None:
     """Layouts are compared."""
     config = DistributedDataParallelConfig()
     specs = [ParamSpec(f"p{n}", (64,), (1,), torch.float32, torch.float32) for n in range(NUM_PARAMS)]
-    check_ranks_agree(build_layout(specs, config, collectives.size), config, collectives)
+    agree_on_layout(build_layout(specs, config, collectives.size), config, collectives)
 
 
 PLACES: dict[str, Callable[[Collectives], None]] = {

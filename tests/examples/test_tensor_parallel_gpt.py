@@ -18,6 +18,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.fresh
+@pytest.mark.long
 def test_a_mesh_has_the_losses_of_one_process_and_goes_on_from_its_file(tmp_path: Path) -> None:
     run_example(SCRIPT, "--tp", "1", "--steps", "12", "--out", "alone", cwd=tmp_path, processes=1)
     printed = run_example(SCRIPT, "--steps", "8", "--out", "mesh", cwd=tmp_path, processes=4)

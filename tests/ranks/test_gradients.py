@@ -166,10 +166,12 @@ def test_all_reduce_shows_gradients_until_zeroed_and_none_where_unused() -> None
         assert module.idle.grad is None
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model).step()
         assert weight.grad is before, "a step leaves gradients alone"
+        address = before.data_ptr()
+        del before  # or it would be left to whoever keeps it
         model.zero_grad()
         assert weight.grad is None
         one_backward(model, rank)
-        assert weight.grad is before, "the same memory is used again"
+        assert weight.grad.data_ptr() == address, "the same memory is used again"
         model.zero_grad(set_to_none=False)
         assert not weight.grad.any()
 

@@ -51,7 +51,11 @@ def test_the_users_object_steps_and_shows_the_models_parameters() -> None:
             model(torch.ones(2, 10)).sum().backward()
             optimizer.step()
             scheduler.step()  # warns, which is an error here, unless the object itself was stepped
-        assert all(list(map(id, params)) == list(map(id, module.parameters())) for params in by_hook)
+        # Where torch has hooked AdamW's step too, by an object made before, each step calls hooks twice. The inner call
+        # is within the class's own step, where shards are.
+        outer = by_hook[:: len(by_hook) // 3]
+        assert len(outer) == 3
+        assert all(list(map(id, params)) == list(map(id, module.parameters())) for params in outer)
         owned = {i: owned for i in range(4) if (owned := model.layout.owned_range(i, rank)) is not None}
         buckets = {model.layout.slots[i].bucket for i in owned}  # neighbours in one are stepped as one tensor
         assert [len(params) for params in seen] == [len(buckets)] * 3
