@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 from torch.nn import Module
@@ -32,6 +33,13 @@ class PreparedModels(Generic[Model]):
         alive = [(refs, model) for refs in self._known if (model := refs[1]()) is not None and not model.is_closed]
         self._known = [refs for refs, _ in alive]
         return [model for _, model in alive]
+
+    def of(self, modules: Iterable[Module]) -> list[Model]:
+        """Lists the open wrappers of these modules: the user's own, or the ones that the wrappers hold."""
+        self.open()
+        wanted = {id(module) for module in modules}
+        known = ((key(), reference()) for key, reference in self._known)
+        return [model for key, model in known if model is not None and wanted & {id(key), id(model.module)}]
 
     def fitting(self, module: Module, config: DistributedDataParallelConfig) -> Model | None:
         """Finds the wrapper that a module has already, if it fits; closes one that does not.

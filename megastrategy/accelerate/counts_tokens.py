@@ -30,11 +30,13 @@ class CountsTokens:
     def loss_tokens(self, num_tokens: float | Tensor) -> None:
         """Tells, inside ``accumulate`` and before ``backward``, over how many tokens the loss is a mean; see
         :meth:`DistributedDataParallel.loss_tokens <megastrategy.DistributedDataParallel.loss_tokens>`."""
-        for prepared in PREPARED.open():
+        # Not all that are open: another Accelerator's know nothing of this loss.
+        own = PREPARED.of(self._models)
+        for prepared in own:
             prepared.loss_tokens(num_tokens)
         if self.use_distributed:
             return
-        known = {id(param) for prepared in PREPARED.open() for param in prepared.engine.params}
+        known = {id(param) for prepared in own for param in prepared.engine.params}
         for model in self._models:
             params = [param for param in model.parameters() if param.requires_grad]
             if params and not any(id(param) in known for param in params):

@@ -195,6 +195,22 @@ def test_accelerate(worlds: Worlds, mode: dict[str, Any], accumulate: int) -> No
         assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
 
 
+def accelerate_loop_beside_another(mode: dict[str, Any]) -> dict[str, Tensor]:
+    """After another Accelerator's, whose model is still there, and may not be counted any more."""
+    another = make_accelerator("megatron_ddp", {"find_unused_parameters": False})
+    module = torch.nn.Linear(3, 1)
+    model, _ = another.prepare(module, adamw(module))
+    another.backward(model(torch.ones(2, 3)).sum())
+    weights = accelerate_loop(mode, 1)
+    model.close()
+    return weights
+
+
+def test_accelerate_beside_another_accelerators_model(worlds: Worlds) -> None:
+    for weights in worlds.run(accelerate_loop_beside_another, {}):
+        assert_close(weights, expected(2, 1, clip_norm=0.05), 1e-6)
+
+
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_accelerate_in_one_process(worlds: Worlds, checkpointed: bool) -> None:
     """Where models are not wrapped, and microbatches are ragged all the same."""
