@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torch import Tensor
@@ -69,9 +69,8 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return total
 
 
-def payload_received_bytes() -> int:
-    """Counts the bytes that all TCP sockets of this process have received."""
-    received = 0
+def tcp_sockets() -> Iterator[socket.socket]:
+    """Yields each TCP socket of this process, as a duplicate that is closed again afterwards."""
     for name in os.listdir("/proc/self/fd"):
         try:
             duplicate = os.dup(int(name))
@@ -82,8 +81,15 @@ def payload_received_bytes() -> int:
             continue
         with socket.socket(fileno=duplicate) as handle:
             if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
-                info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCPI_BYTES_RECEIVED + 8)
-                received += struct.unpack_from("Q", info, _TCPI_BYTES_RECEIVED)[0]
+                yield handle
+
+
+def payload_received_bytes() -> int:
+    """Counts the bytes that all TCP sockets of this process have received."""
+    received = 0
+    for handle in tcp_sockets():
+        info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCPI_BYTES_RECEIVED + 8)
+        received += struct.unpack_from("Q", info, _TCPI_BYTES_RECEIVED)[0]
     return received
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 import struct
 from datetime import timedelta
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
+from benchmarks.counters import tcp_sockets
 from megastrategy.core import private_group
 from megastrategy.core.collectives import GlooCollectives, make_collectives
 from megastrategy.core.collectives.process_groups import destroy_group, part_of_group
@@ -27,22 +27,10 @@ NUMEL = 2**21
 def traffic() -> dict[int, tuple[int, int]]:
     """Bytes sent and received by every TCP socket of this process, by inode, from the kernel (struct tcp_info)."""
     found: dict[int, tuple[int, int]] = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            duplicate = os.dup(int(name))
-        except OSError:  # the listing itself was one of them, and is closed by now
-            continue
-        if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
-            os.close(duplicate)
-            continue
-        with socket.socket(fileno=duplicate) as handle:
-            if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
-                info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
-                (received,), (sent, sent_again) = (
-                    struct.unpack_from("Q", info, 128),
-                    struct.unpack_from("2Q", info, 200),
-                )
-                found[os.fstat(duplicate).st_ino] = sent - sent_again, received
+    for handle in tcp_sockets():
+        info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216)
+        (received,), (sent, sent_again) = struct.unpack_from("Q", info, 128), struct.unpack_from("2Q", info, 200)
+        found[os.fstat(handle.fileno()).st_ino] = sent - sent_again, received
     return found
 
 
