@@ -1,4 +1,4 @@
-"""Norms over owned shards, clipping, and one answer on all ranks to "is any gradient not finite?".
+"""Norms and zeros over owned shards, clipping, and one answer on all ranks to "is any gradient not finite?".
 
 Each rank sums over the elements it owns, so every element counts once, however often a parameter is tied or used. The
 partial results are gathered and combined in rank order, which gives every rank the same bits.
@@ -63,10 +63,29 @@ def norms_over_owners(own: Tensor, norm_type: float, collectives: Collectives) -
     """
     # Gathered, not summed by an all-reduce: every rank then adds in the order of the ranks, and gets the same bits.
     # Ranks that clip by norms of different bits part for good.
-    parts = own.new_zeros(collectives.size, own.numel())
-    parts[collectives.rank] = own
-    collectives.all_gather(parts.view(-1)).wait()
-    return _join_norms(parts, norm_type)
+    return _join_norms(_gathered(own, collectives), norm_type)
+
+
+def count_zeros(tensors: Sequence[Tensor], groups: Sequence[Collectives], device: torch.device) -> Tensor:
+    """The number of elements that are zero: an int64 scalar on ``device``, the same on every rank of the groups.
+
+    Args:
+        tensors: what this rank answers for.
+        groups: those among which the rest is divided. Collective over each, in this order.
+    """
+    zeros = [tensor.numel() - torch.count_nonzero(tensor) for tensor in tensors]
+    own = torch.stack(zeros).sum() if zeros else torch.zeros((), dtype=torch.int64, device=device)
+    for collectives in groups:
+        own = _gathered(own.reshape(1), collectives).sum()
+    return own
+
+
+def _gathered(own: Tensor, collectives: Collectives) -> Tensor:
+    """Each rank's ``own``, 1-D and as long on every rank, as a row of a table. Collective."""
+    table = own.new_zeros(collectives.size, own.numel())
+    table[collectives.rank] = own
+    collectives.all_gather(table.view(-1)).wait()
+    return table
 
 
 def _join_norms(norms: Tensor, norm_type: float) -> Tensor:

@@ -266,6 +266,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.finish_grads()
         return impl.norm(impl.owned_grads(), norm_type)
 
+    def grad_num_zeros(self) -> Tensor:
+        """The number of zeros in the reduced gradients of the model's parameters: an int64 scalar, the same on
+        every rank; each element counts once. Collective."""
+        return self._impl.num_zeros()
+
+    def param_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of those of the model's parameters that this optimizer has, frozen ones too, as the model computes
+        with them: a scalar, the same bits on every rank. Collective."""
+        return self._impl.param_norm(norm_type)
+
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
         return self._impl.engine.full_grad(param)

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .clip_grads import norms_over_owners, total_grad_norm
+from .clip_grads import count_zeros, norms_over_owners, total_grad_norm
 from .collectives import Collectives
 from .engine import Engine
 from .errors import CollectiveError, DirectUseError
@@ -85,19 +86,61 @@ class ShardedStep(OptimizerShards):
         has_grad = self.engine.grad_buffers.has_grad
         return {i: self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views}
 
+    def owned_weights(self) -> list[Tensor]:
+        """The weights of this optimizer's parameters, frozen ones too, that this rank answers for: each element on one
+        of the ranks over which norms are joined. Views. Strangers are left out."""
+        engine, owned = self.engine, list[Tensor]()
+        strangers = {id(param) for param in self.strangers.params}
+        for param in itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups):
+            index = self.index_by_id.get(id(param))
+            if id(param) in strangers or not engine.local_parts.counts_here(param):
+                continue
+            if self.sharded and index is not None and index in self._followed:
+                shard = self.shards.get(index)
+                owned += [] if shard is None else [shard.main if shard.weights is None else shard.weights]
+            elif not self.sharded or engine.shard_collectives.rank == 0:  # every data-parallel rank has all of it
+                owned.append(engine.local_parts.of(param).detach())
+        return owned
+
+    def param_norm(self, norm_type: float) -> Tensor:
+        """The norm of :meth:`owned_weights` over all that have some. Collective."""
+        engine = self.engine
+        engine.check_open()
+        self.follow_model()
+        if engine.param_buffers is not None:  # weights that came, or were given other memory, are looked for there
+            engine.param_gather.finish()
+            engine.param_buffers.recapture()
+        total = total_grad_norm(self.owned_weights(), norm_type, self.owner_collectives, engine.device)
+        return self._in_norm_dtype(self._over_tensor_ranks(total, norm_type))
+
+    def num_zeros(self) -> Tensor:
+        """The number of zeros in the reduced gradients, without strangers'. Collective."""
+        self.finish_grads()
+        groups = [ranks for ranks in (self.owner_collectives, self.engine.local_parts.ranks) if ranks is not None]
+        return count_zeros(self._counted(self.owned_grads()), groups, self.engine.device)
+
     def norm(self, grads: Mapping[int, Tensor], norm_type: float) -> Tensor:
         """The norm over all owners of ``grads``, and of strangers: a scalar in fp32, or fp64 if the model has fp64
         gradients."""
-        engine, counted = self.engine, list(grads.values())
-        if (tensor_ranks := engine.local_parts.ranks) is not None:
-            counted = [grad for i, grad in grads.items() if engine.local_parts.counts_here(engine.params[i])]
-        total = total_grad_norm(counted, norm_type, self.owner_collectives, engine.device)
-        if tensor_ranks is not None:
-            total = norms_over_owners(total.reshape(1), norm_type, tensor_ranks)[0]
+        total = total_grad_norm(self._counted(grads), norm_type, self.owner_collectives, self.engine.device)
+        total = self._over_tensor_ranks(total, norm_type)
         if self.strangers.params:
             total = self.strangers.join_norm(total, norm_type, self._ranks_of_norms())
+        return self._in_norm_dtype(total)
+
+    def _counted(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
+        """Those of the gradients that this tensor rank counts."""
+        counts_here, params = self.engine.local_parts.counts_here, self.engine.params
+        return [grad for index, grad in grads.items() if counts_here(params[index])]
+
+    def _over_tensor_ranks(self, norm: Tensor, norm_type: float) -> Tensor:
+        if (ranks := self.engine.local_parts.ranks) is None:
+            return norm
+        return norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
+
+    def _in_norm_dtype(self, norm: Tensor) -> Tensor:
         in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
-        return total if in_fp64 else total.to(torch.float32)
+        return norm if in_fp64 else norm.to(torch.float32)
 
     def _ranks_of_norms(self) -> list[Collectives]:
         """The groups over which a norm has to be one number: those in which what is stepped is divided."""
