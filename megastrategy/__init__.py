@@ -14,6 +14,7 @@ import megastrategy_autoload
 from .core import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 
 if TYPE_CHECKING:
+    from ._param_groups import no_decay_groups
     from .lightning import CommunicationMonitor, MegatronDDPStrategy
     from .tools.plan.partitions import plan
 
@@ -26,6 +27,7 @@ __all__ = [
     "GradScaler",
     "MegatronDDPStrategy",
     "__version__",
+    "no_decay_groups",
     "plan",
 ]
 
@@ -35,6 +37,10 @@ def __getattr__(name: str) -> Any:
         return getattr(_trainer_door(name), name)
     if name == "data":
         return importlib.import_module(".data", __name__)
+    if name == "no_decay_groups":
+        from ._param_groups import no_decay_groups
+
+        return no_decay_groups
     if name == "plan":
         # A tool, which nobody pays for who does not ask for it.
         from .tools.plan.partitions import plan

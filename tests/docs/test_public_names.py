@@ -20,6 +20,7 @@ PUBLIC = {
         "GradScaler",
         "MegatronDDPStrategy",
         "__version__",
+        "no_decay_groups",
         "plan",
     ],
     "megastrategy.lightning": TRAINER,
