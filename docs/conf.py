@@ -9,7 +9,15 @@ version = release = importlib.metadata.version("megastrategy")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 # The repository is the source, so that links from pages to files and tests lead somewhere.
-include_patterns = ["docs/**", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"]
+include_patterns = [
+    "docs/**",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "AGENTS.md",
+    "benchmarks/README.md",
+]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]  # a page may leave out a level
 autodoc_member_order = "bysource"

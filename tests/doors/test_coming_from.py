@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import warnings
 from pathlib import Path
 
 import accelerate
@@ -50,12 +51,25 @@ def test_every_argument_of_the_installed_torch_ddp_is_there() -> None:
     assert named >= set(inspect.signature(TorchDDP).parameters)
 
 
+def test_every_argument_of_zero_redundancy_optimizer_is_there() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch scripts a function where this is first imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    named = {
+        name
+        for left, _ in rows("`torch.distributed.optim.ZeroRedundancyOptimizer`")
+        for name in re.findall(r"`(\w+)`", left)
+    }
+    assert named == set(inspect.signature(ZeroRedundancyOptimizer).parameters) - {"defaults"}
+
+
 def test_what_is_said_to_be_here_is_here() -> None:
     options = {field.name for field in dataclasses.fields(MegatronDDPPlugin)}
     known = options | {field.name for field in dataclasses.fields(TrainingArguments)} | set(dir(Accelerator))
     known |= set(inspect.signature(accelerate.Accelerator.__init__).parameters)
     # values, and what stands on the left of the same row
     known |= {"full", "sharded", "reduce_dtype", "comm_hook", "batch_size", "zero_allow_untested_optimizer"}
+    known |= {"parallelize_module", "configure_model", "strict_loading"}  # torch's and Lightning's
     for heading in headings():
         for _, right in rows(heading):
             for name in re.findall(r"`(?:accelerator\.)?([a-z]\w+)(?:=\w+)?`", right):
@@ -65,7 +79,7 @@ def test_what_is_said_to_be_here_is_here() -> None:
 
 def test_links_lead_to_files() -> None:
     for link in re.findall(r"\]\(([^)]+)\)", TEXT):
-        assert (PAGE.parent / link).exists(), link
+        assert (PAGE.parent / (link.partition("#")[0] or PAGE.name)).exists(), link
 
 
 @pytest.mark.parametrize("name", ["check_reduction", "dim"])
