@@ -15,7 +15,7 @@ from .core import DistributedDataParallel, DistributedDataParallelConfig, Distri
 
 if TYPE_CHECKING:
     from ._param_groups import no_decay_groups
-    from .lightning import CommunicationMonitor, MegatronDDPStrategy
+    from .lightning import CommunicationMonitor, MegatronDDPStrategy, SaveOnStop
     from .tools.plan.partitions import plan
 
 __version__ = "0.1.0"
@@ -26,6 +26,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradScaler",
     "MegatronDDPStrategy",
+    "SaveOnStop",
     "__version__",
     "no_decay_groups",
     "plan",
@@ -33,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CommunicationMonitor", "MegatronDDPStrategy"):
+    if name in ("CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"):
         return getattr(_trainer_door(name), name)
     if name == "data":
         return importlib.import_module(".data", __name__)

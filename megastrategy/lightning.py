@@ -21,10 +21,11 @@ from ._lightning.communication_monitor import TrainerMonitor
 from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.precision import EnginePrecision
 from ._lightning.signature import strategy_class
+from ._lightning.stop_saver import StopSaver
 from ._lightning.tensor_parallel import TensorParallelStrategy
 from ._lightning.trainer_strategy import MAIN_PARAMS_KEY
 
-__all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy"]
+__all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"]
 
 
 class _Precision(EnginePrecision, Precision):
@@ -54,3 +55,9 @@ class CommunicationMonitor(TrainerMonitor, Callback):
     __doc__ = TrainerMonitor.__doc__
 
     _misconfiguration = MisconfigurationException
+
+
+class SaveOnStop(StopSaver, Callback):
+    __doc__ = StopSaver.__doc__
+
+    _sigterm_exception = SIGTERMException

@@ -69,6 +69,8 @@ def test_the_plain_loop(tmp_path: Path, page: str) -> None:
         ("accelerate.md", 0, 2),
         ("accelerate.md", 1, 1),
         ("data.md", 0, 2),
+        ("data.md", 1, 2),
+        ("optimizers.md", 0, 1),
     ],
     ids=[
         "reading gradients",
@@ -83,6 +85,8 @@ def test_the_plain_loop(tmp_path: Path, page: str) -> None:
         "Accelerate",
         "a block of ours",
         "data",
+        "stopped",
+        "groups of weight decay",
     ],
 )
 def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int, ranks: int) -> None:
@@ -110,12 +114,22 @@ def test_no_block_is_left_out() -> None:
         "wire.md": 1,
         "fabric.md": 1,
         "accelerate.md": 2,
-        "data.md": 1,
+        "data.md": 2,
+        "optimizers.md": 1,
         "checkpoints.md": 2,
         "planning.md": 1,
     }
     design = ("design/one_gradient.md", "design/wire.md")
-    for page in ("gradients.md", "failures.md", "options.md", *design, "fabric.md", "accelerate.md", "data.md"):
+    for page in (
+        "gradients.md",
+        "failures.md",
+        "options.md",
+        *design,
+        "fabric.md",
+        "accelerate.md",
+        "data.md",
+        "optimizers.md",
+    ):
         path = ROOT / "docs" / page
         assert len(blocks_that_print(path)) == len(by_page[path.name]), page
     for block in (*by_page["checkpoints.md"], *by_page["planning.md"]):

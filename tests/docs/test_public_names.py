@@ -9,7 +9,7 @@ import pytest
 
 from . import ROOT
 
-TRAINER = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy"]
+TRAINER = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"]
 FABRIC = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
 PUBLIC = {
     "megastrategy": [
@@ -19,6 +19,7 @@ PUBLIC = {
         "DistributedOptimizer",
         "GradScaler",
         "MegatronDDPStrategy",
+        "SaveOnStop",
         "__version__",
         "no_decay_groups",
         "plan",

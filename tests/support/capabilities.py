@@ -210,6 +210,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     ),
     "lightning": (
         "doors/test_resumable_data.py",
+        "doors/test_save_on_stop.py",
         "doors/test_cli.py",
         "doors/test_communication_monitor.py",
         "doors/test_lightning_*.py",

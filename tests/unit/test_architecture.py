@@ -254,6 +254,7 @@ def test_public_names() -> None:
         "DistributedOptimizer",
         "GradScaler",
         "MegatronDDPStrategy",
+        "SaveOnStop",
         "__version__",
         "no_decay_groups",
         "plan",
