@@ -84,6 +84,8 @@ class ReducedGrad(Tensor):
         made: ReducedGrad = Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=dtype or spec.grad_dtype, device=device
         )
+        # Its address is null, at which whoever asks in C++ (to_dlpack, extensions) would read anything, or crash.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made.spec, made.pending, made.stood_for, made._all_reduce_option = spec, pending, stood_for, all_reduce_option
         return made
 
@@ -166,6 +168,15 @@ class ReducedGrad(Tensor):
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise self.error("numpy()")
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        raise self.error("from_dlpack()")
+
+    def data_ptr(self) -> NoReturn:
+        raise self.error("data_ptr()")
+
+    def apply_(self, *_: Any) -> NoReturn:
+        raise self.error("apply_()")
 
     def tolist(self) -> NoReturn:
         raise self.error("tolist()")

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -102,6 +103,10 @@ READERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "numpy": lambda params: params[0].grad.numpy(),
     "numpy of cpu()": lambda params: params[0].grad.detach().cpu().numpy(),
     "tolist": lambda params: params[0].grad.tolist(),
+    "from_dlpack, numpy": lambda params: np.from_dlpack(params[0].grad),
+    "from_dlpack, torch": lambda params: torch.from_dlpack(params[0].grad),
+    "apply_": lambda params: params[0].grad.apply_(abs),
+    "data_ptr": lambda params: params[0].grad.data_ptr(),
     "index": lambda params: params[0].grad[0],
     "compare": lambda params: bool((params[0].grad == 0).all()),
     "isfinite": lambda params: torch.isfinite(params[0].grad).all(),
@@ -443,7 +448,10 @@ def test_stand_ins_cost_no_memory_and_keep_nothing_alive() -> None:
     def look(model: DistributedDataParallel, net: Net) -> None:
         grad = net.first.weight.grad
         assert isinstance(grad, ReducedGrad)
-        assert grad.data_ptr() == 0
+        assert grad.untyped_storage().nbytes() == 0
+        for extension_reads in (torch.utils.dlpack.to_dlpack, Tensor.data_ptr):  # address null, and crash
+            with pytest.raises(RuntimeError, match="data pointer"):
+                extension_reads(grad)
         model.close()
         grad.zero_()  # of an engine that is gone: nobody's gradient
 
