@@ -25,7 +25,13 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DDPCommunicationHookType, DynamoBackend, TorchDynamoPlugin, broadcast_object_list
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    TorchDynamoPlugin,
+    broadcast_object_list,
+)
 from accelerate.utils.other import has_compiled_regions, has_repeated_blocks, is_compiled_module
 from torch import Tensor
 from torch.nn import Module
@@ -127,9 +133,11 @@ class Accelerator(SavesAlone, CountsTokens, ResumesData, accelerate.Accelerator)
                 self._models.append(inner)  # the user's module, as for torch DDP: hooks and files see it
             return model
         trains = any(param.requires_grad for param in model.parameters())
+        # where one process was launched as one of several, accelerate's own would wrap it into torch DDP
+        is_wrapped = self.distributed_type != DistributedType.NO
         # there is nothing to reduce; in ``evaluation_mode`` accelerate places and casts it without torch DDP
-        if evaluation_mode or not trains or not (self.use_distributed or _has_16_bit_weights(model)):
-            return super().prepare_model(model, device_placement, evaluation_mode or self.use_distributed)
+        if evaluation_mode or not trains or not (is_wrapped or _has_16_bit_weights(model)):
+            return super().prepare_model(model, device_placement, evaluation_mode or is_wrapped)
         known = PREPARED.fitting(model, self.megatron_ddp_config)
         if known is not None:
             self._models.append(model)

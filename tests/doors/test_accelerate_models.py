@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -312,7 +313,26 @@ def alone_and_compiled() -> None:
     assert accelerator._models == [net], "and would be saved once"
 
 
-@pytest.mark.parametrize("job", [alone, alone_and_compiled])
+def alone_under_torchrun() -> None:
+    """One process that was launched as one of several is wrapped, and parameters that nobody uses are no error."""
+    os.environ["LOCAL_RANK"] = "0"
+    accelerator = make_accelerator("megatron_ddp")
+    assert (str(accelerator.distributed_type.value), accelerator.num_processes) == ("MULTI_CPU", 1)
+    net = net_of()
+    net[1].idle = nn.Linear(3, 2)
+    by_hand = copy.deepcopy(net)
+    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+    assert model.module is net
+    for forward, opt in ((by_hand, sgd(by_hand.parameters())), (model, optimizer)):
+        for _ in range(3):
+            opt.zero_grad()
+            accelerator.backward(forward(inputs(accelerator)).square().sum())
+            opt.step()
+    assert_equal(weights_of(net), weights_of(by_hand))
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("job", [alone, alone_and_compiled, alone_under_torchrun])
 def test_one_process(worlds: Worlds, job: Callable[[], None]) -> None:
     worlds.run(job, size=1)
 

@@ -59,6 +59,17 @@ def test_the_page_says_how_it_was_made() -> None:
         assert library.package in re.search(r"\npip install (.+)\n", text)[1].split()  # type: ignore[index]
 
 
+def test_writing_the_page_again_changes_nothing_but_its_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `.+? \|$", text, re.MULTILINE)
+    written = optimizers.page(rows, "python -m benchmarks.optimizers --write docs/optimizers.md")
+
+    def undated(page: str) -> str:
+        return re.sub(r"Written on .+, by", "Written, by", page)
+
+    assert undated(written) == undated(text)
+
+
 def outcome(weight: float, state: Any = 0) -> Outcome:
     weights = {"weight": torch.tensor([1.0, weight], dtype=torch.float64)}
     return Outcome(weights, {"state": {0: {"step": state}}}, weights)

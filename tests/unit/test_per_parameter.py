@@ -198,3 +198,28 @@ def test_random_numbers_of_the_program_stay_as_they_are() -> None:
     whole = PerParameterProbe(Noisy(params()), [0], CPU, torch.float32, StepArguments()).findings()
     assert whole.reason is not None
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class InFloat8(torch.optim.Optimizer):
+    """Momentum in 8 bits, for which torch has no arithmetic; by rows where ``by_rows``."""
+
+    def __init__(self, params: Any, lr: float = 0.1, by_rows: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "by_rows": by_rows})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                kept = state["momentum"].to(param.dtype) * 0.5 if state else torch.zeros_like(param)
+                update = kept + param.grad
+                if group["by_rows"] and param.dim() > 1:
+                    update /= update.norm(dim=-1, keepdim=True)
+                state["momentum"] = update.to(torch.float8_e4m3fn)
+                param.sub_(update, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_state_of_a_dtype_without_arithmetic_is_compared(by_rows: bool) -> None:
+    assert found(InFloat8(params(), by_rows=by_rows)).whole_groups == ({0} if by_rows else set())
+    assert found(InFloat8(params(), by_rows=by_rows)).reason is None

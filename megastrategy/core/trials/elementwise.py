@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from .known_params import why_not_others
 from .step_arguments import StepArguments
-from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, double_of, tensors_in, values_of
+from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, double_of, tensors_in, values_of, with_arithmetic
 
 _NUM_STEPS, _NUM_MORE_STEPS = 6, 12  # RAdam's first five are not yet its own
 _RELATIVE = 1e-5
@@ -293,7 +293,8 @@ class GroupProbe:
         if (size := whole.sizes.get((number, name))) is None:  # whole numbers
             return torch.equal(cut(expected, span), value)
         tolerance = max(_RELATIVE, 4 * torch.finfo(value.dtype).eps)  # 16-bit states round to another neighbour
-        return bool(((cut(expected, span) - value).abs() <= tolerance * cut(size, span)).all())
+        difference = with_arithmetic(cut(expected, span)) - with_arithmetic(value)
+        return bool((difference.abs() <= tolerance * cut(size, span)).all())
 
     def _otherwise(self, name: str, whole: Any, piece: Any) -> str:
         one, other = _in_words(whole), _in_words(piece)

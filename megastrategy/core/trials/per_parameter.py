@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from .elementwise import Findings, GroupProbe, equal, params_of, same_bits
 from .step_arguments import StepArguments
-from .trial import SPIKE, Problem, Trial, random_numbers_of_its_own, tensors_in
+from .trial import SPIKE, Problem, Trial, random_numbers_of_its_own, tensors_in, with_arithmetic
 
 _RELATIVE = 1e-5  # as for flat pieces: far less than a coupling changes
 _LARGE = 4_096  # states in blocks begin there
@@ -137,7 +137,8 @@ def _close(a: Tensor, b: Tensor) -> bool:
         return same_bits(a, b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return bool(((a - b).abs() <= max(_RELATIVE, 4 * torch.finfo(a.dtype).eps) * a.abs().max()).all())
+    one, other = with_arithmetic(a), with_arithmetic(b)
+    return bool(((one - other).abs() <= max(_RELATIVE, 4 * torch.finfo(a.dtype).eps) * one.abs().max()).all())
 
 
 def _why_not_saved(state: dict[str, Any]) -> str | None:

@@ -156,7 +156,7 @@ class Problem:
                 for name, value in trial.state(number).items():
                     # a tensor of another kind may know few operations
                     if type(value) is Tensor and value.shape == param.shape and value.is_floating_point():
-                        size, before = value.detach().abs(), trial.sizes.get((number, name))
+                        size, before = with_arithmetic(value.detach()).abs(), trial.sizes.get((number, name))
                         trial.sizes[number, name] = size if before is None else torch.maximum(before, size)
         return trial
 
@@ -198,6 +198,11 @@ class Problem:
             itertools.pairwise((0, place, start.numel())) for place, start in zip(self._cuts, self.starts, strict=True)
         ]
         return [list(spans) for spans in zip(*by_tensor, strict=True)]
+
+
+def with_arithmetic(tensor: Tensor) -> Tensor:
+    """The tensor in a dtype that torch computes in: it has no sums of 8-bit floats."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
 
 
 def _rows(tensor: Tensor) -> Tensor:
