@@ -11,7 +11,8 @@ from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.imports import _IS_INTERACTIVE
 
 from ._lightning.checkpoint_io import WholeFileIO
-from ._lightning.fabric_strategy import MAIN_PARAMS_KEY, FabricStrategy
+from ._lightning.fabric_strategy import MAIN_PARAMS_KEY
+from ._lightning.fabric_tensor_parallel import FabricTensorParallelStrategy
 from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.signature import strategy_class
 
@@ -23,8 +24,8 @@ class _CheckpointIO(WholeFileIO, TorchCheckpointIO):
 
 
 @strategy_class
-class MegatronDDPStrategy(PointsToNotebookNames, FabricStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
-    __doc__ = FabricStrategy.__doc__
+class MegatronDDPStrategy(PointsToNotebookNames, FabricTensorParallelStrategy, DDPStrategy):  # type: ignore[misc]  # typed against the mirror
+    __doc__ = FabricTensorParallelStrategy.__doc__
 
     _default_io = _CheckpointIO
     _is_interactive = _IS_INTERACTIVE

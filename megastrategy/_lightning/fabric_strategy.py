@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
+    from torch.distributed.device_mesh import DeviceMesh
 else:
     _Base = object
 
@@ -96,10 +97,13 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: StateDictType = "full",
+        tensor_parallel_size: int = 1,
+        parallelize_fn: Callable[[Any, DeviceMesh], Module] | None = None,
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
+        self._set_tensor_parallel(tensor_parallel_size, parallelize_fn)
         self.config: DistributedDataParallelConfig = config_from_arguments(options)
         if translation := describe_translation(options):
             rank_zero_info(translation)
@@ -122,6 +126,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         """Leaves the models out: launchers that spawn make a copy, and so does a copy of what ``setup`` returned."""
         return self.__dict__ | {"_optimizers": [], "_whole_optimizers": WholeOptimizers(rank_zero_warn)}
 
+    _set_tensor_parallel: Callable[[int, Callable[[Any, DeviceMesh], Module] | None], None]
+
     # --- setup -------------------------------------------------------------------------------------------------------
 
     def setup_module(self, module: Module) -> DistributedDataParallel:  # type: ignore[override]
@@ -136,12 +142,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         adapt_scaler(scaler, self.config, whose, NO_SCALER)
         if (known := self._models.fitting(module, self.config)) is not None:
             return known
-        wrapped = DistributedDataParallel(
-            module,
-            self.config,
-            collectives=engine_collectives(self.root_device),
-            all_reduce_option=ALL_REDUCE_OPTION,
-        )
+        wrapped = self._wrap(module)
         # it would find stand-ins for gradients, or step 16-bit weights without their main params
         if not wrapped.engine.steps_params_themselves and (early := self._whole_optimizers.of(wrapped)) is not None:
             wrapped.close()
@@ -151,6 +152,12 @@ class FabricStrategy(WholeFilesByDefault, _Base):
                 "fabric.setup_module(model) before fabric.setup_optimizers(optimizer)"
             )
         return self._models.add(module, wrapped)
+
+    def _wrap(self, module: Module) -> DistributedDataParallel:
+        collectives = engine_collectives(self.root_device)
+        return DistributedDataParallel(
+            module, self.config, collectives=collectives, all_reduce_option=ALL_REDUCE_OPTION
+        )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Shards the optimizer over the ranks of the model that its parameters belong to, set up before it.
@@ -253,12 +260,14 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
-        return super().get_module_state_dict(_unwrapped(module))
+        return super().get_module_state_dict(unwrapped(module))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
-        super().load_module_state_dict(_unwrapped(module), state_dict, strict)
-        # fp32 values that the module has just rounded; main params in the file come later, and replace these
-        weights = trainable_weights(_unwrapped(module), state_dict)
+        super().load_module_state_dict(unwrapped(module), state_dict, strict)
+        self._load_main_params_of(module, trainable_weights(unwrapped(module), state_dict))
+
+    def _load_main_params_of(self, module: Module, weights: dict[str, Tensor]) -> None:
+        """Takes fp32 values that the module has just rounded; main params in the file come later, and replace them."""
         for optimizer, model in self._pairs():
             if model is module:
                 optimizer.load_main_params(weights)
@@ -303,7 +312,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             if isinstance(given, Module):
                 saved = self.get_module_state_dict(value)
                 # module buffers differ from rank to rank: whoever writes least must not decide which are saved
-                rank_zeros |= of_rank_zero(key, saved, _unwrapped(given))
+                rank_zeros |= of_rank_zero(key, saved, unwrapped(given))
                 modules[key] = {name: item for name, item in saved.items() if keeps(name, item)}
                 continue
             if isinstance(value, DistributedOptimizer):
@@ -404,7 +413,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         for key, value in objects.items():
             source = f"{key!r} in {path}" if key else str(path)
             if isinstance(value, Module):
-                check_module_state(_unwrapped(value), saved[key], strict, source)
+                check_module_state(unwrapped(value), saved[key], strict, source)
             elif id(value) in models and not isinstance(saved[key], OptimizerInDirectory):
                 names = {param: name for name, param in models[id(value)].module.named_parameters()}
                 check_optimizer_state(value, saved[key], names, source)
@@ -441,5 +450,6 @@ class LoaderWithOwnEpochs(CountedLoader):
         self.__dict__ = {**loader.__dict__, **self.__dict__}
 
 
-def _unwrapped(module: Module) -> Module:
+def unwrapped(module: Module) -> Module:
+    """The user's module."""
     return module.module if isinstance(module, DistributedDataParallel) else module

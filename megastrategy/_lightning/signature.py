@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, get_type_hints
+
+from torch.nn import Module
 
 from megastrategy_autoload import DOORS
 
@@ -58,7 +61,11 @@ def strategy_class(cls: _Class) -> _Class:
 
 def _signature(cls: type, initialise: Any) -> Signature:
     base = next(base for base in cls.__mro__ if base.__name__ == "DDPStrategy")
-    not_inherited = {"state_dict_type": StateDictType, "tensor_parallel_size": int}
+    not_inherited = {
+        "state_dict_type": StateDictType,
+        "tensor_parallel_size": int,
+        "parallelize_fn": Callable[..., Module] | None,
+    }
     types: dict[str, Any] = get_type_hints(base.__init__) | not_inherited  # type: ignore[misc]
     own = [
         item.replace(annotation=types.get(item.name, Parameter.empty))

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from .._checkpoints.validation import check_module_state
 from ..core import DistributedDataParallel, one_listener
+from .meshes import DATA, check_tensor_parallel_size, load_whole_weights, make_mesh, sampler_ranks, whole_weights
 from .signature import ALL_REDUCE_OPTION
 from .trainer_strategy import TrainerStrategy
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("megastrategy")
 
-DATA, TENSOR = "data_parallel", "tensor_parallel"
-"""The names of the mesh's dimensions in Lightning."""
-
 
 class TensorParallelStrategy(TrainerStrategy):
     __doc__ = TrainerStrategy.__doc__
@@ -33,14 +31,7 @@ class TensorParallelStrategy(TrainerStrategy):
     _device_mesh: DeviceMesh | None = None
 
     def _set_tensor_parallel_size(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"tensor_parallel_size={size}: expected at least one rank")
-        if size > 1 and self.state_dict_type == "sharded":
-            raise ValueError(
-                f"tensor_parallel_size={size} contradicts state_dict_type='sharded': a tensor-parallel model is saved "
-                "whole. Leave state_dict_type at 'full'"
-            )
-        self.tensor_parallel_size = size
+        self.tensor_parallel_size = check_tensor_parallel_size(size, self.state_dict_type)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -50,17 +41,9 @@ class TensorParallelStrategy(TrainerStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self.tensor_parallel_size == 1:
+        self._device_mesh = make_mesh(self.world_size, self.tensor_parallel_size, self.root_device)
+        if self._device_mesh is None:
             return
-        if self.world_size % self.tensor_parallel_size:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} does not divide the {self.world_size} ranks: choose "
-                "devices and num_nodes so that it does"
-            )
-        from torch.distributed.device_mesh import init_device_mesh
-
-        shape = self.world_size // self.tensor_parallel_size, self.tensor_parallel_size
-        self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=(DATA, TENSOR))
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh  # which configure_model reads as self.device_mesh
 
@@ -70,7 +53,7 @@ class TensorParallelStrategy(TrainerStrategy):
         if (mesh := self._device_mesh) is None:
             kwargs: dict[str, Any] = super().distributed_sampler_kwargs
             return kwargs
-        return {"num_replicas": mesh[DATA].size(), "rank": mesh.get_local_rank(DATA)}
+        return sampler_ranks(mesh)
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         if (mesh := self._device_mesh) is None:
@@ -93,23 +76,16 @@ class TensorParallelStrategy(TrainerStrategy):
         if self._device_mesh is None:
             state: dict[str, Any] = super().lightning_module_state_dict()
             return state
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
         assert self.lightning_module is not None
-        # On the host, a tensor at a time, and on rank 0 alone.
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(self.lightning_module, options=options)
+        return whole_weights(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._device_mesh is None:
             super().load_model_state_dict(checkpoint, strict)
             return
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
         assert self.lightning_module is not None
         check_module_state(self.lightning_module, checkpoint["state_dict"], strict, self._loaded_from)
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(self.lightning_module, checkpoint["state_dict"], options=options)
+        load_whole_weights(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {} if self._parts_are_lost() else super().optimizer_state(optimizer)

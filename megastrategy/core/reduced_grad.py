@@ -13,6 +13,7 @@ gone: the next gradient gets another, so that putting the first one back is noti
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, SupportsIndex
 
@@ -183,6 +184,12 @@ class ReducedGrad(Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise self.error("pickling")
+
+    def __deepcopy__(self, memo: Any) -> None:
+        # torch copies a parameter without its gradient, but a tensor-parallel one, like any Tensor, with it. The copy
+        # is no part of the engine, and has none.
+        if sys._getframe(1).f_code is not Tensor.__deepcopy__.__code__:
+            raise self.error("deepcopy")
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Nothing, for tables of memory."""

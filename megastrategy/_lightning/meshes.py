@@ -1,0 +1,72 @@
+"""A mesh of data-parallel and tensor ranks, with Lightning's names for both, for a Trainer and for Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Module
+
+from .._checkpoints.directories import StateDictType
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA, TENSOR = "data_parallel", "tensor_parallel"
+"""The names of the mesh's dimensions in Lightning."""
+
+
+def check_tensor_parallel_size(size: int, state_dict_type: StateDictType) -> int:
+    """Returns the size.
+
+    Raises:
+        ValueError: if it is none, or the state is to be saved in parts.
+    """
+    if size < 1:
+        raise ValueError(f"tensor_parallel_size={size}: expected at least one rank")
+    if size > 1 and state_dict_type == "sharded":
+        raise ValueError(
+            f"tensor_parallel_size={size} contradicts state_dict_type='sharded': a tensor-parallel model is saved "
+            "whole. Leave state_dict_type at 'full'"
+        )
+    return size
+
+
+def make_mesh(world_size: int, tensor_parallel_size: int, device: torch.device) -> DeviceMesh | None:
+    """All ranks, as (:data:`DATA`, :data:`TENSOR`); None where each is a data-parallel one. Collective.
+
+    Raises:
+        ValueError: if the ranks cannot be divided so.
+    """
+    if tensor_parallel_size == 1:
+        return None
+    if world_size % tensor_parallel_size:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} does not divide the {world_size} ranks: choose "
+            "devices and num_nodes so that it does"
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = world_size // tensor_parallel_size, tensor_parallel_size
+    return init_device_mesh(device.type, shape, mesh_dim_names=(DATA, TENSOR))
+
+
+def sampler_ranks(mesh: DeviceMesh) -> dict[str, int]:
+    """Says which part of the data this rank gets: all ranks of a tensor group get the same batches."""
+    return {"num_replicas": mesh[DATA].size(), "rank": mesh.get_local_rank(DATA)}
+
+
+def whole_weights(module: Module) -> dict[str, Any]:
+    """The state of the module as one process would have it, on the host of rank 0; empty on the others. Collective."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    # A tensor at a time, and on rank 0 alone.
+    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def load_whole_weights(module: Module, weights: Mapping[str, Any], strict: bool) -> None:
+    """Loads a state of whole weights, which every rank has: each takes its parts of it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
