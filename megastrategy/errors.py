@@ -4,6 +4,7 @@ What a user passed in wrongly is a ``ValueError``.
 """
 
 from .core.errors import (
+    BatchMismatchError,
     BucketInFlightError,
     CheckpointError,
     ClosedError,
@@ -22,6 +23,7 @@ from .core.errors import (
 )
 
 __all__ = [
+    "BatchMismatchError",
     "BucketInFlightError",
     "CheckpointError",
     "ClosedError",

@@ -122,7 +122,7 @@ class DistributedDataParallel(nn.Module):
             if self.training and training:
                 raise_closed()
             return self._call_module(*args, **kwargs)
-        splits = self._begin_forward(engine, training)
+        splits = self._begin_forward(engine, training, args, kwargs)
         try:
             outputs = self._call_module(*args, **kwargs)
         finally:
@@ -135,7 +135,9 @@ class DistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     @_disable_dynamo
-    def _begin_forward(self, engine: Engine, training: bool) -> GraphSplits | None:
+    def _begin_forward(
+        self, engine: Engine, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> GraphSplits | None:
         engine.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             check_not_inside_torch_ddp(self)
@@ -144,6 +146,7 @@ class DistributedDataParallel(nn.Module):
                 check_not_a_stage(self, stays_local=reduced_by_step and not self.require_backward_grad_sync)
             engine.reducer.before_forward()
             engine.check_params()
+            engine.local_parts.before_forward(args, kwargs)
         if engine.param_buffers is not None:
             engine.param_gather.before_forward()
         if self._buffers_differ and self.config.broadcast_buffers:

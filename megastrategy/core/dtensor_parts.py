@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from .collectives import make_collectives
 from .collectives.process_groups import destroy_group, private_group, ranks_of
+from .first_batch import check_first_batch
 from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
 from .module_plan import check_all_agree
 
@@ -52,6 +53,8 @@ class DTensorParts(LocalParts):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None) -> None:
         self._dp_ranks = ranks_of(process_group)
         self._own_group: ProcessGroup | None = None
+        self._device = torch.device("cpu")
+        self._has_seen_batch = False
         self.mesh: DeviceMesh = next(iter(dtensors_of(module).values())).device_mesh
         self.check(module)
         if self.mesh.get_local_rank() == 0 and self.mesh.get_rank() == min(self._dp_ranks, default=0):
@@ -60,6 +63,7 @@ class DTensorParts(LocalParts):
     def connect(self, device: torch.device) -> None:
         if self.mesh.size() == 1:
             return
+        self._device = device
         group = self.mesh.get_group()
         made = private_group(group, device)
         self._own_group = made if made is not group else None
@@ -164,6 +168,11 @@ class DTensorParts(LocalParts):
             rows = [[name, list(p.shape), str(p.dtype), self._placement(p)] for name, p in named.items()]
             what = "parameter (name, whole shape, dtype, placement)"
             check_all_agree({what: rows, "option (name, value)": options}, self.ranks)
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.ranks is not None and not self._has_seen_batch:
+            self._has_seen_batch = True
+            check_first_batch(args, kwargs, self.ranks, self._device)
 
     def _placement(self, param: Tensor) -> str:
         return repr(param.placements) if isinstance(param, DTensor) else "plain"

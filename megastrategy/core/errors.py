@@ -34,6 +34,10 @@ class MicrobatchMismatchError(MegastrategyError):
     """The ranks reduce gradients of different microbatches with each other."""
 
 
+class BatchMismatchError(MegastrategyError):
+    """The ranks of a tensor group were given different batches, of which they would train a mixture."""
+
+
 class LossTokensError(MegastrategyError):
     """Gradients cannot be averaged by tokens: some of their losses were counted and others were not."""
 

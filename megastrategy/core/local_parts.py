@@ -118,6 +118,9 @@ class LocalParts:
     def check_ranks_agree(self, named: Mapping[str, Parameter], options: Sequence[object]) -> None:
         """Raises LayoutMismatchError, on all of them, if the tensor ranks hold other models. Collective over them."""
 
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward that trains. Collective over the tensor ranks in the first one; see check_first_batch."""
+
     def close(self) -> None:
         """Ends what was made for this engine alone."""
 
