@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from .._checkpoints.directories import StateDictType
@@ -70,3 +72,28 @@ def load_whole_weights(module: Module, weights: Mapping[str, Any], strict: bool)
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
+
+
+_NEAR = 200
+"""Nodes of a graph that are looked at: losses are near its end, and a walk over all of a large one takes long."""
+
+
+def is_loss_parallel(loss: Tensor) -> bool:
+    """Whether torch's ``loss_parallel`` was open where this loss was computed, so that backward needs it too.
+
+    Only then are the logits of a cross entropy cut along their classes; without it DTensor makes them whole first.
+    """
+    pending, seen = deque([loss.grad_fn]), set[Any]()
+    while pending and len(seen) < _NEAR:
+        node = pending.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() in ("NllLossBackward0", "NllLoss2DBackward0"):
+            logits = node._saved_self  # type: ignore[attr-defined]
+            classes = 1 if logits.dim() > 1 else 0
+            placements = getattr(logits, "placements", ())
+            if any(placement.is_shard(classes) for placement in placements):
+                return True
+        pending.extend(child for child, _ in node.next_functions)
+    return False

@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from .._checkpoints.validation import check_module_state
 from ..core import DistributedDataParallel, one_listener
-from .meshes import DATA, check_tensor_parallel_size, load_whole_weights, make_mesh, sampler_ranks, whole_weights
+from .meshes import (
+    DATA,
+    check_tensor_parallel_size,
+    is_loss_parallel,
+    load_whole_weights,
+    make_mesh,
+    sampler_ranks,
+    whole_weights,
+)
 from .signature import ALL_REDUCE_OPTION
 from .trainer_strategy import TrainerStrategy
 
@@ -68,6 +77,20 @@ class TensorParallelStrategy(TrainerStrategy):
         )
         self._engine = wrapped.engine
         return wrapped
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # torch's loss_parallel has to be open in backward too, when training_step has left it. A module's own backward
+        # opens it itself, as Lightning's documentation says, and torch cannot open it twice.
+        module: Any = self.lightning_module
+        opens_itself = type(module).backward.__qualname__ != "LightningModule.backward"
+        if self._device_mesh is None or opens_itself or not is_loss_parallel(closure_loss):
+            loss: Tensor = super().backward(closure_loss, *args, **kwargs)
+            return loss
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        with loss_parallel():
+            loss = super().backward(closure_loss, *args, **kwargs)
+        return loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole weights, as one process would have them. Collective."""

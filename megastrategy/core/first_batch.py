@@ -57,7 +57,7 @@ def check_first_batch(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Coll
 
 
 def _fingerprint(tensor: Tensor) -> tuple[str, str]:
-    """What an error shows of a tensor, and a digest of its elements."""
+    """Describes a tensor in words, and its elements by a digest."""
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     return kind, hashlib.sha256(bytes_of(tensor)).hexdigest()
 

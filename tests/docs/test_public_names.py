@@ -32,6 +32,7 @@ PUBLIC = {
     "megastrategy.accelerate": ["Accelerator", "MegatronDDPPlugin", "replace_accelerators"],
     "megastrategy.data": ["ResumableSampler"],
     "megastrategy.errors": [
+        "BatchMismatchError",
         "BucketInFlightError",
         "CheckpointError",
         "ClosedError",

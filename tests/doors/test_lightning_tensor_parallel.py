@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import MegatronDDPStrategy
@@ -31,7 +35,7 @@ class LitModel(pl.LightningModule):
     def configure_model(self) -> None:
         if self.device_mesh is not None:
             mesh = self.device_mesh["tensor_parallel"]
-            torch.distributed.tensor.parallel.parallelize_module(self.model, mesh, plan(sequence_parallel=True))
+            parallelize_module(self.model, mesh, plan(sequence_parallel=True))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         [tokens] = batch
@@ -135,6 +139,67 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one: Ranks, mesh: R
     mesh.run(fit_on_mesh, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt")
     expected, four = read(tmp_path / "1 devices, 2 epochs.ckpt"), read(tmp_path / "4 devices, 2 epochs.ckpt")
     assert_close(four["state_dict"], expected["state_dict"], "resumed")
+
+
+class ParallelLoss(pl.LightningModule):
+    """A loss that is cut over the vocabulary, where ``training_step`` has closed ``loss_parallel`` before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            styles = {
+                "embed": RowwiseParallel(input_layouts=Replicate()),
+                "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+            }
+            parallelize_module(self, self.device_mesh["tensor_parallel"], styles)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        [tokens] = batch
+        with loss_parallel() if self.device_mesh is not None else nullcontext():
+            loss = functional.cross_entropy(self.head(self.embed(tokens)).flatten(0, 1), tokens.roll(-1, 1).flatten())
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
+
+
+class ParallelLossByHand(ParallelLoss):
+    """As Lightning's example has it: torch cannot open the context twice."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            super().backward(loss, *args, **kwargs)
+
+
+def fit_losses(kind: type[ParallelLoss], strategy: Any, devices: int, batch_size: int) -> list[float]:
+    module = kind()
+    trainer = pl.Trainer(
+        strategy=strategy if devices == 1 else MegatronDDPStrategy(tensor_parallel_size=2),
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader(batch_size))
+    return module.losses
+
+
+@pytest.mark.parametrize("kind", [ParallelLoss, pytest.param(ParallelLossByHand, marks=pytest.mark.long)])
+def test_loss_parallel_is_open_in_backward(one: Ranks, mesh: Ranks, kind: type[ParallelLoss]) -> None:
+    [alone] = one.run(fit_losses, ParallelLoss, "ddp", 1, 2 * BATCH_SIZE)
+    by_rank = mesh.run(fit_losses, kind, None, 4, BATCH_SIZE)
+    means = [sum(pair) / 2 for pair in zip(by_rank[0], by_rank[2], strict=True)]
+    assert means == pytest.approx(alone, rel=1e-5)
 
 
 def refused(folder: str) -> list[str]:

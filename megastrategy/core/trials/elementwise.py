@@ -162,7 +162,8 @@ class GroupProbe:
             for name, value in whole.state(number).items()
             if is_per_element(name, value, param.shape, None)
         }
-        after = whole.optimizer.param_groups[0]
+        # Without tensors, which are the trial's: the model's own may be DTensors, which compare with their like alone.
+        after = {name: value for name, value in whole.optimizer.param_groups[0].items() if name != "params"}
         changed = frozenset(
             name for name in after if name not in self.group or not equal(self.group[name], after[name])
         )
