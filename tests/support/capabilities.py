@@ -84,6 +84,8 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "doors/test_lightning_modules.py",
         "ranks/test_module_watch.py",
         "*/test_tensor_parallel*.py",
+        "doors/test_fabric_tensor_parallel.py",
+        "ranks/test_tensor_groups.py",
         "ranks/test_other_engines.py",
         "ranks/test_unfreezing.py",
         "ranks/test_weight_chunks.py",

@@ -45,6 +45,7 @@ LIVES_IN = {
         "_lazy_init_ran _module_parameters _require_manual_backward_finalization "
         "_static_graph_delay_allreduce_enqueued _use_python_reducer"
     ),
+    "torch.autograd.graph": "_saved_self",
     "torch.distributed.algorithms.join": "_JoinConfig",
     "torch.distributed.ProcessGroup": (
         "_allgather_base _device_types _get_backend _get_sequence_number_for_group _reduce_scatter_base "
