@@ -5,14 +5,20 @@ Imports neither ``lightning.pytorch`` nor ``pytorch_lightning``, whose doors put
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import math
+import pickle
 import time
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 
+from .._faults.recovery import POLL_S, store_of
+from .._verdicts import RankTimes, Verdict, verdict_of
 from ..core import DistributedDataParallel, Event, EventKind
 from .trainer_strategy import TrainerStrategy
 
@@ -26,9 +32,13 @@ else:
 
 _WAITS = ("gradients", "parameters")
 """Names the values of ``index`` in WAIT_START and WAIT_END: what the rank waits for."""
-_BATCH = "batch"
+_BATCH, _BETWEEN = "batch", "between batches"
 _KEPT_INTERVALS = 1000
 """Bounds the intervals that are kept, so that a rare log does not pile them up."""
+_KEPT_LAUNCHES = 50
+"""The last reductions of a fit, by which ranks are compared."""
+_PATIENCE_S = 3.0
+"""Seconds for which rank 0 waits for other ranks' numbers when a fit ends: on some the callback may not be."""
 
 
 class TrainerMonitor(_Base):
@@ -50,6 +60,9 @@ class TrainerMonitor(_Base):
     - ``communication/skipped_steps``: how many of the fit's steps so far left the weights alone, because a GradScaler
       met an infinite gradient or (with a GradScaler) ``training_step`` returned None.
 
+    When a fit ends, rank 0 says in one sentence what it was bound by: its input, its own work, the link, or, on CPUs, a
+    rank that was late. ``verdict`` has it for programs, on rank 0.
+
     On CUDA the times are the device's, from CUDA events on the current stream, since there the host does not wait; that
     is not measured yet.
 
@@ -63,6 +76,8 @@ class TrainerMonitor(_Base):
     def __init__(self) -> None:
         self._record = _Record(_HostClock(), lambda *_: 0)
         self._first_step = self._logged_step = self._logger_step = 0
+        self._judged_from: int | None = None
+        self.verdict: Verdict | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # evaluation sends no gradients, and needs neither a logger nor this strategy
@@ -86,11 +101,26 @@ class TrainerMonitor(_Base):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begins to count, also in a trial run like the learning rate finder's, in the middle of a fit's setup."""
         self._first_step = self._logged_step = trainer.global_step
+        self._judged_from = self.verdict = None
         self._record.reset()
+
+    # What lies between two batches is loading the next, but for these.
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._record.drop(_BETWEEN)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._record.drop(_BETWEEN)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._record.drop(_BETWEEN)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._record.end(_BETWEEN)
         self._record.start(_BATCH)
 
     def on_train_batch_end(
@@ -101,10 +131,32 @@ class TrainerMonitor(_Base):
         every = _log_every_n_steps(trainer)
         if every > 0 and self._step(trainer) // every > self._logged_step // every:
             self._log(trainer)
+        # The first step has what is paid once: trial steps, the optimizer's state, first connections.
+        if self._judged_from is None and self._step(trainer) > self._first_step:
+            self._judged_from = self._step(trainer)
+            self._record.begin_to_judge()
+        self._record.start(_BETWEEN)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _log_every_n_steps(trainer) > 0 and self._step(trainer) > self._logged_step:
             self._log(trainer)
+        self._judge(trainer)
+
+    def _judge(self, trainer: pl.Trainer) -> None:
+        """Says on rank 0 what the fit was bound by, if it made more than one step."""
+        num_steps = self._step(trainer) - self._judged_from if self._judged_from is not None else 0
+        if num_steps < 1:
+            return
+        total_ms, num_ended = self._record.judged()
+        # Those that an evaluation lay in were dropped: the others stand for them.
+        input_ms = total_ms[_BETWEEN] / max(num_ended[_BETWEEN], 1) * num_ended[_BATCH] / num_steps
+        gradients_ms, parameters_ms = (total_ms[what] / num_steps for what in _WAITS)
+        period_ms = total_ms[_BATCH] / num_steps + input_ms
+        own = RankTimes(trainer.global_rank, period_ms, input_ms, gradients_ms, parameters_ms, self._record.launches())
+        ranks = _numbers_of_all(own, trainer.world_size)
+        if trainer.is_global_zero:
+            self.verdict = verdict_of(ranks, "lies between batches, where the next is loaded")
+            rank_zero_info(self.verdict.sentence)
 
     def _step(self, trainer: pl.Trainer) -> int:
         """Counts the optimizer steps so far, skipped ones too.
@@ -133,6 +185,28 @@ class TrainerMonitor(_Base):
         for logger in trainer.loggers:
             prefix = f"communication{logger.group_separator}"
             logger.log_metrics({prefix + name: value for name, value in values.items()}, step=self._logger_step)
+
+
+def _numbers_of_all(own: RankTimes, num_ranks: int) -> list[RankTimes]:
+    """On rank 0, what all ranks measured, or this one alone if others do not say it in time; elsewhere the own.
+
+    Over the store, and not by a collective: one would hang where the callback is on some ranks alone.
+    """
+    if num_ranks == 1:
+        return [own]
+    # The store may go with the process that held it: at the end of a fit that must be no error of this one.
+    with contextlib.suppress(RuntimeError):
+        store = store_of("monitor")
+        # As many as fits have ended on this rank, which is as many as on the others.
+        number = store.add(f"fits/{own.rank}", 1)
+        store.set(f"{number}/{own.rank}", pickle.dumps(own))  # type: ignore[arg-type]  # bytes are taken
+        keys = [f"{number}/{rank}" for rank in range(num_ranks)]
+        until = time.monotonic() + _PATIENCE_S
+        while own.rank == 0 and time.monotonic() < until:
+            if store.check(keys):
+                return [pickle.loads(store.get(key)) for key in keys]
+            time.sleep(POLL_S)
+    return [own]
 
 
 def _log_every_n_steps(trainer: pl.Trainer) -> int:
@@ -214,6 +288,7 @@ class _Record:
 
     def __init__(self, clock: _HostClock | _CudaClock, sent_bytes: Callable[[EventKind, int], int]) -> None:
         self._clock: Any = clock
+        self._is_host = isinstance(clock, _HostClock)
         self._bytes_of = sent_bytes
         self.reset()
 
@@ -222,14 +297,24 @@ class _Record:
         self.num_updates = 0
         self._started: dict[str, Any] = {}
         self._intervals: list[tuple[str, Any, Any]] = []
-        self._total_ms: dict[str, float] = dict.fromkeys((*_WAITS, _BATCH), 0.0)
+        self._total_ms: dict[str, float] = dict.fromkeys((*_WAITS, _BATCH, _BETWEEN), 0.0)
+        self._judged_ms: collections.Counter[str] = collections.Counter()
+        self._num_judged: collections.Counter[str] = collections.Counter()
         self._sent_bytes = 0
+        self._num_reduced = 0
+        self._launched: dict[int, tuple[int, int]] = {}  # by bucket: which reduction, and when
+        self._launches: collections.deque[tuple[int, int, int | None]] = collections.deque(maxlen=_KEPT_LAUNCHES)
 
     def __call__(self, event: Event) -> None:
         kind = event.kind
         if kind is EventKind.REDUCE_START or kind is EventKind.GATHER_START:
             # when it is launched: buckets may have changed by the time of a log
             self._sent_bytes += self._bytes_of(kind, event.index)
+            if kind is EventKind.REDUCE_START:
+                self._launched[event.index] = self._num_reduced, event.time_ns
+                self._num_reduced += 1
+        elif kind is EventKind.REDUCE_END and event.index in self._launched:
+            self._launches.append((*self._launched.pop(event.index), event.ran_ns[1] if event.ran_ns else None))
         elif kind is EventKind.WAIT_START:
             self.start(_WAITS[event.index])
         elif kind is EventKind.WAIT_END:
@@ -248,6 +333,33 @@ class _Record:
         if len(self._intervals) >= 2 * _KEPT_INTERVALS:  # the older half has ended on the device as well: no waiting
             self._add_up(_KEPT_INTERVALS)
 
+    def drop(self, what: str) -> None:
+        """Forgets an interval that began: something else lies in it."""
+        self._started.pop(what, None)
+
+    def begin_to_judge(self) -> None:
+        """Counts for a verdict from now on."""
+        self._add_up(len(self._intervals))
+        self._judged_ms.clear()
+        self._num_judged.clear()
+        self._launches.clear()
+
+    def judged(self) -> tuple[collections.Counter[str], collections.Counter[str]]:
+        """Returns the milliseconds of each kind of interval, and how many there were, since then."""
+        self._add_up(len(self._intervals))
+        return self._judged_ms, self._num_judged
+
+    def launches(self) -> dict[int, tuple[int, int | None]]:
+        """The last reductions, by number: when they were launched and when they ended, in nanoseconds of the time of
+        day. None on CUDA, where the host runs ahead."""
+        if not self._is_host:
+            return {}
+        offset_ns = time.time_ns() - time.perf_counter_ns()
+        return {
+            number: (launched + offset_ns, None if ended is None else ended + offset_ns)
+            for number, launched, ended in self._launches
+        }
+
     def take(self) -> tuple[dict[str, float], int]:
         """Returns the milliseconds of each kind of interval, and the bytes sent, since the last call."""
         self._add_up(len(self._intervals))
@@ -257,5 +369,8 @@ class _Record:
 
     def _add_up(self, count: int) -> None:
         for what, start, end in self._intervals[:count]:
-            self._total_ms[what] += self._clock.elapsed_ms(start, end)
+            elapsed_ms = self._clock.elapsed_ms(start, end)
+            self._total_ms[what] += elapsed_ms
+            self._judged_ms[what] += elapsed_ms
+            self._num_judged[what] += 1
         del self._intervals[:count]

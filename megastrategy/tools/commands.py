@@ -22,10 +22,11 @@ from .param_names import names_from, names_from_module, names_in_file
 from .parts import Advance, read_file
 from .parts import Progress as Tell
 from .plan.command import plan_command
-from .profile_report import has_steps, sizes_table, tables, why_nothing, write_files
+from .profile_report import comparison_table, has_steps, sizes_table, tables, why_nothing, write_files
 from .profiling import run_script
 from .rendering import render
 from .short_runs import run_with_size
+from .summary import FILE, SummaryError, read_summary, verdicts
 from .tuning import TuningError, advice, best_of, compare_sizes
 
 P = ParamSpec("P")
@@ -50,7 +51,7 @@ def _expected_failures(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **options: P.kwargs) -> None:
         try:
             command(*args, **options)
-        except (CheckpointError, ConfigFileError, TuningError) as error:
+        except (CheckpointError, ConfigFileError, SummaryError, TuningError) as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -189,29 +190,43 @@ def config_command(file: Path, force: bool) -> None:
 @click.option("--skip", type=click.IntRange(min=0), default=5, help="Steps before them, to warm up.")
 @click.option("--out", type=_PATH, default=Path("profile"), help="Folder for what is recorded and drawn.")
 @click.option("--nproc-per-node", "num_ranks", type=click.IntRange(min=1), default=2, help="Processes on this machine.")
+@click.option("--compare", "earlier", type=_existing_file, help=f"The {FILE} of an earlier profile, to compare with.")
 @click.option("--module", "-m", "is_module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @_expected_failures
 def profile_command(
-    script: str, arguments: tuple[str, ...], is_module: bool, num_ranks: int, out: Path, skip: int, steps: int
+    script: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    num_ranks: int,
+    out: Path,
+    skip: int,
+    steps: int,
+    earlier: Path | None,
 ) -> None:
     """Run SCRIPT as torchrun does, and show what its communication costs and what hides it.
 
     Nothing in the script changes: a plain loop with megastrategy, Lightning or Fabric with "megatron_ddp" on as many
     devices as there are processes, or -m megastrategy.launch SCRIPT for Accelerate. It runs to its end; Ctrl-C ends it
-    sooner, and loses nothing once the steps are recorded. The folder then has timeline.png, trace.json for Perfetto,
+    sooner, and loses nothing once the steps are recorded. The last line says what the script waits for: its input, its
+    own work, the link, or a rank that is late. The folder then has timeline.png, trace.json for Perfetto, summary.json,
     and the events of each rank.
     """
     _check_script(script, is_module)
+    before = None if earlier is None else read_summary(earlier)  # it may be the one that this run replaces
     done = run_script(script, arguments, out, is_module=is_module, num_ranks=num_ranks, skip=skip, steps=steps)
     console = _console()
     # also of a script that failed later: what was recorded may show why
     if has_steps(done.ranks):
         for renderable in tables(done.ranks):
             console.print(renderable)
-        for line in write_files(done.ranks, out):
+        for line in write_files(done.ranks, out, script):
             click.echo(line)
+        if before is not None:
+            console.print(comparison_table(before, read_summary(out / FILE)))
+        for verdict in verdicts(done.ranks):
+            click.echo(verdict.sentence)
     elif not done.failure:
         raise click.ClickException(why_nothing(done.ranks, skip))
     if done.failure:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -14,6 +15,7 @@ from rich.text import Text
 from .gaps import GapTimes, gap_times, gaps_of
 from .pictures import chrome_trace, plot
 from .rendering import size
+from .summary import FILE, compare, models_of, summary
 from .timeline import ModelEvents, RankEvents, average, bucket_times
 from .tuning import SizeTimes
 
@@ -34,9 +36,11 @@ def why_nothing(ranks: Sequence[RankEvents], skip: int) -> str:
     return "no step was recorded: the script made none"
 
 
-def write_files(ranks: Sequence[RankEvents], folder: Path) -> Iterator[str]:
-    """Writes the trace of all ranks and the picture; yields what to say about each."""
-    trace, picture = folder / "trace.json", folder / "timeline.png"
+def write_files(ranks: Sequence[RankEvents], folder: Path, target: str) -> Iterator[str]:
+    """Writes the numbers, the trace of all ranks and the picture; yields what to say about each."""
+    numbers, trace, picture = folder / FILE, folder / "trace.json", folder / "timeline.png"
+    numbers.write_text(json.dumps(summary(ranks, target), indent=1), encoding="utf-8")
+    yield f"{numbers}: the numbers, for a later profile's --compare"
     trace.write_text(json.dumps(chrome_trace(ranks)), encoding="utf-8")
     yield f"{trace}: open it in https://ui.perfetto.dev or chrome://tracing"
     try:
@@ -53,18 +57,24 @@ def write_files(ranks: Sequence[RankEvents], folder: Path) -> Iterator[str]:
 def tables(ranks: Sequence[RankEvents]) -> Iterator[RenderableType]:
     """Yields steps by rank, and rank 0's buckets and gaps, of every model that has made a whole step."""
     loads = {rank.rank: rank.loads for rank in ranks}
-    # ranks wrap their models in one order, so the number says which belong together
-    for number in range(max(len(rank.models) for rank in ranks)):
-        own = [(rank.rank, rank.models[number]) for rank in ranks if number < len(rank.models)]
-        own = [(rank, model) for rank, model in own if model.steps]
-        if own:
-            several = any(len(rank.models) > 1 for rank in ranks)
-            yield _steps_table(own, f"model {number}" if several else "")
-            yield ""
-            yield _buckets_table(*own[0])
-            yield ""
-            rank, model = own[0]
-            yield _gaps_table(rank, gap_times(gaps_of(model, loads[rank])))
+    several = any(len(rank.models) > 1 for rank in ranks)
+    for number, models in enumerate(models_of(ranks)):
+        own = [(rank.rank, model) for rank, model in models]
+        yield _steps_table(own, f"model {number}" if several else "")
+        yield ""
+        yield _buckets_table(*own[0])
+        yield ""
+        rank, model = own[0]
+        yield _gaps_table(rank, gap_times(gaps_of(model, loads[rank])))
+
+
+def comparison_table(before: Mapping[str, Any], after: Mapping[str, Any]) -> Table:
+    """Returns a row for each part of a step, of two summaries."""
+    table = _new_table("ms a step, compared", "", "before", "now", "difference", "ratio")
+    for name, then, now in compare(before, after):
+        ratio = f"{now / then:.2f}" if then > 0 else ""
+        table.add_row(name, f"{then:.2f}", f"{now:.2f}", f"{now - then:+.2f}", ratio)
+    return table
 
 
 def sizes_table(times: Sequence[SizeTimes]) -> Table:

@@ -255,7 +255,7 @@ def steps_of(events: Iterable[Event], has_optimizer: bool = True) -> list[Step]:
         if begins and end_ns is not None:
             # without a start the record began within the step, whose length nobody knows
             if start_ns is not None:
-                lost = [_overlap_ns((start_ns, end_ns), intervals) for intervals in (*by_kind, evaluations)]
+                lost = [overlap_ns((start_ns, end_ns), intervals) for intervals in (*by_kind, evaluations)]
                 steps.append(Step(start_ns, end_ns, *lost))
             start_ns = end_ns = None
         if event is None:
@@ -317,7 +317,7 @@ def bucket_times(model: ModelEvents) -> list[BucketTimes]:
         for bucket in sorted({span.index for span in spans if span.kind is kind}):
             own = [span for span in spans if span.kind is kind and span.index == bucket]
             ran_ns = [span.end_ns - span.start_ns for span in own]
-            exposed_ns = sum(_overlap_ns((span.start_ns, span.end_ns), waits) for span in own)
+            exposed_ns = sum(overlap_ns((span.start_ns, span.end_ns), waits) for span in own)
             times.append(
                 BucketTimes(
                     COLLECTIVES[kind],
@@ -334,7 +334,7 @@ def bucket_times(model: ModelEvents) -> list[BucketTimes]:
     return times
 
 
-def _overlap_ns(interval: _Interval, others: Iterable[_Interval]) -> int:
+def overlap_ns(interval: _Interval, others: Iterable[_Interval]) -> int:
     """Sums how much of an interval lies in any of the others, which do not overlap each other."""
     start, end = interval
     return sum(max(0, min(end, other_end) - max(start, other_start)) for other_start, other_end in others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,53 @@ def monitored_after_a_trial(folder: str) -> Lines:
     finder = LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
     options = {"callbacks": [finder], "log_every_n_steps": 4, "max_epochs": 1, "default_root_dir": folder}
     return monitored(WithRate, None, **options)
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+
+
+class LateOnRank1(Net):
+    """Rank 1 takes 300 ms longer for each batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(0.3 * self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
+class SlowData(Net):
+    """Both ranks wait 300 ms for each batch."""
+
+    def train_dataloader(self) -> Any:
+        for batch in loader():
+            time.sleep(0.3)
+            yield batch
+
+
+def test_a_fit_ends_with_what_it_was_bound_by(ranks: Ranks) -> None:
+    """After the first of 4 batches of 2 buckets. Rank 0 says it; where the callback is on rank 0 alone nobody waits for
+    long."""
+    late, none = ranks.run(verdict_of_fit, LateOnRank1)
+    assert none is None
+    assert late.kind == "straggler"
+    assert (late.lateness.rank, late.lateness.num_launches) == (1, 6)
+    assert late.lateness.late_ms > 100
+    slow, _ = ranks.run(verdict_of_fit, SlowData)
+    assert slow.kind == "input-bound"
+    assert "lies between batches" in slow.sentence
+    alone, _ = ranks.run(verdict_of_fit, LateOnRank1, on_rank_0_alone=True)
+    assert alone.kind == "link-bound", "as one rank alone sees a straggler"
+    assert alone.lateness is None
+
+
+def verdict_of_fit(module: Callable[[], Net], *, on_rank_0_alone: bool = False) -> Any:
+    monitor = CommunicationMonitor()
+    callbacks = [monitor] if not on_rank_0_alone or torch.distributed.get_rank() == 0 else []
+    fitted = module()
+    logger = MemoryLogger()
+    strategy = make_strategy("megatron_ddp", bucket_size=1)
+    trainer = make_trainer(strategy, logger=logger, callbacks=callbacks, max_epochs=1, limit_train_batches=4)
+    trainer.fit(fitted, None if isinstance(fitted, SlowData) else loader())
+    return monitor.verdict
 
 
 # --- manual optimization ---------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from megastrategy.tools.gaps import EVALUATION, LOADING, gaps_of
 from megastrategy.tools.pictures import chrome_trace
 from megastrategy.tools.profile_report import has_steps, why_nothing
 from megastrategy.tools.profiling import Recording
+from megastrategy.tools.summary import read_summary
 from megastrategy.tools.timeline import Lane, ModelEvents, RankEvents, average, bucket_times, spans_of
 from tests.support.patience import HANG_S
 
@@ -243,6 +244,13 @@ def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_
         assert one["ts"] < other["ts"] + other["dur"], "a step ends on no rank before all have begun it"
         assert other["ts"] < one["ts"] + one["dur"]
     assert (tmp_path / "profile" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    # against the summary that this run replaces
+    summary = ["--compare", "profile/summary.json"]
+    again = profile(tmp_path, "--steps", "3", "--skip", "2", *summary, "scripts/train.py", "--steps", "7")
+    step_ms = max(rank["step_ms"] for rank in read_summary(tmp_path / "profile" / "summary.json")["models"][0]["ranks"])
+    [row] = [line.split() for line in again.stdout.splitlines() if line.startswith("step  ")]
+    before_ms = max(average(rank.models[0].steps).step_ms for rank in ranks)
+    assert row[1:3] == [f"{before_ms:.2f}", f"{step_ms:.2f}"]
 
 
 @pytest.mark.fresh
@@ -263,6 +271,10 @@ def test_a_lightning_script_is_profiled_as_it_is(tmp_path: Path) -> None:
     for what in ("exposed share", "hidden share", "gaps, on rank 0", LOADING, "timeline.png", "trace.json: open it"):
         assert what in done.stdout
     assert len(done.stdout.split("exposed share")[1].splitlines()[1].split()) == 7, "a row of rank 0"
+    [model] = read_summary(tmp_path / "made" / "here" / "summary.json")["models"]
+    assert done.stdout.splitlines()[-1] == model["sentence"]
+    assert model["sentence"].startswith(model["verdict"])
+    assert [rank["num_steps"] for rank in model["ranks"]] == [3, 3]
 
 
 def test_what_nothing_was_recorded_of_is_told_with_the_reason(tmp_path: Path) -> None:

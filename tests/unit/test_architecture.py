@@ -26,12 +26,13 @@ MAY_IMPORT = {
     "events": {"core"},
     "_param_groups": set(),
     "_versions": set(),
+    "_verdicts": set(),
     "data": set(),
     "_prepared_models": {"core"},
     "_whole_optimizers": {"core"},
     "_faults": {"core"},
     "_checkpoints": {"core", "_faults"},
-    "_lightning": {"core", "_faults", "_checkpoints", "_prepared_models", "_whole_optimizers", "data"},
+    "_lightning": {"core", "_faults", "_checkpoints", "_prepared_models", "_verdicts", "_whole_optimizers", "data"},
     "lightning": {"_lightning", "_checkpoints", "_versions"},
     "pytorch_lightning": {"_lightning", "_checkpoints", "_versions"},
     "fabric": {"_lightning", "_checkpoints", "_versions"},
@@ -39,7 +40,7 @@ MAY_IMPORT = {
     "ray": {"lightning", "pytorch_lightning", "_checkpoints", "_versions"},
     "accelerate": {"core", "_faults", "_checkpoints", "_prepared_models", "_whole_optimizers", "_versions", "data"},
     "launch": {"accelerate"},
-    "tools": {"core", "_checkpoints.files", "accelerate.launch_config", "__version__"},
+    "tools": {"core", "_verdicts", "_checkpoints.files", "accelerate.launch_config", "__version__"},
     "__init__": {"core", "lightning", "_param_groups", "_versions", "tools.plan.partitions"},
 }
 

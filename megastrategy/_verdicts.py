@@ -1,0 +1,160 @@
+"""Says in one sentence what a training waits for, from what its ranks measured. Pure functions.
+
+[Note: clocks of ranks]
+Launches are compared over ranks, whose clocks differ: by nothing between processes of a machine, by milliseconds
+between machines. A collective ends on all ranks at about the same moment, so where the backend tells when it ended
+(gloo) the medians of those ends put the clocks together. Elsewhere they are taken as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+Kind = Literal["straggler", "input-bound", "link-bound", "compute-bound"]
+
+NOTABLE_SHARE = 0.1
+"""The part of the time from which on waiting for input or for communication is what a training is bound by."""
+LATE_SHARE = 0.05
+"""The part of a step by which a straggler is late, at least."""
+LAST_SHARE = 2 / 3
+"""The part of buckets in which a straggler is the last, at least; in as many every second of two equal ranks is."""
+FEWEST_LAUNCHES = 6
+"""Fewer than these tell nothing of who is late."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTimes:
+    """What one rank measured, in milliseconds a step.
+
+    Attributes:
+        rank: its number.
+        period_ms: from the start of a step to the start of the next, evaluations left out.
+        input_ms: of it, waiting for the next batch.
+        gradients_ms: of it, waiting for gradients.
+        parameters_ms: of it, waiting for new weights.
+        launches: when it launched the reduction of a bucket, and when that ended if the backend tells (else None), in
+            nanoseconds of its own clock; by number, which is the same on all ranks.
+    """
+
+    rank: int
+    period_ms: float
+    input_ms: float
+    gradients_ms: float
+    parameters_ms: float
+    launches: Mapping[int, tuple[int, int | None]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def exposed_ms(self) -> float:
+        return self.gradients_ms + self.parameters_ms
+
+
+@dataclasses.dataclass(frozen=True)
+class Lateness:
+    """How often a rank was the last to launch a bucket, and by how much, in the median of those.
+
+    ``num_launches`` are the buckets that all ranks launched.
+    """
+
+    rank: int
+    num_last: int
+    num_launches: int
+    late_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a training is bound by.
+
+    Attributes:
+        kind: in one word.
+        sentence: for people, with the numbers that it was found by.
+        lateness: of the rank that is last most often; None on one rank, and where too few launches are known.
+    """
+
+    kind: Kind
+    sentence: str
+    lateness: Lateness | None = None
+
+
+def verdict_of(ranks: Sequence[RankTimes], input_name: str = "waits for the next batch") -> Verdict:
+    """Judges what ranks measured; one rank may stand for all, if others' numbers are not known.
+
+    Args:
+        ranks: at least one.
+        input_name: what is done in ``input_ms``.
+    """
+    period_ms = statistics.fmean(rank.period_ms for rank in ranks)
+    slowest_input = max(ranks, key=lambda rank: rank.input_ms)
+    exposed_ms = statistics.fmean(rank.exposed_ms for rank in ranks)
+    late = lateness(ranks)
+    # First, as the others' waiting for a straggler looks like a slow link.
+    if late is not None and _is_straggler(late, period_ms):
+        return Verdict("straggler", _straggler(late, ranks, input_name), late)
+    if slowest_input.input_ms >= NOTABLE_SHARE * period_ms and slowest_input.input_ms >= exposed_ms:
+        share = slowest_input.input_ms / period_ms
+        sentence = (
+            f"input-bound: {share:.0%} of the time of rank {slowest_input.rank} {input_name} "
+            f"({slowest_input.input_ms:.1f} of {period_ms:.1f} ms a step); more workers of the DataLoader or lighter "
+            "transforms shorten it, no option here does"
+        )
+        return Verdict("input-bound", sentence, late)
+    gradients_ms = statistics.fmean(rank.gradients_ms for rank in ranks)
+    if exposed_ms >= NOTABLE_SHARE * period_ms:
+        what, remedy = "gradients", "more microbatches a step, or a smaller grad_wire_dtype"
+        if exposed_ms - gradients_ms > gradients_ms:
+            what, remedy = "new weights", 'overlap_param_gather="forward", or a smaller param_wire_dtype'
+        sentence = (
+            f"link-bound: {exposed_ms / period_ms:.0%} of the time waits for communication ({exposed_ms:.1f} of "
+            f"{period_ms:.1f} ms a step), most of it for {what}; what may help is {remedy}"
+        )
+        return Verdict("link-bound", sentence, late)
+    waits = f", {exposed_ms:.1f} wait for communication and {slowest_input.input_ms:.1f} for input"
+    own_ms = max(0.0, period_ms - exposed_ms - slowest_input.input_ms)
+    sentence = f"compute-bound: of {period_ms:.1f} ms a step {own_ms:.1f} are the rank's own work{waits}"
+    return Verdict("compute-bound", sentence, late)
+
+
+def lateness(ranks: Sequence[RankTimes]) -> Lateness | None:
+    """Finds the rank that was most often the last to launch a bucket; see [Note: clocks of ranks].
+
+    None on one rank, and with fewer than :data:`FEWEST_LAUNCHES` that all ranks know of.
+    """
+    if len(ranks) < 2:
+        return None
+    common = sorted(set.intersection(*(set(rank.launches) for rank in ranks)))
+    if len(common) < FEWEST_LAUNCHES:
+        return None
+    ahead = [_ahead_ns(rank, ranks[0], common) for rank in ranks]
+    late_ms: dict[int, list[float]] = {rank.rank: [] for rank in ranks}
+    for number in common:
+        launched = [(rank.launches[number][0] - ns, rank.rank) for rank, ns in zip(ranks, ahead, strict=True)]
+        (before, _), (last, who) = sorted(launched)[-2:]
+        late_ms[who].append((last - before) / 1e6)
+    rank, most = max(late_ms.items(), key=lambda item: len(item[1]))
+    return Lateness(rank, len(most), len(common), statistics.median(most))
+
+
+def _ahead_ns(rank: RankTimes, reference: RankTimes, common: Sequence[int]) -> float:
+    """How far a rank's clock is ahead of another's."""
+    ends = ((rank.launches[number][1], reference.launches[number][1]) for number in common)
+    known = [own - other for own, other in ends if own is not None and other is not None]
+    return statistics.median(known) if known else 0.0
+
+
+def _is_straggler(late: Lateness, period_ms: float) -> bool:
+    return late.num_last >= LAST_SHARE * late.num_launches and late.late_ms >= LATE_SHARE * period_ms
+
+
+def _straggler(late: Lateness, ranks: Sequence[RankTimes], input_name: str) -> str:
+    own = next(rank for rank in ranks if rank.rank == late.rank)
+    others_ms = statistics.median(rank.input_ms for rank in ranks if rank.rank != late.rank)
+    sentence = (
+        f"straggler: rank {late.rank} was last in {late.num_last} of {late.num_launches} buckets, by "
+        f"{late.late_ms:.1f} ms of a step of {statistics.fmean(rank.period_ms for rank in ranks):.1f}"
+    )
+    if own.input_ms - others_ms > late.late_ms / 2:
+        return f"{sentence}; it {input_name} for {own.input_ms:.1f} ms a step, the others for {others_ms:.1f}"
+    return f"{sentence}; the others wait for it: look at its device, its share of the machine, and its batches"
