@@ -27,7 +27,7 @@ FEWEST_LAUNCHES = 6
 
 @dataclasses.dataclass(frozen=True)
 class RankTimes:
-    """What one rank measured, in milliseconds a step.
+    """Holds what one rank measured, in milliseconds a step.
 
     Attributes:
         rank: its number.
@@ -53,7 +53,7 @@ class RankTimes:
 
 @dataclasses.dataclass(frozen=True)
 class Lateness:
-    """How often a rank was the last to launch a bucket, and by how much, in the median of those.
+    """Counts how often a rank was the last to launch a bucket, with by how much, in the median of those.
 
     ``num_launches`` are the buckets that all ranks launched.
     """
@@ -66,7 +66,7 @@ class Lateness:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a training is bound by.
+    """Says what a training is bound by.
 
     Attributes:
         kind: in one word.
@@ -138,7 +138,7 @@ def lateness(ranks: Sequence[RankTimes]) -> Lateness | None:
 
 
 def _ahead_ns(rank: RankTimes, reference: RankTimes, common: Sequence[int]) -> float:
-    """How far a rank's clock is ahead of another's."""
+    """The nanoseconds by which a rank's clock is ahead of another's."""
     ends = ((rank.launches[number][1], reference.launches[number][1]) for number in common)
     known = [own - other for own, other in ends if own is not None and other is not None]
     return statistics.median(known) if known else 0.0

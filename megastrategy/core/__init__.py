@@ -32,14 +32,16 @@ from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
 from .grad_scaler import GradScaler, adapt_scaler
-from .layout import BufferLayout, build_layout
+from .layout import Bucket, BufferLayout, ParamSpec, build_layout
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
+from .rebucketing.arrival_order import better_layout_order
 from .strangers import describe_unreduced
 from .trials.known_findings import KnownFindings
 
 __all__ = [
     "EXTRA_FILE",
     "NOT_TENSORS",
+    "Bucket",
     "BufferLayout",
     "CheckpointError",
     "CollectiveError",
@@ -55,7 +57,9 @@ __all__ = [
     "LoneCollectives",
     "MemoryUse",
     "NotOnAllRanksError",
+    "ParamSpec",
     "adapt_scaler",
+    "better_layout_order",
     "build_layout",
     "check_replaceable",
     "config_from_arguments",

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..core import Event, EventKind
+from .recorded import RecordedModel
 
 _Interval = tuple[int, int]
 
@@ -136,6 +137,7 @@ class ModelEvents:
         reduced_bytes, gathered_bytes: by bucket.
         num_skipped_steps: how many steps it had done before the first of these events.
         has_optimizer: whether a DistributedOptimizer steps it, and tells.
+        recorded: what it was, and when gradients arrived, if that was kept.
     """
 
     events: Sequence[Event]
@@ -143,6 +145,7 @@ class ModelEvents:
     gathered_bytes: Sequence[int] = ()
     num_skipped_steps: int = 0
     has_optimizer: bool = True
+    recorded: RecordedModel | None = None
 
     @property
     def steps(self) -> list[Step]:
@@ -167,7 +170,8 @@ class RankEvents:
         """Returns plain types."""
         models = [
             {
-                **dataclasses.asdict(model),
+                **dataclasses.asdict(dataclasses.replace(model, recorded=None)),
+                "recorded": None if model.recorded is None else model.recorded.to_json(),
                 "events": [[event.kind.value, event.index, event.time_ns, event.ran_ns] for event in model.events],
             }
             for model in self.models
@@ -181,6 +185,7 @@ class RankEvents:
             ModelEvents(
                 **{
                     **model,
+                    "recorded": RecordedModel.from_json(kept) if (kept := model.get("recorded")) else None,
                     "events": [
                         Event(EventKind(kind), index, time_ns, tuple(ran_ns) if ran_ns else None)
                         for kind, index, time_ns, ran_ns in model["events"]

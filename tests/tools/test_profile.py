@@ -275,6 +275,11 @@ def test_a_lightning_script_is_profiled_as_it_is(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == model["sentence"]
     assert model["sentence"].startswith(model["verdict"])
     assert [rank["num_steps"] for rank in model["ranks"]] == [3, 3]
+    planned = CliRunner().invoke(
+        root, ["plan", "--profile", str(tmp_path / "made" / "here"), "--ranks", "2,64", "--json"]
+    )
+    assert planned.exit_code == 0, planned.output
+    assert all(row["step_ms"] > 0 for row in json.loads(planned.stdout)["time"]["ranks"])
 
 
 def test_what_nothing_was_recorded_of_is_told_with_the_reason(tmp_path: Path) -> None:

@@ -118,9 +118,9 @@ def test_without_matplotlib_all_but_the_picture_is_there(tmp_path: Path, monkeyp
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Hides("matplotlib"), *sys.meta_path])
     (tmp_path / "timeline.png").write_text("of an older run")
-    trace, picture = write_files([RankEvents(0, [ModelEvents(one_step())])], tmp_path)
+    _, trace, picture = write_files([RankEvents(0, [ModelEvents(one_step())])], tmp_path, "train.py")
     assert "pip install 'megastrategy[plot]'" in picture
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert [name.split(">")[0] for name in project["optional-dependencies"]["plot"]] == ["matplotlib"]
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"summary.json", "trace.json"}
     assert "perfetto" in trace

@@ -64,6 +64,7 @@ class MeasuredStep:
         step_peak_bytes: the most temporaries at once while optimizers step.
         computes: whether large tensors had values.
         num_computed: operations that were carried out on large tensors without values.
+        flops: of the first model, the events of its step: kind, index, and the floating-point operations until then.
     """
 
     dp_size: int
@@ -74,6 +75,7 @@ class MeasuredStep:
     step_peak_bytes: int
     computes: bool
     num_computed: int
+    flops: tuple[tuple[EventKind, int, float], ...] = ()
 
 
 class OneStep:
@@ -94,6 +96,7 @@ class OneStep:
         self._input_bytes = self._saved_bytes = 0
         self._steps: list[tuple[int, int]] = []  # places in the trace, of optimizers' steps
         self._step_start = 0
+        self._flops: list[tuple[EventKind, int, float]] = []
 
     @property
     def has_models(self) -> bool:
@@ -151,6 +154,8 @@ class OneStep:
             self._step_start = live.position()
         elif event.kind is EventKind.STEP_END:
             self._steps.append((self._step_start, live.position()))
+        if number == 0 and event.kind in _COUNTED and number in self._begun and number not in self._complete:
+            self._flops.append((event.kind, event.index, live.flops))
         if number in self._begun and completes_step(event, model.engine.has_optimizer):
             self._complete.add(number)
 
@@ -189,6 +194,7 @@ class OneStep:
             inside,
             live.computes,
             live.num_computed,
+            tuple(self._flops),
         )
 
     def _plan(self, number: int) -> ModelPlan:
@@ -225,6 +231,9 @@ class OneStep:
                     alike = [value for value in _tensors(values) if value.dim() > 0]
                     kept[index] = sum(value.numel() == tensor.numel() for value in alike)
         return kept
+
+
+_COUNTED = (EventKind.FORWARD_START, EventKind.BACKWARD_START, EventKind.GRAD_READY, EventKind.BACKWARD_END)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
