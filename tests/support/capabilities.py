@@ -134,6 +134,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_uneven_collectives.py",
         "ranks/test_waiting_for_a_meeting.py",
         "unit/test_sent_bytes.py",
+        "unit/test_verdicts.py",
         "unit/test_tensor_parts.py",
     ),
     "memory": (
