@@ -295,7 +295,8 @@ def _gloo_over(
     options._timeout = timeout
     options._devices = ways
     backend = gloo(PrefixStore("cpu/", prefix), place, size, options)
-    backend._set_sequence_number_for_group()
+    if torch.__version__ < (2, 15):  # which begins at 0 by itself, and prints a warning
+        backend._set_sequence_number_for_group()
     made: Any = ProcessGroup(prefix, place, size)
     for kind in config.split(","):
         made._register_backend(torch.device(kind.partition(":")[0]), ProcessGroup.BackendType.GLOO, backend)
