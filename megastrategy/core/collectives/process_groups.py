@@ -295,7 +295,7 @@ def _gloo_over(
     options._timeout = timeout
     options._devices = ways
     backend = gloo(PrefixStore("cpu/", prefix), place, size, options)
-    if torch.__version__ < (2, 15):  # which begins at 0 by itself, and prints a warning
+    if torch.__version__ < "2.15":  # which begins at 0 by itself, and prints a warning
         backend._set_sequence_number_for_group()
     made: Any = ProcessGroup(prefix, place, size)
     for kind in config.split(","):
