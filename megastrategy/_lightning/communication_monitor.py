@@ -60,6 +60,11 @@ class TrainerMonitor(_Base):
     - ``communication/skipped_steps``: how many of the fit's steps so far left the weights alone, because a GradScaler
       met an infinite gradient or (with a GradScaler) ``training_step`` returned None.
 
+    With ``log_norms`` it logs three numbers more, the same on all ranks, of the optimizer step that is logged (with
+    several optimizers of each of them, its number at the end of the name): ``norms/grad_norm``, before clipping;
+    ``norms/grad_num_zeros``, the number of elements that are zero; ``norms/param_norm``, before the step. They cost two
+    passes over a rank's shard in the steps that are logged.
+
     When a fit ends, rank 0 says in one sentence what it was bound by: its input, its own work, the link, or, on CPUs, a
     rank that was late. ``verdict`` has it for programs, on rank 0.
 
@@ -73,7 +78,9 @@ class TrainerMonitor(_Base):
     _misconfiguration: ClassVar[type[Exception]]
     """The package's own error; set by the class that is made from this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_norms: bool = False) -> None:
+        self._log_norms = log_norms
+        self._norms: dict[str, float] = {}
         self._record = _Record(_HostClock(), lambda *_: 0)
         self._first_step = self._logged_step = self._logger_step = 0
         self._judged_from: int | None = None
@@ -102,6 +109,7 @@ class TrainerMonitor(_Base):
         """Begins to count, also in a trial run like the learning rate finder's, in the middle of a fit's setup."""
         self._first_step = self._logged_step = trainer.global_step
         self._judged_from = self.verdict = None
+        self._norms = {}
         self._record.reset()
 
     # What lies between two batches is loading the next, but for these.
@@ -128,14 +136,29 @@ class TrainerMonitor(_Base):
     ) -> None:
         self._record.end(_BATCH)
         self._logger_step = trainer.fit_loop.epoch_loop._batches_that_stepped  # under which the batch's loss is logged
-        every = _log_every_n_steps(trainer)
-        if every > 0 and self._step(trainer) // every > self._logged_step // every:
+        if self._is_due(trainer, self._step(trainer)):
             self._log(trainer)
         # The first step has what is paid once: trial steps, the optimizer's state, first connections.
         if self._judged_from is None and self._step(trainer) > self._first_step:
             self._judged_from = self._step(trainer)
             self._record.begin_to_judge()
         self._record.start(_BETWEEN)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Asks for the norms on all ranks, of whose steps the same are logged."""
+        if not self._log_norms or not self._is_due(trainer, self._step(trainer) + 1):
+            return
+        place = [id(other) for other in trainer.optimizers].index(id(optimizer))
+        suffix = f"_{place}" if len(trainer.optimizers) > 1 else ""
+        for name in ("grad_norm", "grad_num_zeros", "param_norm"):
+            self._norms[f"{name}{suffix}"] = getattr(optimizer, name)().item()
+
+    def _is_due(self, trainer: pl.Trainer, step: int) -> bool:
+        """Whether it is time to log after this step."""
+        every = _log_every_n_steps(trainer)
+        return every > 0 and step // every > self._logged_step // every
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _log_every_n_steps(trainer) > 0 and self._step(trainer) > self._logged_step:
@@ -182,9 +205,12 @@ class TrainerMonitor(_Base):
             "buckets": len(model.layout.buckets),
             "skipped_steps": step - self._first_step - self._record.num_updates,
         }
+        norms, self._norms = self._norms, {}
         for logger in trainer.loggers:
-            prefix = f"communication{logger.group_separator}"
-            logger.log_metrics({prefix + name: value for name, value in values.items()}, step=self._logger_step)
+            groups = {"communication": values, "norms": norms}
+            separator = logger.group_separator
+            named = {f"{group}{separator}{name}": each[name] for group, each in groups.items() for name in each}
+            logger.log_metrics(named, step=self._logger_step)
 
 
 def _numbers_of_all(own: RankTimes, num_ranks: int) -> list[RankTimes]:

@@ -31,6 +31,7 @@ from .monitored_fits import (
     half_precision,
     lines_of,
     monitored,
+    norms_of_both,
     padded_numel,
     steps_of,
 )
@@ -121,6 +122,17 @@ def test_it_logs_when_the_loss_is_logged_and_at_the_end(ranks: Ranks, every: int
         lines = lines_of(logged)
         assert steps_of(lines) == expected
         assert column(lines, "sent_bytes") == [SENT_BYTES] * len(expected), "averaged over the steps of its window"
+
+
+@pytest.mark.parametrize(("every", "accumulate"), [(1, 1), (2, 3)])
+def test_norms_are_those_of_ddp_before_clipping(ranks: Ranks, every: int, accumulate: int) -> None:
+    ours, whole = ranks.run(norms_of_both, log_every_n_steps=every, accumulate_grad_batches=accumulate)[0]
+    assert len(whole) > 1
+    assert steps_of(ours) == steps_of(whole)
+    for (_, norms), (_, expected) in zip(ours, whole, strict=True):
+        assert norms == pytest.approx(expected, rel=1e-6)
+        assert norms["norms/grad_norm"] > 0.05, "before clipping"
+        assert norms["norms/grad_num_zeros"] >= 64 * (5 + 11), "of the units that never act"
 
 
 def everything_logged(**options: Any) -> Lines:
