@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from .._faults.process_collectives import checkpoint_collectives, engine_collectives
+from .._faults.process_collectives import checkpoint_collectives
 from .._whole_optimizers import WholeOptimizers
 from ..core import DistributedOptimizer, LoneCollectives, adapt_scaler
 from . import checkpoint
@@ -52,6 +52,7 @@ from .prepared_model import (
 )
 from .resumable_data import ResumesData
 from .saves_alone import SavesAlone
+from .tensor_parallel import TensorParallel, check_parallelism
 from .transformers_trainer import wrap_trainer
 
 __all__ = ["Accelerator", "MegatronDDPPlugin"]
@@ -59,7 +60,7 @@ __all__ = ["Accelerator", "MegatronDDPPlugin"]
 _log = get_logger(__name__)
 
 
-class Accelerator(SavesAlone, CountsTokens, ResumesData, accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(TensorParallel, SavesAlone, CountsTokens, ResumesData, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator``, with all of its arguments and methods, training with Megatron-LM's data parallelism.
 
     Args:
@@ -93,6 +94,7 @@ class Accelerator(SavesAlone, CountsTokens, ResumesData, accelerate.Accelerator)
         if any(not isinstance(plugin, MegatronDDPPlugin) for plugin in plugins):
             raise ValueError(f"megatron_ddp_plugin: expected a MegatronDDPPlugin, got {type(plugins[0]).__name__}")
         refuse_other_engines(arguments)
+        check_parallelism(arguments)
         wrap_trainer()
         # accelerate raises KeyError for a handler of a class that it does not know
         if "kwargs_handlers" in arguments:
@@ -110,7 +112,7 @@ class Accelerator(SavesAlone, CountsTokens, ResumesData, accelerate.Accelerator)
         ddp_options = {}
         if self.ddp_handler is not None:
             ddp_options = {**self.ddp_handler.to_kwargs(), **self._translated_hook(self.ddp_handler)}
-        self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_options)
+        self.megatron_ddp_config = self.megatron_ddp_plugin.config(**ddp_options, **self._instances())
         self._adapt_scaler()
 
     # --- prepare -----------------------------------------------------------------------------------------------------
@@ -145,9 +147,7 @@ class Accelerator(SavesAlone, CountsTokens, ResumesData, accelerate.Accelerator)
         with self._compiling_regions_only(model):
             placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         del placed._is_accelerate_prepared  # which it is not, if it comes again without its wrapper
-        collectives = engine_collectives(self.device) if self.use_distributed else LoneCollectives()
-        way_out = self.megatron_ddp_plugin.all_reduce_option
-        prepared = PreparedModel(placed, self.megatron_ddp_config, collectives=collectives, all_reduce_option=way_out)
+        prepared = self._wrap(placed)
         # such an optimizer would find stand-ins for gradients, or step 16-bit weights without their main params
         if not prepared.engine.steps_params_themselves and (early := self._whole_optimizers.of(prepared)) is not None:
             prepared.close()

@@ -86,7 +86,6 @@ def refuse_other_engines(arguments: dict[str, Any]) -> None:
         "fsdp_plugin": "ACCELERATE_USE_FSDP",
         "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
         "torch_tp_plugin": "",
-        "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
     }
     # accelerate launch passes its file on in the environment, where the arguments show nothing
     for name, variable in environment.items():

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from .._prepared_models import PreparedModels
 from ..core import (
     DistributedDataParallel,
+    norms_over_owners,
     scale_to_norm_,
     total_grad_norm,
 )
@@ -141,12 +142,24 @@ def clip_norm_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], max_norm:
     """
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
     first = parts[0][0]
-    norm = total_grad_norm(grads, norm_type, first.engine.shard_collectives, first.device)
+    norm = total_grad_norm(_counted_grads(parts), norm_type, first.engine.shard_collectives, first.device)
+    # the data-parallel ranks first, then the tensor ranks, so that all get the same bits
+    if (tensor_ranks := first.engine.local_parts.ranks) is not None:
+        norm = norms_over_owners(norm.reshape(1), norm_type, tensor_ranks)[0]
     in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
     norm = norm if in_fp64 else norm.to(torch.float32)
     with torch.no_grad():
         scale_to_norm_(grads, norm, max_norm)
     return norm
+
+
+def _counted_grads(parts: Sequence[tuple[PreparedModel, list[Parameter]]]) -> list[Tensor]:
+    """Lists this rank's parts of the gradients without those of which another tensor rank has, and counts, the same."""
+    return [
+        grad
+        for model, params in parts
+        for grad in model.owned_grads([param for param in params if model.engine.local_parts.counts_here(param)])
+    ]
 
 
 def clip_value_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], clip_value: float) -> None:

@@ -1,6 +1,6 @@
 """Lets ``transformers.Trainer`` save a sharded optimizer, although it asks for the state on the rank that writes alone.
 
-Nothing that all ranks call comes just before it, so the two methods that save and load are wrapped, in a process that
+Nothing that all ranks call comes just before it, so the methods that save and load are wrapped, in a process that
 makes an Accelerator of ours. With any other optimizer they do what they did. Trainers of other libraries are
 subclasses.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from .._checkpoints.files import save_file
-from ..core import DistributedOptimizer
+from ..core import DistributedOptimizer, dtensors_of
 from .checkpoint import MAIN_PARAMS_FILE, load_main_params
+from .tensor_parallel import take_whole_states
 
 
 def wrap_trainer() -> None:
@@ -52,9 +53,33 @@ def wrap_trainer() -> None:
 
     trainer._save_optimizer_and_scheduler = save_on_all_ranks
     trainer._load_optimizer_and_scheduler = load_with_main_params
+    _wrap_weights(trainer)
+
+
+def _wrap_weights(trainer: Any) -> None:
+    """Wraps the methods that save and load weights, for models that ``parallelize_module`` has cut."""
+    save_weights, load_weights = trainer._save, trainer._load_from_checkpoint
+
+    def save_whole(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # on all ranks, of which one goes on; a model that Transformers has cut itself is gathered there
+        if state_dict is None and _is_cut(self):
+            state_dict = self.accelerator.get_state_dict(self.model)
+        save_weights(self, output_dir, state_dict)
+
+    def load_whole(self: Any, checkpoint: str, model: Any = None) -> None:
+        if _is_cut(self):  # the weights come before the model is prepared
+            take_whole_states(self.model)
+        load_weights(self, checkpoint, model)
+
+    trainer._save, trainer._load_from_checkpoint = save_whole, load_whole
 
 
 def _distributed(trainer: Any) -> DistributedOptimizer | None:
     """Returns the sharded optimizer inside of accelerate's, or None."""
     inner = getattr(trainer.optimizer, "optimizer", None)
     return inner if isinstance(inner, DistributedOptimizer) else None
+
+
+def _is_cut(trainer: Any) -> bool:
+    """Whether torch's ``parallelize_module`` has cut the model, and Transformers does not know."""
+    return bool(dtensors_of(trainer.model)) and not trainer.is_distributed_loading_by_transformers

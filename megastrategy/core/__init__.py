@@ -21,7 +21,7 @@ from .checkpoint.sharded_state import (
     save_directory,
     sync_directory,
 )
-from .clip_grads import scale_to_norm_, total_grad_norm
+from .clip_grads import norms_over_owners, scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group
 from .comm_hooks import describe_translation
@@ -33,6 +33,7 @@ from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
 from .grad_scaler import GradScaler, adapt_scaler
 from .layout import Bucket, BufferLayout, ParamSpec, build_layout
+from .local_parts import cut_like, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
 from .rebucketing.arrival_order import better_layout_order
 from .strangers import describe_unreduced
@@ -63,15 +64,18 @@ __all__ = [
     "build_layout",
     "check_replaceable",
     "config_from_arguments",
+    "cut_like",
     "describe_translation",
     "describe_unreduced",
     "directory_keys",
+    "dtensors_of",
     "field_names",
     "host_collectives",
     "is_directory_checkpoint",
     "make_collectives",
     "memory_use",
     "memory_use_of_ddp",
+    "norms_over_owners",
     "not_tensors",
     "one_listener",
     "private_group",

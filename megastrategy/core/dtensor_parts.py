@@ -105,7 +105,8 @@ class DTensorParts(LocalParts):
                 "whose gradients would be averaged. Make a mesh of both dimensions, parallelise over one and pass the "
                 'other\'s group: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize_module(module, '
                 'mesh["tp"], plan), DistributedDataParallel(module, config, process_group=mesh.get_group("dp")). '
-                "In Lightning: MegatronDDPStrategy(tensor_parallel_size=2), which has the mesh ready"
+                "In Lightning and Fabric: MegatronDDPStrategy(tensor_parallel_size=2), which has the mesh ready; in "
+                "Accelerate: ParallelismConfig(tp_size=2, dp_shard_size=...)"
             )
 
     # --- parameters and gradients ------------------------------------------------------------------------------------

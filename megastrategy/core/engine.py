@@ -40,7 +40,6 @@ from .weight_chunks import weight_chunks
 UNTESTED_WITH_TENSOR_RANKS = {
     "grad_wire_dtype": None,
     "param_wire_dtype": None,
-    "num_distributed_optimizer_instances": 1,
 }
 """Options that a tensor-parallel model is refused with, and their defaults."""
 

@@ -130,3 +130,17 @@ def dtensors_of(module: nn.Module) -> dict[str, Any]:
     # Importing it here would cost everybody; a class that nobody has imported has no instances.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return {name: param for name, param in module.named_parameters() if isinstance(param, kind)}
+
+
+def cut_like(param: Any, whole: Tensor) -> Tensor:
+    """A whole tensor as a DTensor that is cut as ``param`` is, a DTensor of one mesh dimension: a view of this rank's
+    part. No rank asks another."""
+    [placement], part = param.placements, whole
+    if not placement.is_replicate():
+        dim = placement.dim % param.dim()
+        start, end = cut_of(param.shape[dim], param.device_mesh.get_local_rank(), param.device_mesh.size())
+        part = whole.narrow(dim, start, end - start)
+    cut: Tensor = type(param).from_local(
+        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return cut

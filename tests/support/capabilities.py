@@ -85,6 +85,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_module_watch.py",
         "*/test_tensor_parallel*.py",
         "doors/test_fabric_tensor_parallel.py",
+        "doors/test_accelerate_tensor_parallel.py",
         "ranks/test_tensor_groups.py",
         "ranks/test_other_engines.py",
         "ranks/test_unfreezing.py",

@@ -23,13 +23,14 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 
 SEQUENCE = 8
 
-Mode = Literal["reduce-scatter", "all-reduce", "pooled", "flattened", "forward"]
+Mode = Literal["reduce-scatter", "all-reduce", "pooled", "flattened", "forward", "instances"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "reduce-scatter": {},
     "all-reduce": {"use_distributed_optimizer": False},
     "pooled": {"grad_buffer": "pooled"},
     "flattened": {"use_distributed_optimizer": False, "use_contiguous_buffers": False, "overlap_grad_reduce": False},
     "forward": {"overlap_param_gather": "forward"},
+    "instances": {"num_distributed_optimizer_instances": 2},
 }
 
 

@@ -1,0 +1,250 @@
+"""Accelerate's ``ParallelismConfig(tp_size=2, dp_shard_size=2)``: a loop trains, saves and resumes as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.support.tensor_parallel import LanguageModel, adamw, meshes, plan, whole
+
+from .accelerate_loops import Worlds, make_accelerator
+from .test_lightning_tensor_parallel import BATCH_SIZE, assert_close, loader
+
+
+class Model(LanguageModel):
+    """Returns its loss, as models of Transformers do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return self.loss(super().forward(tokens), tokens)
+
+
+def make_model(tied: bool) -> Model:
+    torch.manual_seed(3)
+    return Model(64, tied=tied, width=16)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def train(
+    sizes: dict[str, int], folder: str, resume: str | None = None, *, tied: bool = False, safe: bool = True
+) -> dict[str, Any]:
+    """An epoch with accumulation and clipping, then the state, in a folder called after the sizes.
+
+    ``sizes``: of ParallelismConfig; without any it is accelerate's own Accelerator, in one process.
+    """
+    from accelerate.parallelism_config import ParallelismConfig
+
+    options = {"gradient_accumulation_steps": 2}
+    if sizes:
+        accelerator = make_accelerator("megatron_ddp", parallelism_config=ParallelismConfig(**sizes), **options)
+    else:
+        accelerator = make_accelerator("ddp", **options)
+    module = make_model(tied)
+    if sizes:
+        parallelize_module(module, accelerator.torch_device_mesh["tp"], plan(sequence_parallel=True))
+        if tied:
+            module.head.weight = module.embed.weight
+    num_batches = accelerator.num_processes // sizes.get("tp_size", 1)
+    model, optimizer, data = accelerator.prepare(
+        module, adamw(module.parameters()), loader(2 * BATCH_SIZE // num_batches)
+    )
+    if resume is not None:
+        accelerator.load_state(resume)
+    losses, norms = [], []
+    for [tokens] in data:
+        with accelerator.accumulate(model):
+            loss = model(tokens)
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            optimizer.zero_grad()
+    name = " ".join(f"{key}={size}" for key, size in sizes.items()) or "alone"
+    accelerator.save_state(f"{folder}/{name}{' resumed' if resume else ''}", safe_serialization=safe)
+    instances = getattr(accelerator, "megatron_ddp_config", None)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights_of(module),
+        "instances": instances and instances.num_distributed_optimizer_instances,
+    }
+
+
+MESH = {"tp_size": 2, "dp_shard_size": 2}
+MESHES = [
+    pytest.param(MESH, False, True, id="2x2"),
+    pytest.param(MESH, True, True, id="2x2-tied", marks=pytest.mark.long),
+    pytest.param(MESH, False, False, id="2x2-pickled", marks=pytest.mark.long),
+    pytest.param({"tp_size": 2}, False, True, id="1x2", marks=pytest.mark.long),
+    pytest.param({**MESH, "dp_replicate_size": 2}, False, True, id="2x2x2", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("sizes", "tied", "safe"), MESHES)
+def test_a_mesh_trains_saves_and_resumes_as_one_process_does(
+    worlds: Worlds, tmp_path: Path, sizes: dict[str, int], tied: bool, safe: bool
+) -> None:
+    folder, name = str(tmp_path), " ".join(f"{key}={size}" for key, size in sizes.items())
+    size = 2 * sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+    options = {"tied": tied, "safe": safe}
+    [alone] = worlds.run(train, {}, folder, size=1, **options)
+    together = worlds.run(train, sizes, folder, size=size, **options)
+    by_data_rank = [own["losses"] for own in together[::2]]
+    assert by_data_rank == [own["losses"] for own in together[1::2]], "one batch for a tensor group"
+    means = [sum(losses) / len(losses) for losses in zip(*by_data_rank, strict=True)]
+    assert means == pytest.approx(alone["losses"], rel=1e-5)
+    assert together[0]["instances"] == sizes.get("dp_replicate_size", 1)
+    for own in together:
+        assert own["norms"] == together[0]["norms"], "the same bits everywhere"
+        assert_close(own["weights"], alone["weights"])
+    assert together[0]["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    # the files are what one process wrote, and each goes on from the other's
+    for state in ("optimizer.bin", "model.safetensors" if safe else "pytorch_model.bin"):
+        assert (tmp_path / name / state).is_file()
+    saved, expected = (torch.load(tmp_path / who / "optimizer.bin", weights_only=True) for who in (name, "alone"))
+    assert_close(saved["state"], expected["state"])
+    [alone] = worlds.run(train, {}, folder, f"{folder}/{name}", size=1, **options)
+    together = worlds.run(train, sizes, folder, f"{folder}/alone", size=size, **options)
+    assert_close(together[0]["weights"], alone["weights"])
+
+
+def message(error: type[Exception], run: Any) -> str:
+    with pytest.raises(error) as caught:
+        run()
+    return str(caught.value)
+
+
+def refusals() -> dict[str, str]:
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState
+
+    def on(plugin: dict[str, Any] | None = None, **sizes: int) -> Any:
+        AcceleratorState._shared_state.clear()
+        return make_accelerator("megatron_ddp", plugin, parallelism_config=ParallelismConfig(**sizes))
+
+    plain = nn.Linear(4, 4)
+    found = {
+        "context": message(ValueError, lambda: on(cp_size=2)),
+        "sequence": message(ValueError, lambda: on(sp_size=2)),
+        "parts": message(ValueError, lambda: on({"state_dict_type": "sharded"}, tp_size=2)),
+        "plain": message(ValueError, lambda: on(tp_size=2).prepare(plain)),
+    }
+    module = make_model(tied=False)
+    parallelize_module(module, on(tp_size=2).torch_device_mesh["tp"], plan(sequence_parallel=True))
+    found["no sizes"] = message(ValueError, lambda: on().prepare(module))
+    return found
+
+
+REFUSED = {
+    "context": "ParallelismConfig(cp_size=2) asks for context parallelism",
+    "sequence": "ParallelismConfig(sp_size=2) asks for sequence parallelism over devices",
+    "parts": "contradicts MegatronDDPPlugin(state_dict_type='sharded')",
+    "plain": "has no tensor-parallel parameter",
+    "no sizes": "ParallelismConfig(tp_size=2, dp_shard_size=...)",
+}
+
+
+def test_what_cannot_be_is_refused_by_name(worlds: Worlds) -> None:
+    for found in worlds.run(refusals):
+        assert found.keys() == REFUSED.keys()
+        for what, text in REFUSED.items():
+            assert text in found[what]
+
+
+# --- Transformers ----------------------------------------------------------------------------------------------------
+
+BY_TRANSFORMERS, BY_TORCH = {"tp_size": 2}, MESH
+
+
+def load_llama(folder: str, sizes: dict[str, int]) -> Any:
+    """Cut over all ranks by Transformers, or over the mesh's tensor ranks by torch; or whole."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if not sizes and not Path(f"{folder}/model").exists():
+        torch.manual_seed(0)
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, **heads)
+        LlamaForCausalLM(config).save_pretrained(f"{folder}/model")
+    if sizes == BY_TRANSFORMERS:
+        return LlamaForCausalLM.from_pretrained(f"{folder}/model", distributed_config=DistributedConfig(tp_size=2))
+    model = LlamaForCausalLM.from_pretrained(f"{folder}/model")
+    if sizes:
+        columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        rows = ("self_attn.o_proj", "mlp.down_proj")
+        styles = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
+        if not torch.distributed.is_initialized():  # TrainingArguments would, and come later
+            torch.distributed.init_process_group("gloo")
+        mesh = meshes(2)["tp"]
+        parallelize_module(model, mesh, styles | {f"model.layers.*.{name}": RowwiseParallel() for name in rows})
+    return model
+
+
+def fit(folder: str, sizes: dict[str, int], resume: str | None = None) -> dict[str, Any]:
+    """Four steps of ``transformers.Trainer``, which saves after two and four."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    from .transformers_fits import accelerators_of
+
+    with accelerators_of("megatron_ddp" if sizes else "accelerate", {}):
+        model = load_llama(folder, sizes)
+        ranks = sizes.get("dp_shard_size", 1)
+        arguments = TrainingArguments(
+            output_dir=f"{folder}/{sizes}",
+            max_steps=4,
+            per_device_train_batch_size=4 // ranks,
+            gradient_accumulation_steps=2,
+            optim="adamw_torch",
+            adam_epsilon=1e-5,
+            learning_rate=1e-3,
+            max_grad_norm=0.1,
+            logging_steps=1,
+            save_steps=2,
+            save_only_model=sizes == BY_TRANSFORMERS,  # all that it saves of models that it has cut
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=7,
+            **({"parallelism_config": ParallelismConfig(**sizes)} if sizes == BY_TORCH else {}),
+        )
+        tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(5))
+        data = [{"input_ids": sample, "labels": sample} for sample in tokens]
+        trainer = Trainer(model, arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=resume)
+        logged = [row for row in trainer.state.log_history if "loss" in row]
+        return {
+            "losses": [row["loss"] for row in logged],
+            "norms": [float(row["grad_norm"]) for row in logged],
+            "weights": weights_of(trainer.model),
+            "optimizer": type(trainer.optimizer.optimizer).__name__,
+        }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [BY_TRANSFORMERS, BY_TORCH], ids=["cut by Transformers", "cut by torch"])
+def test_a_trainer_trains_and_saves_as_in_one_process(worlds: Worlds, tmp_path: Path, sizes: dict[str, int]) -> None:
+    from safetensors.torch import load_file
+
+    folder, size = str(tmp_path), 2 * sizes.get("dp_shard_size", 1)
+    [alone] = worlds.run(fit, folder, {}, size=1)
+    together = worlds.run(fit, folder, sizes, size=size)
+    for own in together:
+        # Trainer prepares a model that it has cut for evaluation: there are no data-parallel ranks then
+        assert own["optimizer"] == ("DistributedOptimizer" if sizes == BY_TORCH else "AdamW")
+        assert own["losses"] == pytest.approx(alone["losses"], abs=2e-4), "logged with four digits"
+        assert own["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert_close(own["weights"], alone["weights"])
+    saved, expected = (load_file(tmp_path / f"{of}/checkpoint-4/model.safetensors") for of in (sizes, {}))
+    assert_close(saved, expected)
+    if sizes == BY_TORCH:
+        resumed = worlds.run(fit, folder, sizes, f"{folder}/{sizes}/checkpoint-2", size=size)
+        assert_close(resumed[0]["weights"], alone["weights"])
