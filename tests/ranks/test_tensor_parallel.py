@@ -94,26 +94,27 @@ def test_the_norm_is_dominated_by_what_must_be_counted_once() -> None:
     assert replicated > 0.01 * sum(squares.values()), "ten thousand times the tolerance"
 
 
-def rounded(tp: int) -> list[Outcome]:
-    mesh, outcomes = meshes(tp), list[Outcome]()
-    for mode in ("reduce-scatter", "all-reduce", "pooled"):
-        outcomes.append(train_on(mesh, Case(mode, dtype=torch.bfloat16, accumulate=3, tied=True)))  # type: ignore[arg-type]
-    return outcomes
+BF16 = [
+    Case(mode, sequence_parallel, accumulate, tied, torch.bfloat16)  # type: ignore[arg-type] # a name of a mode
+    for mode, sequence_parallel, accumulate, tied in itertools.product(
+        ("reduce-scatter", "all-reduce", "pooled"), (True, False), (1, 3), (False, True)
+    )
+]
 
 
 @pytest.mark.long
-def test_16_bit_weights_have_main_params_of_their_parts() -> None:
+@pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4)])
+def test_16_bit_weights_have_main_params_of_their_parts(dp: int, tp: int) -> None:
     """Forwards round otherwise where a sum is cut, so weights agree to a step of bf16, replicas to the bit."""
-    by_rank = run_processes(4, rounded, 2, timeout_s=300.0)
-    alone = train_alone(Case(dtype=torch.bfloat16, accumulate=3, tied=True), 2)
-    for outcomes in by_rank:
-        for outcome, first in zip(outcomes, by_rank[0], strict=True):
-            assert outcome.replicas == first.replicas
-            assert [norm.tolist() for norm in outcome.norms] == [norm.tolist() for norm in first.norms]
+    for case, outcomes in on_mesh(dp, tp, BF16):
+        alone, start = train_alone(case, dp), make_module(case, None).state_dict()
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.replicas == outcomes[0].replicas, f"{case}, rank {rank}"
+            assert [norm.tolist() for norm in outcome.norms] == [norm.tolist() for norm in outcomes[0].norms]
             for name, weight in alone.weights.items():
-                moved = weight.float() - make_module(Case(dtype=torch.bfloat16, tied=True), None).state_dict()[name]
-                error = (outcome.weights[name].float() - weight.float()).norm() / moved.float().norm()
-                assert error < 0.1, f"{name}: {error} of how far it was trained"
+                moved = (weight.float() - start[name].float()).norm()
+                error = (outcome.weights[name].float() - weight.float()).norm() / moved
+                assert error < 0.1, f"{case}, {name}: {error} of how far it was trained"
 
 
 def with_and_without(cases: list[Case]) -> list[tuple[Outcome, Outcome]]:

@@ -1,4 +1,4 @@
-"""The benchmarks of what a Trainer adds and of what is paid once, as they are run, and the arithmetic of the first."""
+"""The benchmarks of what a Trainer adds, of meshes and of what is paid once, as they are run, and the arithmetic of the first."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def test_it_compares_both_strategies_with_loops_of_their_own(tmp_path: Path) -> 
         assert strategy in done.stdout
         for field in ("step_ms", "cpu_ms"):
             assert len(written[strategy][field]["samples"]) == 2
+
+
+@pytest.mark.fresh
+@pytest.mark.long
+def test_tensor_parallel_engines_train_to_the_same_losses_in_turns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--rounds", "2", "--steps", "1", "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "tensor_parallel.json").read_text())
+    assert written["losses"].keys() >= {"ours", "fsdp2", "replicate"}
+    for name in written["losses"]:
+        assert name in done.stdout
+        assert len(written[name]["step_ms"]["samples"]) == 2
 
 
 @pytest.mark.fresh

@@ -1,0 +1,137 @@
+"""Tensor-parallel models whose activations are recomputed, or that are compiled; instances; and what ranks send."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.counters import payload_received_bytes
+from tests.support.processes import run_processes
+from tests.support.tensor_parallel import Case, Trainee, meshes, tokens_of, train_alone, train_on
+
+STEPS = range(4)
+
+
+def differences(mesh: Any, change: Any) -> float:
+    """The farthest that any weight is from that of training without the change."""
+    weights = []
+    for changed in (False, True):
+        trainee = Trainee.make(mesh, Case(accumulate=2))
+        if changed:
+            change(trainee)
+        trainee.train(STEPS)
+        weights.append(list(trainee.weights().values()))
+        trainee.model.close()
+    return max(float((one - other).abs().max()) for one, other in zip(*weights, strict=True))
+
+
+def recompute(use_reentrant: bool) -> Any:
+    """Forgets the activations of each block, and computes them again in backward."""
+
+    def change(trainee: Trainee) -> None:
+        for block in trainee.module.blocks:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+
+    return change
+
+
+def compile_module(trainee: Trainee) -> None:
+    torch._dynamo.reset()
+    trainee.module.compile(backend="aot_eager")
+
+
+def dp_bytes(mesh: Any) -> tuple[float, int]:
+    """Bytes that this rank receives a step for its data-parallel ranks alone, and its number of parameters."""
+    trainee = Trainee.make(mesh, Case(clip_norm=None, options=(("find_unused_parameters", False),)))
+    trainee.train(STEPS)
+    received = {}
+    for synced in (False, True):
+        torch.distributed.barrier()
+        before = payload_received_bytes()
+        for step in STEPS:
+            with contextlib.nullcontext() if synced else trainee.model.no_sync():
+                tokens = tokens_of(trainee.case, mesh.get_local_rank("dp"), step, 0)
+                trainee.module.loss(trainee.model(tokens), tokens).backward()
+            if synced:
+                trainee.optimizer.step()
+            trainee.optimizer.zero_grad()
+        trainee.model.finish_param_gather()
+        torch.distributed.barrier()
+        received[synced] = payload_received_bytes() - before
+    numel = sum(getattr(p, "_local_tensor", p).numel() for p in trainee.module.parameters())
+    trainee.model.close()
+    return (received[True] - received[False]) / len(STEPS), numel
+
+
+def answers() -> dict[str, Any]:
+    mesh = meshes(2)
+    return {
+        "non-reentrant": differences(mesh, recompute(False)),
+        "reentrant": differences(mesh, recompute(True)),
+        "compiled": differences(mesh, compile_module),
+        "bytes": dp_bytes(mesh),
+    }
+
+
+@pytest.fixture(scope="module")
+def answered() -> list[dict[str, Any]]:
+    return run_processes(4, answers, timeout_s=600.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["non-reentrant", "reentrant", "compiled"])
+def test_recomputed_and_compiled_models_train_to_the_same_weights(answered: list[dict[str, Any]], how: str) -> None:
+    assert max(answer[how] for answer in answered) <= 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
+@pytest.mark.real_collectives("counts what the rings send")
+def test_what_data_parallel_ranks_send_is_the_floor_of_the_local_size(answered: list[dict[str, Any]]) -> None:
+    """8(d-1)/d bytes for each parameter, or part of one, that lies here: gradients reduced and weights gathered."""
+    for received, numel in (answer["bytes"] for answer in answered):
+        assert 1.0 <= received / (8 * numel / 2) < 1.02
+
+
+def with_instances(tp: int) -> list[Any]:
+    case = Case("instances", accumulate=2, tied=True, steps=8)
+    return [train_on(meshes(tp), case)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dp", [2, 4])
+def test_instances_of_the_optimizer_train_as_one_process_does(dp: int) -> None:
+    """Each of one data-parallel rank, and of two."""
+    outcomes = [outcome for [outcome] in run_processes(2 * dp, with_instances, 2, timeout_s=600.0)]
+    alone = train_alone(Case("instances", accumulate=2, tied=True, steps=8), dp)
+    for outcome in outcomes:
+        for name, weight in alone.weights.items():
+            torch.testing.assert_close(outcome.weights[name], weight, rtol=0.0, atol=1e-6)
+        assert [norm.tolist() for norm in outcome.norms] == [norm.tolist() for norm in outcomes[0].norms]
+        assert outcome.replicas == outcomes[0].replicas
+
+
+def killed() -> None:
+    trainee = Trainee.make(meshes(2), Case())
+    trainee.train(range(2))
+    if torch.distributed.get_rank() == 3:
+        trainee.module.blocks[0].up.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    trainee.train(range(2, 4))
+
+
+@pytest.mark.long
+def test_a_killed_rank_ends_all_ranks_of_the_mesh() -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        run_processes(4, killed, timeout_s=300.0)
+    assert time.monotonic() - start < 120.0, "below the groups' timeout"
+    for rank in range(3):
+        assert f"rank {rank}:\nTraceback" in str(caught.value), "with a reason of its own"
