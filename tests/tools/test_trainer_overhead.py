@@ -1,4 +1,4 @@
-"""The benchmarks of what a Trainer adds, of meshes and of what is paid once, as they are run, and the arithmetic of the first."""
+"""The benchmarks of a Trainer's overhead, of meshes and of what is paid once, and the arithmetic of the first."""
 
 from __future__ import annotations
 
