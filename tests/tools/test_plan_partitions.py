@@ -219,6 +219,33 @@ def test_what_cannot_be_is_said_by_name(wrong: dict[str, Any], says: str) -> Non
         megastrategy.plan(layers, x, **options)
 
 
+def test_a_given_split_is_told_beside_the_fastest() -> None:
+    layers, x = blocks()
+    devices = parse_cards("big=1GB@20TFLOPS:1,small=1GB@10TFLOPS:1")
+    options = {"devices": devices, "microbatches": 4}
+    best = megastrategy.plan(layers, x, **options)
+    given = megastrategy.plan(layers, x, split_spec=[1, 3], **options)
+    assert (given.split_spec, given.stage_order) == ((1, 3), ("big", "small"))
+    assert given.step_time > best.step_time
+    assert f"the fastest is {'-'.join(map(str, best.split_spec))}" in given.why
+    full = megastrategy.plan(layers, x, split_spec=[2, 2], devices=parse_cards("tiny=1MB@1TFLOPS:2"), microbatches=4)
+    assert "does not fit the memory of tiny, tiny" in full.why
+    for split, says in [([1, 2], "has 3 layers: expected 4"), ([4, 0], "one a stage"), ([2, 1, 1], "3 stages, for 2")]:
+        with pytest.raises(ValueError, match=says):
+            megastrategy.plan(layers, x, split_spec=split, **options)
+
+
+def test_the_timeline_of_a_plan_is_that_of_its_step() -> None:
+    """Every microbatch once forward and once backward on each card, which does one thing at a time, until the end."""
+    layers, x = blocks()
+    plan = megastrategy.plan(layers, x, devices=parse_cards("3090:1,2080:1"), microbatches=3)
+    assert max(span.end_ms for span in plan.timeline) == pytest.approx(plan.step_time)
+    for card in range(2):
+        own = sorted((span for span in plan.timeline if span.card == card), key=lambda span: span.start_ms)
+        assert len({span.action for span in own}) == len(own) == 6
+        assert all(one.end_ms <= other.start_ms + 1e-9 for one, other in itertools.pairwise(own))
+
+
 def test_the_command_cuts_what_a_module_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "planned_project.py").write_text(
         "import torch\nlayers = [torch.nn.Linear(8, 8) for _ in range(4)]\ndef sample():\n    return torch.ones(2, 8)\n"
@@ -231,7 +258,28 @@ def test_the_command_cuts_what_a_module_names(tmp_path: Path, monkeypatch: pytes
     found = json.loads(done.output)
     assert sum(found["split_spec"]) == 4
     assert sorted(found["stage_order"]) == ["2080", "3090"]
-    table = CliRunner().invoke(root, [*options, "--batch", "planned_project:sample", "planned_project:layers"])
+    sample = ["--batch", "planned_project:sample"]
+    more = ["--schedule", "gpipe", "--slack", "0.2", "--frozen", "0-1,3", "--picture", "cut.png"]
+    done = CliRunner().invoke(root, [*options, *sample, *more, "--json", "planned_project:layers"])
+    assert done.exit_code == 0, done.output
+    frozen = json.loads(done.output)
+    # A frozen prefix has no backward.
+    assert sum(frozen["memory"]) < sum(found["memory"])
+    assert (tmp_path / "cut.png").read_bytes().startswith(b"\x89PNG")
+    given = CliRunner().invoke(root, [*options, *sample, "--split", "1-3", "--json", "planned_project:layers"])
+    assert json.loads(given.output)["split_spec"] == [1, 3]
+    for wrong, code, says in [
+        (["--split", "1-2"], 1, "has 3 layers: expected 4"),
+        (["--split", "many"], 2, "such as 9-22-6-1"),
+        (["--frozen", "7"], 1, "layers from 0 to 3"),
+        (["--slack", "1"], 1, "from 0 to below 1"),
+        (["--picture", "no/such/folder.png"], 1, "cannot be written"),
+        (["--picture", "cut.abc"], 1, "abc"),
+    ]:
+        done = CliRunner().invoke(root, [*options, *sample, *wrong, "planned_project:layers"])
+        assert done.exit_code == code, done.output
+        assert says in done.output
+    table = CliRunner().invoke(root, [*options, *sample, "planned_project:layers"])
     assert "ms a step" in table.output
     assert "T = " in table.output
     for wrong, says in [

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import click
 from rich.console import Console
 from torch import Tensor, nn
 
-from .cards import parse_cards
+from .cards import Card, parse_cards
 from .links import parse_flops, parse_link
 from .memory import parse_bytes, parse_ranks
 from .one_step import MeasuredStep
-from .partitions import plan
+from .partitions import Plan, plan
 from .recorded_work import ProfileError, measure, read_profile
 from .report import memory_json, memory_tables, partition_table
 from .scripts import PlanError, measure_script
@@ -45,6 +46,15 @@ from .timing import Training, of_operations, of_profile, predict, time_json, tim
 @click.option("--batch", help="With --cards: a microbatch, or a function that returns one, as module:name.")
 @click.option("--microbatches", type=click.IntRange(min=1), default=4, help="With --cards: of a step.")
 @click.option("--objective", type=click.Choice(["time", "waste"]), default="time", help="With --cards: least of what.")
+@click.option("--schedule", type=click.Choice(["1f1b", "gpipe"]), default="1f1b", help="With --cards.")
+@click.option("--slack", type=float, default=0.0, help="With --cards: the part of each card's memory that stays free.")
+@click.option(
+    "--frozen", metavar="FIRST-LAST,...", help="With --cards: layers that are not trained.  [default: as they are]"
+)
+@click.option("--split", metavar="N-N-...", help="With --cards: what this cut takes, on the cards in this order.")
+@click.option(
+    "--picture", type=click.Path(dir_okay=False, path_type=Path), help="With --cards: draw it into this file."
+)
 @click.option("--keep-together", "together", multiple=True, metavar="FIRST-LAST", help="With --cards: layers not cut.")
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -142,6 +152,11 @@ def _plan_partitions(
     batch: str | None,
     microbatches: int,
     objective: Any,
+    schedule: Any,
+    slack: float,
+    frozen: str | None,
+    split: str | None,
+    picture: Path | None,
     together: tuple[str, ...],
     as_json: bool,
     **_: Any,
@@ -149,6 +164,8 @@ def _plan_partitions(
     try:
         devices = parse_cards(cards)
         groups = [_group(text) for text in together]
+        spec_of_split = None if split is None else _split(split)
+        not_trained = None if frozen is None else _layers(frozen)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if batch is None:
@@ -166,13 +183,48 @@ def _plan_partitions(
             microbatches=microbatches,
             keep_together=groups,
             objective=objective,
+            schedule=schedule,
+            slack=slack,
+            frozen=not_trained,
+            split_spec=spec_of_split,
         )
+        if picture is not None:
+            _draw(found, devices, picture)
     except ValueError as error:
         raise PlanError(str(error)) from error
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
         _print(partition_table(found, devices), found.why)
+
+
+def _draw(found: Plan, devices: Sequence[Card], picture: Path) -> None:
+    from .picture import draw
+
+    try:
+        draw(found, devices, picture)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "matplotlib":
+            raise
+        raise PlanError(f"{picture} is not drawn: it needs matplotlib: pip install 'megastrategy[plot]'") from error
+    except OSError as error:
+        raise PlanError(f"{picture} cannot be written: {error.strerror}") from error
+
+
+def _split(text: str) -> list[int]:
+    parts = text.split("-")
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"{text!r}: expected the layers of each stage, such as 9-22-6-1")
+    return [int(part) for part in parts]
+
+
+def _layers(text: str) -> list[int]:
+    """Reads ``0-23,30``; "none" is none."""
+    layers: list[int] = []
+    for part in text.split(",") if text != "none" else ():
+        first, last = _group(part if "-" in part else f"{part}-{part}")
+        layers += range(first, last + 1)
+    return layers
 
 
 def _group(text: str) -> tuple[int, int]:

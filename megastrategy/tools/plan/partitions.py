@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from .cards import Card
 from .layers import measure_layers
-from .schedule import Schedule
-from .search import Candidate, Objective, Question, search
+from .schedule import Schedule, Span, timeline
+from .search import Candidate, Objective, Question, evaluate, search, stage_times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Plan:
         step_time: of the simulated step, in milliseconds; an estimate from operations, see :class:`.Card`.
         waste: the study's weighted memory waste ratio T.
         why: what it was compared with.
+        timeline: of the simulated step, what each stage does when; the tuples are card, action, start and end.
     """
 
     split_spec: tuple[int, ...]
@@ -32,6 +33,7 @@ class Plan:
     step_time: float
     waste: float
     why: str
+    timeline: tuple[Span, ...] = dataclasses.field(default=(), repr=False)
 
 
 class NothingFitsError(ValueError):
@@ -49,6 +51,7 @@ def plan(
     objective: Objective = "time",
     schedule: Schedule = "1f1b",
     slack: float = 0.0,
+    split_spec: Sequence[int] | None = None,
 ) -> Plan:
     """Finds the best of all orders of the cards and all partitions of the layers.
 
@@ -62,6 +65,8 @@ def plan(
         objective: "time", or "waste" for the study's ratio.
         schedule: "1f1b" or "gpipe".
         slack: the part of a card's memory that stays free.
+        split_spec: how many layers each stage has, to be told what that takes, fitting or not; ``devices`` then are in
+            the order of stages. None for a search.
 
     Raises:
         NothingFitsError: if no partition fits.
@@ -71,7 +76,30 @@ def plan(
         raise ValueError(f"objective={objective!r}: expected 'time' or 'waste'")
     measured = measure_layers(layers, sample, frozen)
     question = Question(measured, devices, microbatches, schedule, keep_together, slack)
-    return plan_of(question, objective)
+    return plan_of(question, objective) if split_spec is None else _of_split(question, split_spec)
+
+
+def _of_split(question: Question, split: Sequence[int]) -> Plan:
+    """What a given cut takes, beside the best one."""
+    num_layers, num_cards = len(question.layers), len(question.cards)
+    said = "-".join(map(str, split))
+    if sum(split) != num_layers or min(split, default=0) < 1:
+        raise ValueError(f"the split {said} has {sum(split)} layers: expected {num_layers}, at least one a stage")
+    if len(split) != num_cards:
+        raise ValueError(f"the split {said} has {len(split)} stages, for {num_cards} cards: expected one for each")
+    given = evaluate(question, question.cards, split)
+    full = [card for card, peak in zip(question.cards, given.peak_bytes, strict=True) if peak > card.memory_bytes]
+    fits = f"it does not fit the memory of {', '.join(card.name for card in full)}" if full else "it fits"
+    fastest = search(question, "time")
+    than = "nothing that fits is known to be better" if fastest is None else f"the fastest is {_said(fastest)}"
+    return _plan(question, given, f"as you gave it; {fits}; {than}")
+
+
+def _plan(question: Question, found: Candidate, why: str) -> Plan:
+    times = stage_times(question, found.order, found.split)
+    spans = timeline(times, question.num_microbatches, question.schedule)
+    names = tuple(card.name for card in found.order)
+    return Plan(tuple(found.split), names, found.peak_bytes, found.step_ms, found.waste, why, tuple(spans))
 
 
 def plan_of(question: Question, objective: Objective) -> Plan:
@@ -91,14 +119,7 @@ def plan_of(question: Question, objective: Objective) -> Plan:
             f"{largest.fixed_bytes + largest.saved_bytes:,}. Take smaller microbatches, freeze layers, or add cards"
         )
     best = fastest if objective == "time" else fullest
-    return Plan(
-        best.split,
-        tuple(card.name for card in best.order),
-        best.peak_bytes,
-        best.step_ms,
-        best.waste,
-        _why(question, fastest, fullest),
-    )
+    return _plan(question, best, _why(question, fastest, fullest))
 
 
 def _why(question: Question, fastest: Candidate, fullest: Candidate) -> str:

@@ -81,6 +81,29 @@ def _interleaved(card: int, num_cards: int, num_chunks: int, num_microbatches: i
     return order
 
 
+class Span(NamedTuple):
+    """An action on a card, and the milliseconds from the step's start at which it begins and ends."""
+
+    card: int
+    action: Action
+    start_ms: float
+    end_ms: float
+
+
+def timeline(
+    stages: Sequence[StageTimes],
+    num_microbatches: int,
+    schedule: Schedule = "1f1b",
+    *,
+    num_cards: int | None = None,
+    send_ms: float = 0.0,
+) -> list[Span]:
+    """Lists what each card does when, in a step; arguments as for :func:`step_ms`."""
+    spans: list[Span] = []
+    step_ms(stages, num_microbatches, schedule, num_cards=num_cards, send_ms=send_ms, spans=spans)
+    return spans
+
+
 def step_ms(
     stages: Sequence[StageTimes],
     num_microbatches: int,
@@ -88,6 +111,7 @@ def step_ms(
     *,
     num_cards: int | None = None,
     send_ms: float = 0.0,
+    spans: list[Span] | None = None,
 ) -> float:
     """The milliseconds from the first forward until the last card has synchronised its gradients.
 
@@ -97,6 +121,7 @@ def step_ms(
         schedule: in which order a card works.
         num_cards: as many as stages if it is not given.
         send_ms: from the end of a stage's work until its neighbour has the result, on another card.
+        spans: gets what is done when, if it is given.
     """
     num_cards = len(stages) if num_cards is None else num_cards
     orders = actions(schedule, num_cards, len(stages), num_microbatches)
@@ -113,7 +138,10 @@ def step_ms(
                     break
                 ready = ended[needed] + (send_ms if needed.stage != action.stage else 0.0) if needed else 0.0
                 stage = stages[action.stage]
-                now[card] = max(now[card], ready) + (stage.forward_ms if action.is_forward else stage.backward_ms)
+                length = stage.forward_ms if action.is_forward else stage.backward_ms
+                now[card] = max(now[card], ready) + length
+                if spans is not None:
+                    spans.append(Span(card, action, now[card] - length, now[card]))
                 ended[action] = now[card]
                 place[card] += 1
                 left -= 1

@@ -128,15 +128,21 @@ class Candidate:
 
 def evaluate(question: Question, order: Sequence[Card], split: Sequence[int]) -> Candidate:
     """One candidate, by the definitions; whether it fits is left to the caller."""
-    ends = list(itertools.accumulate(split))
-    stages, peaks = [], []
-    for number, (card, end) in enumerate(zip(order, ends, strict=True)):
-        layers = question.layers[end - split[number] : end]
-        forward, backward = sum(x.forward_flops for x in layers), sum(x.backward_flops for x in layers)
-        stages.append(StageTimes(forward / card.flops * 1e3, backward / card.flops * 1e3))
-        peaks.append(_peak_bytes(question, number, len(order), end - split[number], end))
+    starts = [0, *itertools.accumulate(split)]
+    stages = stage_times(question, order, split)
+    peaks = [_peak_bytes(question, n, len(order), *pair) for n, pair in enumerate(itertools.pairwise(starts))]
     time = step_ms(stages, question.num_microbatches, question.schedule)
     return Candidate(tuple(order), tuple(split), tuple(peaks), time, waste(order, peaks))
+
+
+def stage_times(question: Question, order: Sequence[Card], split: Sequence[int]) -> list[StageTimes]:
+    """The milliseconds of each stage, from its operations and its card's speed."""
+    stages = []
+    for card, start, end in zip(order, [0, *itertools.accumulate(split)], itertools.accumulate(split), strict=False):
+        layers = question.layers[start:end]
+        forward, backward = sum(x.forward_flops for x in layers), sum(x.backward_flops for x in layers)
+        stages.append(StageTimes(forward / card.flops * 1e3, backward / card.flops * 1e3))
+    return stages
 
 
 def waste(order: Sequence[Card], peak_bytes: Sequence[float]) -> float:
