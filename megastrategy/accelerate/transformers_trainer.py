@@ -16,7 +16,7 @@ import torch
 from .._checkpoints.files import save_file
 from ..core import DistributedOptimizer, dtensors_of
 from .checkpoint import MAIN_PARAMS_FILE, load_main_params
-from .tensor_parallel import take_whole_states
+from .tensor_parallel import TensorParallel, take_whole_states
 
 
 def wrap_trainer() -> None:
@@ -81,5 +81,7 @@ def _distributed(trainer: Any) -> DistributedOptimizer | None:
 
 
 def _is_cut(trainer: Any) -> bool:
-    """Whether torch's ``parallelize_module`` has cut the model, and Transformers does not know."""
-    return bool(dtensors_of(trainer.model)) and not trainer.is_distributed_loading_by_transformers
+    """Whether torch's ``parallelize_module`` has cut the model of one of our Accelerators, and Transformers does not
+    know."""
+    is_ours = isinstance(trainer.accelerator, TensorParallel) and bool(dtensors_of(trainer.model))
+    return is_ours and not getattr(trainer, "is_distributed_loading_by_transformers", False)
