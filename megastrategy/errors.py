@@ -19,6 +19,7 @@ from .core.errors import (
     OptimizerNotShardableError,
     ParameterChangedError,
     ReducedGradError,
+    ReplicaMismatchError,
     UnusedParameterError,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "OptimizerNotShardableError",
     "ParameterChangedError",
     "ReducedGradError",
+    "ReplicaMismatchError",
     "UnusedParameterError",
 ]

@@ -22,6 +22,7 @@ from .layout import BufferLayout
 from .loss_tokens import read_count
 from .rebucketing.relayout import relayout
 from .reduced_grad import inside_backward
+from .replicas import check_replicas
 
 
 class DistributedDataParallel(nn.Module):
@@ -286,6 +287,17 @@ class DistributedDataParallel(nn.Module):
         After a synchronised backward the same bits on every rank, and collective with reduce-scatter.
         """
         return self.engine.grad_norms(norm_type)
+
+    def check_replicas(self) -> None:
+        """Compares the weights of all ranks that should hold the same: for a look every few hundred steps.
+
+        Collective, between steps. Costs a pass over the weights on the host.
+
+        Raises:
+            ReplicaMismatchError: on all ranks, with the first parameter that differs.
+        """
+        self.finish_param_gather()
+        check_replicas(self.module, self.engine.local_parts, self.engine.collectives)
 
     def check_open(self) -> None:
         """Raises ClosedError after :meth:`close`, and in a copy."""

@@ -38,6 +38,10 @@ class BatchMismatchError(MegastrategyError):
     """The ranks of a tensor group were given different batches, of which they would train a mixture."""
 
 
+class ReplicaMismatchError(MegastrategyError):
+    """The ranks hold different values of a weight that they should hold alike."""
+
+
 class LossTokensError(MegastrategyError):
     """Gradients cannot be averaged by tokens: some of their losses were counted and others were not."""
 

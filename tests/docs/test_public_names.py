@@ -47,6 +47,7 @@ PUBLIC = {
         "OptimizerNotShardableError",
         "ParameterChangedError",
         "ReducedGradError",
+        "ReplicaMismatchError",
         "UnusedParameterError",
     ],
     "megastrategy.events": ["Event", "EventKind", "Listener"],

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from megastrategy import DistributedDataParallel
-from megastrategy.errors import BatchMismatchError
+from megastrategy.errors import BatchMismatchError, ReplicaMismatchError
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import meshes
 
@@ -120,9 +120,27 @@ def cut_twice(mesh: Any) -> str:
     return str(caught.value)
 
 
+def replicas(mesh: Any) -> list[str]:
+    """What is found, as the model was wrapped and where some ranks have changed a weight."""
+    found = []
+    for name, ranks in (("down.bias", ()), ("up.weight", (2,)), ("down.bias", (1, 3))):
+        model = wrapped(mesh)
+        if torch.distributed.get_rank() in ranks:
+            param = model.module.get_parameter(name)
+            with torch.no_grad():
+                getattr(param, "_local_tensor", param).view(-1)[3] += 1e-3
+        try:
+            model.check_replicas()
+            found.append("")
+        except ReplicaMismatchError as error:
+            found.append(str(error))
+        model.close()
+    return found
+
+
 def answers() -> dict[str, Any]:
     mesh = meshes(2)
-    return {ask.__name__: ask(mesh) for ask in (batches, random_states, cut_twice)}
+    return {ask.__name__: ask(mesh) for ask in (batches, random_states, cut_twice, replicas)}
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +169,11 @@ def test_random_states_that_differ_in_a_tensor_group_are_warned_of_once(answered
 def test_a_parameter_that_is_cut_twice_is_refused_by_name(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         assert "parameter 'up.weight' is a DTensor (_StridedShard" in answer["cut_twice"]
+
+
+def test_replicas_that_parted_are_named_on_all_ranks(answered: list[dict[str, Any]]) -> None:
+    for answer in answered:
+        equal, over_data, over_tensors = answer["replicas"]
+        assert equal == ""
+        assert "'up.weight' has one value on data-parallel rank 0 and another on data-parallel rank 1" in over_data
+        assert "'down.bias' has one value on tensor rank 0 and another on tensor rank 1" in over_tensors

@@ -1,0 +1,53 @@
+"""Compares weights that ranks should hold alike: all of them over data-parallel ranks, whole ones over tensor ranks.
+
+Nothing in the engine lets replicas part. What may is a user's own: weights that are written on one rank, or a parameter
+outside of ``parallelize_module``'s plan that is used on a part of the sequence alone, so that its gradient is another
+on each tensor rank. The loss goes down all the same, and nobody notices for long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from .collectives import Collectives
+from .collectives.tensor_parts import bytes_of
+from .errors import ReplicaMismatchError
+from .local_parts import LocalParts
+
+
+def check_replicas(module: nn.Module, parts: LocalParts, collectives: Collectives) -> None:
+    """Returns if the weights are equal to the bit wherever they should be. Collective over all ranks of the mesh.
+
+    Raises:
+        ReplicaMismatchError: on all of them, with the first parameter that differs.
+    """
+    named = dict(module.named_parameters())
+    own = {name: _digest(parts.of(param)) for name, param in named.items()}
+    found = _first_difference(collectives.all_gather_objects(own), "data-parallel rank")
+    if parts.ranks is not None:
+        whole = {name: digest for name, digest in own.items() if not parts.is_cut(named[name])}
+        everybody = parts.ranks.all_gather_objects((found, whole))
+        seen = [theirs for theirs, _ in everybody if theirs is not None]
+        found = seen[0] if seen else _first_difference([digests for _, digests in everybody], "tensor rank")
+        # one tensor group's, which the others do not know of yet
+        found = next((theirs for theirs in collectives.all_gather_objects(found) if theirs is not None), None)
+    if found is not None:
+        raise ReplicaMismatchError(
+            f"{found}. Weights are written on all ranks alike, or not at all; and a module that has a part of the "
+            "sequence on each tensor rank is named in parallelize_module's plan (SequenceParallel())"
+        )
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
+
+
+def _first_difference(digests: Sequence[Mapping[str, str]], kind: str) -> str | None:
+    for name, expected in digests[0].items():
+        for rank, theirs in enumerate(digests):
+            if theirs[name] != expected:
+                return f"parameter {name!r} has one value on {kind} 0 and another on {kind} {rank}"
+    return None
