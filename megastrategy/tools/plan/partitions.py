@@ -80,7 +80,7 @@ def plan(
 
 
 def _of_split(question: Question, split: Sequence[int]) -> Plan:
-    """What a given cut takes, beside the best one."""
+    """The plan of a given cut, beside the best one."""
     num_layers, num_cards = len(question.layers), len(question.cards)
     said = "-".join(map(str, split))
     if sum(split) != num_layers or min(split, default=0) < 1:
