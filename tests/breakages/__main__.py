@@ -21,7 +21,8 @@ from pathlib import Path
 
 import pytest
 
-from .catalogue import BREAKAGES, Breakage
+from .breakage import Breakage
+from .catalogue import BREAKAGES
 
 ROOT = Path(__file__).parents[2]
 COPIED = (

@@ -9,7 +9,8 @@ import pytest
 
 import megastrategy
 
-from .catalogue import BREAKAGES, Breakage
+from .breakage import Breakage
+from .catalogue import BREAKAGES
 
 ROOT = Path(__file__).parents[2]
 
