@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -27,7 +28,7 @@ LIVES_IN = {
     ),
     "torch.ops.aten": "_foreach_zero_ _to_copy",
     "torch.distributed.tensor.DTensor": "_local_tensor",
-    "torch.Tensor": "_make_wrapper_subclass _post_accumulate_grad_hooks",
+    "torch.Tensor": "_make_wrapper_subclass _post_accumulate_grad_hooks _version",
     "torch": "_C",
     "torch._compile": "_disable_dynamo",
     "torch._C._distributed_c10d": "_DEFAULT_FIRST_BUCKET_BYTES",
@@ -58,7 +59,7 @@ LIVES_IN = {
         "_get_default_group _get_default_store _new_process_group_helper _register_process_group _world"
     ),
     "torch.nn.modules.module": (
-        "_load_from_state_dict _load_state_dict_post_hooks _load_state_dict_pre_hooks _modules "
+        "_buffers _load_from_state_dict _load_state_dict_post_hooks _load_state_dict_pre_hooks _modules "
         "_non_persistent_buffers_set _parameters"
     ),
     "torch.optim.optimizer": (
@@ -75,7 +76,8 @@ LIVES_IN = {
     "lightning.pytorch.loops.training_epoch_loop": "_batches_that_stepped _broadcast_sigterm_tensor",
     "lightning.pytorch.loops.evaluation_loop": "_evaluation_step",
     "lightning.pytorch.loops.prediction_loop": "_predict_step",
-    "lightning.pytorch.core.optimizer": "_MockOptimizer",
+    "lightning.pytorch.core.module": "_device_mesh _trainer",
+    "lightning.pytorch.core.optimizer": "_MockOptimizer _optimizer",
     "pytorch_lightning.core.optimizer": "_MockOptimizer",
     "lightning.pytorch.plugins.io.wrapper": "_base_checkpoint_io_configured",
     "lightning.fabric.utilities.imports": "_IS_INTERACTIVE",
@@ -94,14 +96,22 @@ NOT_THEIRS = {"_exit", "_getframe", "_extra_state", "_megatron_ddp", "_notebook"
 """Python's own; a key of torch's state_dicts; marks, endings of names and members of ours."""
 
 
+@functools.cache
 def uses() -> dict[str, set[str]]:
-    """Lists the files that use each private name which nothing of ours has."""
+    """Lists the files that use each private name which nothing of ours has.
+
+    A name that is both ours and theirs is theirs on another object than ``self``, if the file does not define it or the
+    table has it.
+    """
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
-    own = {name for tree in trees.values() for name in _defined(tree)} | NOT_THEIRS
+    own = {name for tree in trees.values() for name in _defined(tree)}
+    known = {name for names in LIVES_IN.values() for name in names.split()}
     found: dict[str, set[str]] = defaultdict(set)
     for path, tree in trees.items():
-        for name in _used(tree):
-            if name not in own:
+        of_others = known | own - set(_defined(tree))
+        for name, owner in _used(tree):
+            is_ours = name in own and (owner in ("", "self", "cls", "super()") or name not in of_others)
+            if not is_ours and name not in NOT_THEIRS:
                 found[name].add(path.relative_to(PACKAGE).as_posix())
     return dict(sorted(found.items()))
 
@@ -116,20 +126,21 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def _used(tree: ast.AST) -> Iterator[str]:
-    """Attributes, strings that may name one, and imports: of private names, or from private modules."""
+def _used(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Attributes, strings that may name one, and imports: of private names, or from private modules. With each the
+    object whose attribute it is, as the source has it; empty for the others."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and "._" in (node.module or ""):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, "") for alias in node.names)
             continue
-        names: list[str] = []
+        names, owner = list[str](), ""
         if isinstance(node, ast.Attribute):
-            names = [node.attr]
+            names, owner = [node.attr], ast.unparse(node.value)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names = [node.value]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [alias.name for alias in node.names]
-        yield from (name for name in names if re.fullmatch(r"_[A-Za-z]\w*", name))
+        yield from ((name, owner) for name in names if re.fullmatch(r"_[A-Za-z]\w*", name))
 
 
 def lives(name: str, where: str) -> bool:
