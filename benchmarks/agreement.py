@@ -35,7 +35,7 @@ NUM_PARAMS = 300
 
 @dataclasses.dataclass
 class Cost:
-    """What one rank sends.
+    """Counts what one rank sends.
 
     Attributes:
         messages: to single ranks.
@@ -108,7 +108,7 @@ PLACES: dict[str, Callable[[Collectives], None]] = {
 
 
 def costs(size: int, timeout_s: float = 600.0) -> dict[str, Cost]:
-    """What the rank that sends the most sends, by place; the second time, when nothing has to be set up."""
+    """Counts, by place, what the rank that sends the most sends; the second time, when nothing has to be set up."""
     by_rank: list[dict[str, Cost]] = [{} for _ in range(size)]
     store = HashStore()
 

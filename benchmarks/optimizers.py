@@ -89,7 +89,7 @@ class Outcome:
 
 
 class Found(NamedTuple):
-    """What became of an optimizer.
+    """Says what became of an optimizer.
 
     Attributes:
         how: "flat", "whole", "mixed" or "refused"; "" where nobody came to know.
@@ -101,7 +101,7 @@ class Found(NamedTuple):
 
     @property
     def cells(self) -> str:
-        """Of the table's row."""
+        """The cells of the table's row."""
         result = " ".join(self.result.split()).replace("|", "\\|")
         return f"{self.how} | {result}"
 
@@ -293,7 +293,7 @@ def _distance(mine: Any, other: Any) -> float:
 
 
 def _inside(value: Any) -> Any:
-    """What has an inside, by name or place: containers, tensors of another kind, objects of an optimizer's own."""
+    """Looks inside, by name or place: containers, tensors of another kind, objects of an optimizer's own."""
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
     if isinstance(value, list | tuple | collections.deque):

@@ -132,7 +132,7 @@ def build_dion(matrices: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _all_gather(tensors: list[Tensor], tensor: Tensor, group: Any = None) -> None:
-    """Of tensors of any sizes, which gloo refuses: by broadcasts, as NCCL has it."""
+    """Gathers tensors of any sizes, which gloo refuses: by broadcasts, as NCCL has it."""
     for rank, received in enumerate(tensors):
         if rank == torch.distributed.get_rank(group):
             received.copy_(tensor)

@@ -106,7 +106,7 @@ def accuracy(accelerator: accelerate.Accelerator, model: nn.Module, data: Any) -
 
 
 class Progress:
-    """How far training is, for ``register_for_checkpointing``."""
+    """Keeps how far training is, for ``register_for_checkpointing``."""
 
     def __init__(self) -> None:
         self.epoch = 0

@@ -49,7 +49,7 @@ def read_lines() -> list[tuple[str, int]]:
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Of words, in lower case; the rarer ones are all the same to it."""
+    """Makes one of words, in lower case; the rarer ones are all the same to it."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

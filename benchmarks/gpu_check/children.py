@@ -109,7 +109,7 @@ def run_child(
 
 
 def _lines_of(process: Any, connection: Any, deadline: float) -> Iterator[Line]:
-    """What the process says, until it ends or its time has."""
+    """Yields what the process says, until it ends or its time has."""
     while (left := deadline - time.monotonic()) > 0:
         ready = multiprocessing.connection.wait([connection, process.sentinel], left)
         if connection in ready:

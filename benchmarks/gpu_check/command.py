@@ -78,7 +78,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _start_method(kind: str, num_gpus: int) -> tuple[str, str]:
-    """How to start processes so that they can use the device, and why that cannot be; one of both is empty.
+    """Returns how to start processes so that they can use the device, and why that cannot be; one of both is empty.
 
     Forks fail if anything has touched the driver before, which some import may do one day; a fresh interpreter does
     not. The driver is asked in children, since asking is touching. If forks are right after the imports that take

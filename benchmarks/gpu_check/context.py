@@ -1,4 +1,4 @@
-"""What a section is given: the device that it checks, ranks to do it on, and lines to say it in."""
+"""A section is given this: the device that it checks, ranks to do it on, and lines to say it in."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Context:
         return self.kind == "cpu"
 
     def place(self, way: Way | None = None, size: int | None = None, **options: Any) -> Place:
-        """Where ranks run: by default as many as there are GPUs, or two that share one."""
+        """Chooses where ranks run: by default as many as there are GPUs, or two that share one."""
         way = way or ("backend" if self.num_gpus > 1 else "staged")
         size = size or (1 if way == "alone" else max(2, self.num_gpus))
         return Place(kind=self.kind, method=self.method, way=way, size=size, num_gpus=self.num_gpus, **options)
@@ -70,7 +70,7 @@ class Context:
 
     @contextlib.contextmanager
     def attempt(self, name: str) -> Iterator[None]:
-        """What raises inside is a FAIL line, and the section goes on."""
+        """Makes a FAIL line of what raises inside; the section goes on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a line, whatever it is

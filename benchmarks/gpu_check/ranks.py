@@ -36,7 +36,7 @@ GRACE_S = 15.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where ranks run, and how they are connected.
+    """The devices that ranks run on, and how they are connected.
 
     Attributes:
         kind: of device.

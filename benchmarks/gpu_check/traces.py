@@ -58,11 +58,11 @@ class Trace:
         ]
 
     def ranges(self, name: str) -> list[Span]:
-        """What was recorded under this name, on the host, in order."""
+        """Lists what was recorded under this name, on the host, in order."""
         return sorted((found for found in self._ranges if found.name == name), key=lambda span: span.start_us)
 
     def work_of(self, host: Span) -> list[Span]:
-        """What was started during a range of the host's, by any thread, in the order in which it ran."""
+        """Lists what was started during a range of the host's, by any thread, in the order in which it ran."""
         found = [launch.span for launch in self._work if host.start_us <= launch.started_us <= host.end_us]
         return sorted(found, key=lambda span: span.start_us)
 
@@ -73,7 +73,7 @@ class Trace:
 
 
 def record(device: Device, run: Callable[[], object]) -> Trace:
-    """What ``run`` does. Ranges are ``torch.profiler.record_function``'s."""
+    """Records what ``run`` does. Ranges are ``torch.profiler.record_function``'s."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -109,7 +109,7 @@ class _Sleepy(GlooCollectives):
 
 
 def collectives_for(rank: Rank, late: Late = "nothing") -> Collectives | None:
-    """What the engine is given; None where it shall find out itself, which is what users have."""
+    """Makes what the engine is given; None where it shall find out itself, which is what users have."""
     on_host = rank.device.type == "cpu"
     if rank.way == "alone" or (not on_host and (rank.way == "backend" or late != "results")):
         return None
@@ -315,7 +315,7 @@ def num_differing(mine: Trained, theirs: Trained) -> int:
 
 
 def largest_difference(mine: Trained, theirs: Trained) -> float:
-    """Of any tensor, relative to its largest element; infinite if they are not of the same model."""
+    """Finds that of any tensor, relative to its largest element; infinite if they are not of the same model."""
     if mine.tensors.keys() != theirs.tensors.keys():
         return float("inf")
     worst = 0.0

@@ -88,7 +88,7 @@ def _steps(rank: Rank, module: Any, model: Any, optimizer: Any, steps: range, dt
 
 
 def _digest(values: Any) -> str:
-    """Of tensors and plain values, nested."""
+    """Hashes tensors and plain values, nested."""
     found = hashlib.sha256()
 
     def add(value: Any) -> None:

@@ -86,7 +86,7 @@ def fail(rank: Rank, how: How, config: dict[str, Any]) -> None:
 
 
 def free_bytes(rank: Rank) -> int:
-    """What is free, after the device has shown that it works."""
+    """Returns what is free, after the device has shown that it works."""
     a = torch.ones(64, 64, device=rank.device.torch_device)
     if float((a @ a).sum()) != 64.0**3:
         raise RuntimeError("the device multiplies wrongly")

@@ -109,7 +109,7 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
 
 
 def measure_groups(rank: Rank) -> list[tuple[str, int]]:
-    """What each process group takes of the device's memory, torch's own allocator apart."""
+    """Measures what each process group takes of the device's memory, torch's own allocator apart."""
     found, device = [], rank.device
     data = torch.ones(1024, device=device.torch_device)
     for what in ("first", "second", "third"):

@@ -249,7 +249,7 @@ def run_sanitized(context: Context) -> None:
 
 
 def train_sanitized(rank: Rank, recipe: Recipe) -> str:
-    """What the sanitizer says; empty if nothing."""
+    """Returns what the sanitizer says; empty if nothing."""
     from torch.cuda import _sanitizer
 
     from megastrategy.core.collectives import HostStagedCollectives

@@ -117,7 +117,7 @@ def run_waits(context: Context) -> None:
 
 
 def reads_in_steady_steps(rank: Rank, config: dict[str, Any], clips: bool) -> str:
-    """What was read; empty if nothing."""
+    """Returns what was read; empty if nothing."""
     model, step = ours(rank, Chain(), {"bucket_size": 200, **config}, clips=clips)
     found = ""
     try:
