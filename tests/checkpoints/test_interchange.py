@@ -82,6 +82,7 @@ def test_the_matrix_has_something_to_lose(make_optimizer: MakeOptimizer) -> None
         assert {0} < steps, "a parameter never used has a state"
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("writer", WORLDS, ids=str)
 def test_a_plain_torch_script_goes_on_from_every_file(writer: World) -> None:
     """Without us: the next step with one rank's data equals that of ours on one rank, to the bit."""

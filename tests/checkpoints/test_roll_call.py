@@ -95,6 +95,7 @@ def call_on_rank_zero(kind: Any = torch.optim.Adam) -> list[str]:
     return went_well
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, Shampoo])
 def test_rank_zero_alone_gets_what_all_get(kind: Any) -> None:
     """Shards, and whole parameters with lists of tensors."""
@@ -126,6 +127,7 @@ def call_before_a_joined_layer_is_stepped(kind: Any) -> bool:
     return training.finish()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [torch.optim.Adam, Shampoo])
 def test_rank_zero_alone_has_the_state_of_what_has_joined(kind: Any) -> None:
     assert run_processes(2, call_before_a_joined_layer_is_stepped, kind) == [True] * 2

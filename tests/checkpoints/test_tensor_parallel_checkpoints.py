@@ -14,7 +14,7 @@ from megastrategy.errors import CheckpointError
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import Case, Trainee, meshes, train_alone
 
-BEFORE, AFTER = range(4), range(4, 8)
+BEFORE, AFTER = range(2), range(2, 4)
 
 
 def case_of(mode: Any, dtype: torch.dtype = torch.float32) -> Case:

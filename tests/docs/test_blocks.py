@@ -37,21 +37,40 @@ def run(command: list[str], cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.fresh
-def test_the_lightning_block(tmp_path: Path) -> None:
-    [block] = blocks(ROOT / "docs" / "lightning.md")
-    (tmp_path / "block.py").write_text(block)
-    printed = run([sys.executable, "block.py"], tmp_path)
-    assert printed.count("megatron_ddp on 2 rank(s)") == 2, "two fits, printed by rank 0 alone"
+LAUNCHERS = {
+    "lightning.md": [],
+    "plain_loop.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "tensor_parallel.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+PRINTED = {
+    "lightning.md": ("megatron_ddp on 2 rank(s)", 2),  # two fits, printed by rank 0 alone
+    "plain_loop.md": ("state of 4 parameters", 1),
+    "tensor_parallel.md": ("state of 4 parameters", 1),
+}
 
 
-@pytest.mark.fresh
-@pytest.mark.parametrize("page", ["plain_loop.md", "tensor_parallel.md"])
-def test_the_plain_loop(tmp_path: Path, page: str) -> None:
+def script(page: str, folder: Path) -> Path:
+    """The page's one block."""
     [block] = blocks(ROOT / "docs" / page)
-    (tmp_path / "block.py").write_text(block)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    assert "state of 4 parameters" in run([*launcher, "block.py"], tmp_path)
+    path = folder / "block.py"
+    path.write_text(block)
+    return path
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_the_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
+    text, times = PRINTED[page]
+    done = run_script(script(page, tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count(text) == times
+
+
+@pytest.mark.fresh
+@pytest.mark.long
+@pytest.mark.parametrize("page", LAUNCHERS)
+def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: str) -> None:
+    text, times = PRINTED[page]
+    assert run([sys.executable, *LAUNCHERS[page], script(page, tmp_path).name], tmp_path).count(text) == times
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("start_method", "ends"), [("fork", 1), ("popen", 2), ("spawn", 1)])

@@ -251,6 +251,7 @@ def with_size(name: str, strategy_options: dict[str, Any], size: int) -> Found:
     return Found(size, module.losses, weights_of(module))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_the_batch_size_finder_recovers_from_an_error_in_the_middle_of_backward(
     ranks: Ranks, tmp_path: Path, mode: str
@@ -321,6 +322,7 @@ def test_a_backward_that_failed_may_be_tried_again_within_a_training_step(ranks:
         assert_equal(mine, other)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("job", [finding_a_size, halving])
 def test_ddp_does_not_recover_from_an_error_in_the_middle_of_backward(
     ranks: Ranks, tmp_path: Path, job: Callable[..., Found]

@@ -198,6 +198,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("broken", [IN_THE_SAME_BATCH, [first_sample(1)]], ids=["all", "one"])
 def test_an_error_in_a_dataloaders_worker_ends_all_ranks(tmp_path: Path, broken: list[int]) -> None:
     """The worker's traceback comes with the error."""

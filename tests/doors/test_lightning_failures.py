@@ -27,6 +27,7 @@ from .rank_processes import Failure, Ranks
 # --- one rank alone --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_on_one_rank_ends_both(ranks: Ranks, place: str, sharded: bool) -> None:
@@ -122,6 +123,7 @@ class RaisesInEverySave(AwkwardModule):
             raise OnPurposeError("in the save")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_rank_that_fails_again_in_the_save_on_exception_keeps_nobody_waiting(
     ranks: Ranks, tmp_path: Path, sharded: bool
@@ -140,7 +142,7 @@ def fit_failing_in_every_save(directory: Path, sharded: bool) -> None:
         fit("megatron_ddp", strategy_options=mode, module=RaisesInEverySave(), **options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_next_fit_works_after_an_exception_on_one_rank_alone(ranks: Ranks, place: str) -> None:
     """Rank 1 looks at its exception and goes on; rank 0 gives up waiting for it, says why, and goes on too."""
@@ -186,7 +188,7 @@ HOOKS = [
 """After each of them Lightning has a collective of its own, or makes its first ones."""
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_exception_outside_of_batches_is_noticed_by_all_and_the_next_fit_works(
     ranks: Ranks, tmp_path: Path, hook: str
@@ -231,7 +233,7 @@ def validate_again_after_exception() -> str:
 # --- all ranks -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("place", PLACES)
 def test_the_next_fit_in_the_process_works(ranks: Ranks, place: str, sharded: bool) -> None:
@@ -276,6 +278,7 @@ def fit_after_raising_ahead() -> None:
 # --- saving on the way out -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("place", ["forward", "backward", "on_before_optimizer_step"])
 def test_a_checkpoint_on_exception_is_whole(ranks: Ranks, tmp_path: Path, place: str, sharded: bool) -> None:

@@ -39,6 +39,7 @@ def fit_leaving_out(rank: int, sharded: bool) -> str:
     return str(raised.value)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sharded", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_batch_left_out_by_one_rank_is_noticed_by_all(ranks: Ranks, rank: int, sharded: bool) -> None:

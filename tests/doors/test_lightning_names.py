@@ -92,6 +92,7 @@ assert len([finder for finder in sys.meta_path if "megastrategy" in type(finder)
 """
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("order", IMPORTS)

@@ -149,6 +149,7 @@ def assert_ended_for_sigterm(outcomes: list[Any], directory: Path) -> None:
     assert took_s < LIMIT_S
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rank", [None, 0, 1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_sigterm_ends_all_ranks_soon_in_every_stage(ranks: Ranks, tmp_path: Path, stage: str, rank: int | None) -> None:
@@ -158,6 +159,7 @@ def test_sigterm_ends_all_ranks_soon_in_every_stage(ranks: Ranks, tmp_path: Path
         assert torch.load(path, weights_only=True)["global_step"] == 5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at_the_end", ["log", "all_reduce", "nothing"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_waits_at_the_end_of_a_validation_ends_too(
@@ -196,7 +198,7 @@ def fit_in_a_job(
     return model.saved_at, trainer.global_step
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("rank", "fast"), [(None, None), (0, None), (1, None), (1, 0), (0, 1)])
 def test_all_ranks_save_in_a_validation_and_the_job_resumes(
     ranks: Ranks, tmp_path: Path, rank: int | None, fast: int | None
@@ -220,6 +222,7 @@ def test_all_ranks_save_in_a_validation_and_the_job_resumes(
         assert (saved_at, steps) == ([], 10)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_all_ranks_save_before_the_same_batch_of_training(ranks: Ranks, tmp_path: Path, rank: int | None) -> None:
     job = slurm_job(tmp_path, num_tasks=2)

@@ -86,6 +86,7 @@ def test_torch_compile(worlds: Worlds, tmp_path: Path) -> None:
     assert all(run.frames > 0 for run in [*theirs, *ours]), "it was compiled"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("norm", [0.5, 100.0])
 def test_max_grad_norm(worlds: Worlds, norm: float, tmp_path: Path) -> None:
     # not Adam: the gradients of biases of attention keys are rounding and nothing else, which Adam would make steps of
@@ -97,6 +98,7 @@ def test_max_grad_norm(worlds: Worlds, norm: float, tmp_path: Path) -> None:
         assert_same_fit(ours, theirs, rtol=1e-6 if norm == 0.5 and mode["use_distributed_optimizer"] else 0.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("norm", [0.0, 0.5])
 def test_fp16_with_an_infinite_loss_on_one_rank(worlds: Worlds, norm: float, tmp_path: Path) -> None:
     """Both ranks skip that step, clipped or not, the scheduler waits, and the rest is as under torch DDP."""
@@ -109,6 +111,7 @@ def test_fp16_with_an_infinite_loss_on_one_rank(worlds: Worlds, norm: float, tmp
         assert_same_fit(ours, theirs, rtol=1e-6 if norm and mode["use_distributed_optimizer"] else 0.0)
 
 
+@pytest.mark.long
 def test_the_best_model_is_loaded_at_the_end(worlds: Worlds, tmp_path: Path) -> None:
     """And a second training with the same Trainer begins with it. Early stopping and evaluation by the way."""
     from transformers import EarlyStoppingCallback
@@ -174,6 +177,7 @@ def test_adafactor_is_sharded_by_whole_parameters(worlds: Worlds, tmp_path: Path
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["2 -> 1", "1 -> 2"])
 def test_resuming_on_another_number_of_ranks(worlds: Worlds, sizes: tuple[int, int], tmp_path: Path) -> None:
     """As torch DDP resumes from the same files, to the bit; and as if it had not stopped, but for the order of sums."""

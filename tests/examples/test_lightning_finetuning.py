@@ -69,6 +69,7 @@ def test_its_checkpoint_is_whole(runs: Runs) -> None:
         assert optimizer["state"][index]["exp_avg_sq"].count_nonzero() > 0
 
 
+@pytest.mark.long
 def test_two_ranks_learn_what_one_learns(runs: Runs) -> None:
     """The frozen half and the other; what remains of a difference is another order of sums."""
     two, one = runs("megatron_ddp", 2).epochs(), runs("ddp", 1).epochs()
@@ -77,6 +78,7 @@ def test_two_ranks_learn_what_one_learns(runs: Runs) -> None:
     assert [accuracy for accuracy, _, _ in two] == pytest.approx([accuracy for accuracy, _, _ in one], abs=0.6)
 
 
+@pytest.mark.long
 def test_under_ddp_the_ranks_part_once_the_backbone_is_unfrozen(runs: Runs) -> None:
     """Until then, pretraining included, it prints the same. What it learns after is not what one rank learns."""
     ours, theirs = runs("megatron_ddp", 2), runs("ddp", 2)

@@ -38,6 +38,7 @@ def test_it_learns_to_draw_digits(printed: str) -> None:
     assert {" ", "@"} <= set("".join(drawing)) <= set(" .:-=+*#%@")
 
 
+@pytest.mark.long
 def test_it_trains_as_under_ddp_that_looks_for_unused_parameters(printed: str, tmp_path: Path) -> None:
     """To the bit: the losses of every epoch, and the images."""
     strategy = "ddp_find_unused_parameters_true"

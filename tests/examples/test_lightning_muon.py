@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from ..support.scripts import run_script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lightning_muon.py"
@@ -33,6 +35,7 @@ def test_it_learns_what_ddp_learns_with_half_of_the_matrices_on_each_rank(tmp_pa
     assert (num_kept, num_theirs) == (MATRIX_NUMEL * NUM_MATRICES // 2, MATRIX_NUMEL * NUM_MATRICES)
 
 
+@pytest.mark.long
 def test_with_three_ranks_one_of_them_has_two_of_the_four_matrices(tmp_path: Path) -> None:
     epochs, num_kept = run_example("megatron_ddp", 3, tmp_path)
     assert float(epochs[-1][0]) > 90

@@ -43,8 +43,8 @@ def losses(run_dir: Path, column: str) -> list[float]:
 
 @pytest.mark.parametrize("run", [run_example, pytest.param(start_example, marks=[pytest.mark.long, pytest.mark.fresh])])
 def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(tmp_path: Path, run: Callable[..., Done]) -> None:
-    for _ in range(2):  # the second replaces the first in its directory and does not complain
-        printed = run(*TINY, cwd=tmp_path).printed
+    for steps in ("2", "20"):  # the second replaces the first in its directory and does not complain
+        printed = run(*TINY, "--steps", steps, cwd=tmp_path).printed
     out, run_dir = tmp_path / "runs" / "gpt", tmp_path / "runs" / "gpt" / "megatron_ddp"
     assert {path.name for path in out.iterdir()} == {"loss.png", "megatron_ddp"}
     assert {path.name for path in run_dir.iterdir()} == {"metrics.csv", "hparams.yaml", "best.ckpt", "last.ckpt"}

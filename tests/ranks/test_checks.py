@@ -114,6 +114,7 @@ def test_an_accelerator_is_read_once_and_not_in_the_hooks(
         assert "rank 1, parameter '0.bias' (bucket 1): some of 33 elements. Look" in str(outcome)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("on_accelerator", [False, True])
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled"])
 def test_a_late_gradient_is_looked_at_too(mode: str, on_accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +242,7 @@ class LeavesOut(nn.Module):
         return self.layers[-1](hidden if whole else hidden.detach())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_training_goes_on_after_an_unused_parameter_was_told(mode: str, overlap: bool) -> None:

@@ -363,6 +363,7 @@ def run_processes(script: str) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(ranks, printed, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_groups_of_our_own_keep_the_timeout_and_end_with_close() -> None:
     """In real processes with a default group: wrapped twice at once, then many times after each other."""

@@ -1,7 +1,5 @@
 """Every switch of the configuration with every other (:mod:`tests.support.switches`): under collectives that record,
-that are late, and that fail.
-
-A row's training is the one that torch DDP's result has to be met in to the bit; see :attr:`.switches.Row.run`.
+that are late, and that fail. A row's training has to meet torch DDP's result to the bit; see :attr:`.switches.Row.run`.
 """
 
 from __future__ import annotations
@@ -313,6 +311,7 @@ def rounded(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]
 # --- delaying --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("row", EVERY_SWITCH, ids=str)
 def test_delayed(row: Row) -> None:
     """Every collective comes late, by another time on every rank and in every call: torch DDP's bits all the same."""
@@ -462,6 +461,7 @@ def assert_threads_end(before: set[threading.Thread]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("row", EVERY_SWITCH, ids=str)
 def test_a_step_that_failed_on_all_ranks_is_tried_again(row: Row) -> None:
     """A collective that all ranks failed to start, in backward or at its end, is nothing to the result of the step when

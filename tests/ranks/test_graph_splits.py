@@ -107,6 +107,7 @@ def graphs() -> list[int]:
     return [order_of_second_backward("module", options)[1] for options in WHOLE[dist.get_world_size()]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", WHOLE)
 def test_a_graph_is_whole_where_nothing_can_be_sent_earlier(size: int) -> None:
     assert run_processes(size, graphs) == [[1] * len(WHOLE[size])] * size

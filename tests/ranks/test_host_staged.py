@@ -113,7 +113,7 @@ def test_without_a_wait_for_an_event_the_numbers_are_wrong(broken: type[Event], 
     assert all(isinstance(outcome, AssertionError) for outcome in try_ranks(2, compare))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -134,6 +134,7 @@ def test_scaling_the_sum_rounds_once() -> None:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, {"overlap_param_gather": False}, {"overlap_param_gather": "forward"}], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_training_is_torch_ddps_on_four_ranks(accumulate: int, options: dict[str, Any]) -> None:
@@ -146,6 +147,7 @@ def test_training_is_torch_ddps_on_four_ranks(accumulate: int, options: dict[str
     assert_close(train_with_ours(run, 4, config(2, **options)), train_with_ddp(run, 4), 1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("instances", [2, 3, 6])
 def test_training_is_torch_ddps_on_six_ranks(instances: int) -> None:
     run = Run("SGD", (("lr", 0.05), ("momentum", 0.9)), groups=3, accumulate=3)
@@ -182,6 +184,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overlap", [False, "step", "forward"])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -202,6 +205,7 @@ def test_training_is_torch_ddps_to_the_bit_where_sums_are_exact(accumulate: int,
     assert_equal_on_all([ours[0], reference[0]])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, IN_SIXTEEN_BITS, {**IN_SIXTEEN_BITS, "average_in_collective": True}], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_bf16_weights_take_the_bits_they_take_with_one_instance(accumulate: int, options: dict[str, Any]) -> None:
@@ -241,6 +245,7 @@ def test_all_ranks_have_the_same_bits_after_every_step(dtype: torch.dtype) -> No
     assert_equal_on_all(run_ranks(6, train))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{}, IN_SIXTEEN_BITS], ids=str)
 @pytest.mark.parametrize(("size", "instances"), SPLITS)
 def test_gradients_of_several_backwards_add_up_and_are_whole_on_every_rank(
@@ -343,6 +348,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("writer", "reader"), [("two instances", way) for way in WAYS] + [(way, "two instances") for way in list(WAYS)[1:]]
@@ -411,6 +417,7 @@ def test_ranks_with_other_numbers_of_instances_are_told() -> None:
     run_ranks(4, run)
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("victim", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)

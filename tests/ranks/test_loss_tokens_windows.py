@@ -93,6 +93,7 @@ class Dense(nn.Module):
         return loss
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [STRICT, {"static_graph": True}, STRICT | {"bucket_size": 1}], ids=str)
 def test_where_ranks_exchange_nothing_they_agree_to_count_in_the_first_backward(options: dict[str, Any]) -> None:
     """So no rank waits for an exchange that another does not take part in."""

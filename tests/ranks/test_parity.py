@@ -52,7 +52,7 @@ EVERY_CONFIG = configs(
 )
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("groups", "accumulate", "bucket_size"), [(1, 1, ONE_PARAM), (3, 3, SOME)])
 def test_every_optimizer_to_the_bit_on_two_ranks(name: str, groups: int, accumulate: int, bucket_size: int) -> None:
@@ -63,7 +63,7 @@ def test_every_optimizer_to_the_bit_on_two_ranks(name: str, groups: int, accumul
     assert_same_bits(train_with_ours(run, 2, config), train_with_ddp(run, 2))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("config", EVERY_CONFIG, ids=str)
 def test_every_config_to_the_bit_on_two_ranks(config: DistributedDataParallelConfig) -> None:
     for accumulate in (1, 3):

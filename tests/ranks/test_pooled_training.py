@@ -31,6 +31,7 @@ from tests.support.training import (
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_microbatch_a_step_has_the_bits_of_persistent_buffers(size: int) -> None:
     """With sums in the order of the ranks: on three ranks torch's and the ring's order is another."""

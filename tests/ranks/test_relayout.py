@@ -104,7 +104,7 @@ MOMENTS = ["before forward", "before backward", "before step", "before zero_grad
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "dtype", "options"),
     [
@@ -371,6 +371,7 @@ def test_an_optimizer_that_is_gone_on_one_rank_alone_keeps_all_where_it_is(gone_
     run_ranks(2, run)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [1, 3, 8, 15])
 def test_a_rank_that_fails_in_a_move_ends_all_and_leaves_what_was(number: int) -> None:
     """In the exchange of what there is, in the first and a middle one of what is gathered, and in the last of all, in

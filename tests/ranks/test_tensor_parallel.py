@@ -37,13 +37,13 @@ MATRIX = [
     )
 ]
 SOME = [
-    Case("reduce-scatter", True, 3, True, steps=8),
-    Case("all-reduce", True, 1, False, steps=8),
-    Case("pooled", True, 3, False, vocab=509, steps=8),
-    Case("forward", False, 1, True, steps=8),
-    Case("flattened", True, 1, True, steps=8),
-    Case("reduce-scatter", False, 1, False, steps=50),
+    Case("reduce-scatter", True, 3, True, steps=3),
+    Case("all-reduce", True, 1, False, steps=3),
+    Case("pooled", True, 3, False, vocab=509, steps=3),
+    Case("forward", False, 1, True, steps=3),
+    Case("flattened", True, 1, True, steps=3),
 ]
+LONG = [Case("reduce-scatter", False, 1, False, steps=50)]
 
 
 def trained(tp: int, cases: list[Case]) -> list[Outcome]:
@@ -59,6 +59,7 @@ def on_mesh(dp: int, tp: int, cases: list[Case]) -> Iterator[tuple[Case, list[Ou
 
 WORLDS = [
     pytest.param(2, 2, SOME, id="2x2"),
+    pytest.param(2, 2, LONG, id="50 steps", marks=pytest.mark.long),
     *(
         pytest.param(dp, tp, MATRIX, id=f"all-{dp}x{tp}", marks=pytest.mark.long)
         for dp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4))

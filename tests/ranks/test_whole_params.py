@@ -26,7 +26,7 @@ from tests.support.training import assert_close, start_ours, train_with_ddp, tra
 from tests.support.whole_params import KINDS, SOME, WholeRun, assert_same, batch, by_dimensions, model_on, same, train
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grad_buffer", ["contiguous", "pooled"])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -216,6 +216,7 @@ def test_one_rank_sends_nothing_and_tries_nothing() -> None:
 # --- 16-bit weights, and everything else of the engine ---------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("options", "accumulate"),
@@ -244,6 +245,7 @@ def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(
             assert same(sharded[2], whole[2])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["muon", "lamb", "shampoo", "muon_and_adamw"])
 def test_instances_have_owners_each(kind: str) -> None:
     """Two instances of two ranks: as one of four, but for the order of sums."""
@@ -289,6 +291,7 @@ def test_a_parameter_that_joins_later_gets_an_owner(dtype: torch.dtype) -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["muon", "lamb", "shampoo", "muon_and_adamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_layout_in_mid_training(kind: str, dtype: torch.dtype) -> None:

@@ -163,7 +163,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("make", [adamw, lamb, matrices_and_rest])
 @pytest.mark.parametrize(("name", "size"), CASES)
 def test_equal_to_the_bit_with_a_loop_that_rounds_by_itself(name: str, make: MakeOptimizer, size: int) -> None:
@@ -183,6 +183,7 @@ def test_equal_to_the_bit_with_a_loop_that_rounds_by_itself(name: str, make: Mak
     assert_same_state(theirs, state)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["both", "both, in the next forward", "both, pooled"])
 def test_instances_round_what_is_sent_inside_them(name: str) -> None:
     """Between instances sums have 32 bits. All ranks, of both, hold the same weights."""
@@ -195,7 +196,7 @@ def test_instances_round_what_is_sent_inside_them(name: str) -> None:
             torch.testing.assert_close(mine, theirs, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("overlap", "wire"), [("step", BOTH), ("forward", BOTH), ("step", EIGHT), ("forward", EIGHT)])
 def test_ranks_stay_equal_to_the_bit_while_a_run_changes(size: int, overlap: str, wire: dict[str, str]) -> None:
@@ -267,6 +268,7 @@ def test_half_the_bytes_are_sent_or_a_quarter(wire: dict[str, str], dtype: torch
     run_ranks(2, run)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "name", ["gradients", "weights", "both", "both, pooled", "both in int8", "both in int8, pooled"]
@@ -285,9 +287,8 @@ def test_memory_is_what_the_table_says_to_the_byte(make: MakeOptimizer, name: st
         flats = {id(t): t.nbytes for values in held for t in values if type(t) is Tensor and t.dim() == 1 and t.is_leaf}
         views = {id(view) for view in engine.grad_buffers.views}
         assert sum(nbytes for key, nbytes in flats.items() if key not in views) == use.grad_bytes
-        apart = [
-            shard.main for shard in impl.shards.values() if shard.main is not shard.weights and shard.keeps_remainder
-        ]
+        kept = [shard for shard in impl.shards.values() if shard.keeps_remainder]
+        apart = [shard.main for shard in kept if shard.main is not shard.weights]
         state = [v for values in ours.optimizer.state.values() for v in values.values() if v.dim() > 0]
         assert sum(tensor.nbytes for tensor in [*apart, *state]) == use.state_bytes
         ours.model.close()
@@ -492,9 +493,8 @@ def test_a_method_that_moves_weights_sends_them_exactly(overlap: str) -> None:
                 assert torch.equal(averages[number], expected)
         ours.optimizer.train()
         ours.step(5)
-        weights = ours.weights()
+        averages += ours.weights()
         ours.model.close()
-        return [*averages, *weights]
+        return averages
 
-    first, second = run_ranks(2, run)
-    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, *run_ranks(2, run)))

@@ -441,6 +441,7 @@ consolidate(folder / "directory", folder / "again")
 """
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is allocated on Linux only")
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:

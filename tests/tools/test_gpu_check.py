@@ -137,6 +137,7 @@ def test_json_has_what_was_run_on_what(faults: Faults) -> None:
     assert {"date", "commit", "device", "gpus", "python", "seconds", "started_by"} <= faults.hang.keys()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.fresh
 @pytest.mark.parametrize(
     ("arguments", "complaint"),

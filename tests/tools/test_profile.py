@@ -217,7 +217,6 @@ def read_records(folder: Path) -> list[RankEvents]:
 
 
 @pytest.mark.fresh
-@pytest.mark.long
 def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_path: Path) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(PLAIN_LOOP)
@@ -253,6 +252,7 @@ def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_
     assert row[1:3] == [f"{before_ms:.2f}", f"{step_ms:.2f}"]
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_a_lightning_script_is_profiled_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LIGHTNING)

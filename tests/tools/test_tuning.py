@@ -165,6 +165,7 @@ def tune(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_a_script_that_never_ends_is_run_with_each_size_and_ended_without_a_word_to_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ENDLESS_LOOP)
@@ -193,15 +194,18 @@ def test_a_lightning_script_leaves_no_checkpoint_of_its_end(tmp_path: Path) -> N
 
 
 @pytest.mark.fresh
-def test_a_script_that_fails_or_trains_nothing_is_told_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("raise SystemExit(3)\n")
-    failed = tune(tmp_path, "train.py")
-    assert failed.returncode == 1
-    assert "train.py: rank" in failed.stderr.splitlines()[-1]
-    (tmp_path / "train.py").write_text("")
-    nothing = tune(tmp_path, "train.py")
-    assert nothing.returncode == 1
-    assert "no step was recorded" in nothing.stderr.splitlines()[-1]
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("script", "complaint"), [("", "no step was recorded"), ("raise SystemExit(3)\n", "train.py: rank")]
+)
+def test_a_script_that_fails_or_trains_nothing_is_told_in_a_line(script: str, complaint: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = tune(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert complaint in done.stderr.splitlines()[-1]
+
+
+def test_a_script_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:
     missing = CliRunner().invoke(root, ["tune", str(tmp_path / "none.py")])
     assert missing.exit_code == 2
     assert "none.py does not exist" in missing.stderr
