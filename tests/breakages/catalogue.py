@@ -281,7 +281,7 @@ BREAKAGES = (
     Breakage(
         "the norm of the gradients is that of this rank's shards",
         "core/clip_grads.py",
-        "    collectives.all_gather(parts.view(-1)).wait()\n",
+        "    collectives.all_gather(table.view(-1)).wait()\n",
         "",
         "tests/ranks/test_optimizer.py",
     ),

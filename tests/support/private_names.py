@@ -85,7 +85,7 @@ LIVES_IN = {
     "accelerate.accelerator": (
         "_dataloaders _is_accelerate_prepared _load_model_state_pre_hook _save_model_state_pre_hook"
     ),
-    "transformers.trainer": ("_load_from_checkpoint _load_optimizer_and_scheduler _save_optimizer_and_scheduler"),
+    "transformers.trainer": ("_load_from_checkpoint _load_optimizer_and_scheduler _save _save_optimizer_and_scheduler"),
 }
 """The object or module that has the names, or in whose source they are."""
 
