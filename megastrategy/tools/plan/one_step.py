@@ -304,7 +304,10 @@ def main() -> None:
     if step.is_complete:
         write(step.measured())
     elif not step.has_models:
-        write("the script wrapped no model: it does not train with megastrategy (a strategy other than megatron_ddp?)")
+        write(
+            "the script wrapped no model, so it does not train with megastrategy: give it strategy='megatron_ddp', or "
+            "plan -m megastrategy.launch SCRIPT where it uses Accelerate"
+        )
     else:
         write("the script ended before its first optimizer step: let it make one (a larger max_steps, more batches)")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,7 @@ def _measure(command: Sequence[str], dp_size: int, *, computes: bool) -> Measure
     if result is None and not computes:
         result, why = _run(command, dp_size, "values")
     if result is None:
-        raise PlanError(f"{command[-1] if command[0] == '-m' else command[0]} on {dp_size} rank(s): {why}")
+        raise PlanError(f"{command[1] if command[0] == '-m' else command[0]} on {dp_size} rank(s): {why}")
     return result
 
 
@@ -66,4 +67,26 @@ def _run(command: Sequence[str], dp_size: int, way: str) -> tuple[MeasuredStep |
 def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     reason = said[-1].strip() if said else "nothing was said"
-    return f"the script ended with exit code {done.returncode}: {reason}"
+    hint = next((f". {hint}" for sign, hint in _HINTS if re.search(sign, done.stderr)), "")
+    return f"the script ended with exit code {done.returncode}: {reason.rstrip('.') if hint else reason}{hint}"
+
+
+_HINTS = (
+    # The first that is found in what it said. What comes first is the cause of what follows.
+    (r"ModuleNotFoundError: No module named", "Install that into this environment: the script itself is run"),
+    (
+        r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|MPS is not|No supported gpu backend",
+        "It asks for a GPU: let it train on the CPU here (accelerator='cpu', --cpu, a device taken from the model)",
+    ),
+    (
+        r"Hugging Face Hub|ConnectionError|URLError|LocalEntryNotFound|OfflineModeIsEnabled|MaxRetryError|gaierror",
+        "It wants to download: run it once where there is a net, or give it local files, and then plan it",
+    ),
+    (r"FileNotFoundError", "Run it from the folder that its paths begin in, with the files that it reads"),
+    (r"the following arguments are required|error: unrecognized arguments", "Its own arguments come after its name"),
+    (
+        r"MemoryError|DefaultCPUAllocator",
+        "This machine's memory does not hold what it makes itself: a smaller data set",
+    ),
+)
+"""By a pattern in what a failed script said, what to do about it."""
