@@ -80,8 +80,13 @@ def read_profile(folder: Path) -> list[RankEvents]:
     return sorted(ranks, key=lambda rank: rank.rank)
 
 
-def measure(ranks: Sequence[RankEvents]) -> Measured:
+def measure(ranks: Sequence[RankEvents], share: float = 0.5) -> Measured:
     """Takes the first model of a profile apart.
+
+    Args:
+        ranks: all of them.
+        share: of each part of a step, which of the steps counts: the median, or 0.25 for the one that a quarter of them
+            are faster than.
 
     Raises:
         ProfileError: if it was not recorded on all ranks.
@@ -93,7 +98,7 @@ def measure(ranks: Sequence[RankEvents]) -> Measured:
         )
     recorded = models[0].recorded
     assert recorded is not None, "looked at above"
-    parts = [_Parts.of(rank, model) for rank, model in zip(ranks, models, strict=True)]
+    parts = [_Parts.of(rank, model, share) for rank, model in zip(ranks, models, strict=True)]
     works = [part.work for part in parts]
     sent = _sent_bytes(works[0], recorded)
     link = _link(models, sent)
@@ -116,7 +121,7 @@ class _Parts:
     periods_ms: Sequence[float]
 
     @staticmethod
-    def of(rank: RankEvents, model: ModelEvents) -> _Parts:
+    def of(rank: RankEvents, model: ModelEvents, share: float) -> _Parts:
         recorded = model.recorded
         assert recorded is not None, "its caller looked"
         steps = list(_steps(model))
@@ -128,7 +133,7 @@ class _Parts:
         )
 
         def mean(*labels: str) -> float:
-            return statistics.median(sum(one.own_ms[label] for label in labels) for one in labelled)
+            return _quantile([sum(one.own_ms[label] for label in labels) for one in labelled], share)
 
         times = rank_times(rank, model)
         work = Work(
@@ -144,14 +149,14 @@ class _Parts:
             # A batch that other processes load takes none of this one's processor.
             max(mean("other"), times.input_ms),
         )
-        per_bucket, per_numel = _step_costs(steps, work, recorded)
+        per_bucket, per_numel = _step_costs(steps, work, recorded, share)
         work = dataclasses.replace(work, step_ms_per_numel=per_numel, step_ms_per_bucket=per_bucket)
         # In a forward without gathers only torch's threads work beside the one that trains.
         others = [one.process_ms["forward"] / max(one.own_ms["forward"], 1e-9) for one in labelled]
         torchs = max(1.0, statistics.median(others)) if recorded.num_threads > 1 else 1.0
         sending = [sum(one.process_ms.values()) - torchs * sum(one.own_ms.values()) for one in labelled]
         periods = [(step[-1][0].time_ns - step[0][0].time_ns) / 1e6 for step in steps]
-        return _Parts(work, max(0.0, statistics.median(sending)), periods)
+        return _Parts(work, max(0.0, _quantile(sending, share)), periods)
 
 
 _Told = tuple[Event, tuple[int, int]]
@@ -236,7 +241,9 @@ def _ready(model: ModelEvents, recorded: RecordedModel) -> dict[int, float]:
     return {index: statistics.median(shares) for index, shares in found.items()}
 
 
-def _step_costs(steps: Sequence[Sequence[_Told]], work: Work, recorded: RecordedModel) -> tuple[float, float]:
+def _step_costs(
+    steps: Sequence[Sequence[_Told]], work: Work, recorded: RecordedModel, share: float
+) -> tuple[float, float]:
     """Milliseconds of the optimizer for a bucket, and for an element that this rank steps."""
     layout = work.layout(recorded.config, recorded.dp_size)
     own_numel = {bucket.index: bucket.numel / layout.num_shards for bucket in layout.buckets}
@@ -257,12 +264,18 @@ def _step_costs(steps: Sequence[Sequence[_Told]], work: Work, recorded: Recorded
                 points.append((own_numel[event.index], (now - before) / 1e6))
     if not totals:
         return 0.0, 0.0
-    total_ms, numel = statistics.median(totals), sum(own_numel.values())
+    total_ms, numel = _quantile(totals, share), sum(own_numel.values())
     # By one line through all buckets, if they were stepped one by one, so that their sum is the whole step's.
     slope = _median_slope(points)
     if slope is None or not 0 <= slope * numel <= total_ms:
         return 0.0, total_ms / numel
     return (total_ms - slope * numel) / len(layout.buckets), slope
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    if share == 0.5:
+        return statistics.median(values)
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def _mean(works: Sequence[Work]) -> Work:
