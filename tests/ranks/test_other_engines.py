@@ -76,7 +76,7 @@ def test_torch_ddp_around_is_refused_in_the_first_forward(options: dict[str, Any
 def test_a_model_that_torch_ddp_only_calls_is_none_of_its_own() -> None:
     """A teacher, or a critic that trains on its own, called in the forward of a module that torch DDP wraps."""
 
-    def run(rank: int, group: ProcessGroup) -> None:
+    def run(rank: int, group: ProcessGroup) -> TorchDDP:
         critic = DistributedDataParallel(two_layers(), process_group=group)
 
         class Calls(nn.Module):
@@ -90,10 +90,12 @@ def test_a_model_that_torch_ddp_only_calls_is_none_of_its_own() -> None:
 
         # Engines that reduce in one backward need groups of their own, or they meet in each other's collectives.
         of_ddp = gloo_group(PrefixStore("ddp", group.get_group_store()), rank, 2)
-        # Held: collected before the backward on one rank alone, its reducer would leave the other's all-reduce waiting.
+        # Held until both ranks have ended: its reducer, collected sooner, keeps Python's lock and waits for gloo's
+        # threads, of which one may wait for that lock.
         outer = TorchDDP(Calls(), process_group=of_ddp)
         outer(torch.ones(2, 10)).sum().backward()
         assert critic.full_grad(critic.module[0].bias) is not None
+        return outer
 
     run_ranks(2, run)
 
