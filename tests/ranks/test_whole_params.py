@@ -56,7 +56,7 @@ def owned_layouts(draw: st.DrawFn) -> tuple[BufferLayout, set[int]]:
     return build_layout(specs, config, size), whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(owned_layouts())
 def test_owners_have_everything_once_and_are_even(drawn: tuple[BufferLayout, set[int]]) -> None:
     layout, whole = drawn
