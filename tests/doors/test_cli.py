@@ -217,9 +217,10 @@ def test_the_signature_is_that_of_the_package_and_the_config(door: str) -> None:
 
     ours = inspect.signature(strategy).parameters
     refused = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "kwargs"}
-    own: dict[str, Any] = {"state_dict_type": "full"}  # under the name that FSDPStrategy has for it
-    if "fabric" not in door:
-        own["tensor_parallel_size"] = 1  # under that of ModelParallelStrategy
+    # under the names that FSDPStrategy and ModelParallelStrategy have for them
+    own: dict[str, Any] = {"state_dict_type": "full", "tensor_parallel_size": 1}
+    if "fabric" in door:
+        own["parallelize_fn"] = None
     assert list(ours) == [name for name in theirs if name not in refused] + [*own, *fields, *TORCH_DDP_ARGUMENTS]
     expected = {name: item.default for name, item in theirs.items()} | own | fields | TORCH_DDP_ARGUMENTS
     assert {name: item.default for name, item in ours.items()} == {name: expected[name] for name in ours}
