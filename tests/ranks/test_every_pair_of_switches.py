@@ -192,10 +192,11 @@ class Watched:
         """Gradients that every rank has whole lie in buffers, as the layout says, or where autograd put them; where it
         has a part of them it shows none."""
         shown = [(param.grad, slot) for param, slot in zip(self.model.engine.params, self.layout.slots, strict=True)]
-        starts = {grad.data_ptr() - slot.start * grad.element_size() for grad, slot in shown if grad is not None}
         if self.row.config.use_distributed_optimizer:
             assert {type(grad) for grad, _ in shown} <= {type(None), ReducedGrad}
-        elif self.row.config.use_contiguous_buffers:
+            return
+        starts = {grad.data_ptr() - slot.start * grad.element_size() for grad, slot in shown if grad is not None}
+        if self.row.config.use_contiguous_buffers:
             assert len(starts) == len(self.layout.buffers)
         else:
             assert len(starts) > len(self.layout.buffers)
