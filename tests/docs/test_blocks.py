@@ -90,7 +90,6 @@ def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: st
         ("accelerate.md", 1, 1),
         ("data.md", 0, 2),
         ("data.md", 1, 2),
-        ("optimizers.md", 0, 1),
     ],
     ids=[
         "reading gradients",
@@ -106,7 +105,6 @@ def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: st
         "a block of ours",
         "data",
         "stopped",
-        "groups of weight decay",
     ],
 )
 def test_blocks_print_what_the_page_says(tmp_path: Path, page: str, number: int, ranks: int) -> None:
@@ -135,7 +133,6 @@ def test_no_block_is_left_out() -> None:
         "fabric.md": 1,
         "accelerate.md": 2,
         "data.md": 2,
-        "optimizers.md": 1,
         "checkpoints.md": 2,
         "planning.md": 1,
     }
@@ -148,7 +145,6 @@ def test_no_block_is_left_out() -> None:
         "fabric.md",
         "accelerate.md",
         "data.md",
-        "optimizers.md",
     ):
         path = ROOT / "docs" / page
         assert len(blocks_that_print(path)) == len(by_page[path.name]), page
