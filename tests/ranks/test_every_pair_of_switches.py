@@ -189,8 +189,7 @@ class Watched:
             assert is_early
 
     def check_memory_of_grads(self) -> None:
-        """Gradients that every rank has whole lie in buffers, as the layout says, or where autograd put them; where it
-        has a part of them it shows none."""
+        """Whole gradients lie in buffers, as the layout says, or where autograd put them; of parts none is shown."""
         shown = [(param.grad, slot) for param, slot in zip(self.model.engine.params, self.layout.slots, strict=True)]
         if self.row.config.use_distributed_optimizer:
             assert {type(grad) for grad, _ in shown} <= {type(None), ReducedGrad}
