@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -117,6 +118,8 @@ def number_of_ranks() -> int:
 
 def _serve(rank: int, size: int, port: int, connection: Connection, choice: chosen_collectives.Choice) -> None:
     torch.set_num_threads(1)
+    # It is ignored in what a shell starts in the background, and jobs are about what Ctrl-C does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
