@@ -34,8 +34,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_distributed_optimizer": False},
     ),
 }
-"""What a name begins with -> what it is, and the options that it stands for. The second is for those who can pass only
-a string: where an optimizer is refused, it is the way out."""
+"""Beginnings of names: what each is, and the options that it stands for. The second is for those who can pass only a
+string: where an optimizer is refused, it is the way out."""
 
 _ENDINGS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 START_METHODS = {kind + ending: method for kind in _KINDS for ending, method in _ENDINGS.items()}
@@ -47,7 +47,7 @@ DOORS = {
     "lightning.fabric": "megastrategy.fabric",
     "lightning_fabric": "megastrategy.lightning_fabric",
 }
-"""A package of Lightning -> the module with the ``MegatronDDPStrategy`` that is made for it."""
+"""Packages of Lightning: for each the module with the ``MegatronDDPStrategy`` that is made for it."""
 
 _REGISTRIES = {
     "lightning.pytorch.strategies": "StrategyRegistry",

@@ -30,7 +30,7 @@ from megastrategy.core.loss_tokens import Counting
 from megastrategy.core.module_plan import agree_on_layout
 
 NUM_PARAMS = 300
-"""Of the model: a byte each is sent after a backward."""
+"""The model's parameters: a byte each is sent after a backward."""
 
 
 @dataclasses.dataclass

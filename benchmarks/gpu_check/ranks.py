@@ -31,7 +31,7 @@ Way = Literal["alone", "staged", "backend"]
 """See [Note: ways to connect ranks]."""
 
 GRACE_S = 15.0
-"""How long the other ranks have after the first has failed."""
+"""The time that the other ranks have after the first has failed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

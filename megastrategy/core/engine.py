@@ -142,7 +142,7 @@ class Engine:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In copies and pickles of what holds it, a Trainer in mid-fit for one, there is None."""
+        """Becomes None in copies and pickles of what holds it, such as a Trainer in mid-fit."""
         return type(None), ()
 
     @property
@@ -194,7 +194,7 @@ class Engine:
     # --- the module changes ------------------------------------------------------------------------------------------
 
     def check_params(self) -> None:
-        """Whether every parameter is still there, and frozen if it was frozen: cheap, before every forward."""
+        """Refuses a parameter that was replaced, and takes in what was unfrozen: cheap, before every forward."""
         if self.watch.has_changed():
             # the module's own check may know more of what came in a parameter's place
             check_module(self.module, type(self._wrapper))
@@ -304,25 +304,25 @@ class Engine:
         return buffers
 
     def change_whole(self, layout: BufferLayout) -> None:
-        """Goes over to a layout of the same parameters where nothing is cut; gradients are copied."""
+        """Changes to another layout of the same parameters where nothing is sharded; gradients are copied."""
         before = self.grad_buffers
         self.layout = layout
         self.grad_buffers = self._make_grad_buffers()
         self.grad_buffers.keep_views(before)
 
     def change_shards(self, layout: BufferLayout, reduced: Mapping[int, Tensor]) -> None:
-        """Goes over to a layout of the same parameters.
+        """Changes to another layout of the same parameters where this rank owns shards.
 
         Args:
-            layout: of the same parameters.
+            layout: the new plan.
             reduced: by parameter, this rank's part of the reduced gradient in ``layout``, flat.
         """
         before = self.grad_buffers
         room = before.give_up()
         self.layout = layout
-        # Weights wait in the gradients' memory until that of the old weights is free, which the new ones then take, as
-        # new gradients take the gradients'. New weights in a block of gradients would leave CUDA's allocator without
-        # one for new gradients, and with one more than it needs.
+        # CUDA's allocator gives a freed block to what has its size. So weights wait in the gradients' memory until that
+        # of the old weights is free: new weights take it, and new gradients take the old gradients'. New weights that
+        # stayed in a block of gradients would make the allocator reserve one more.
         if ParamBuffers.fit(layout, room):
             self._follow_params(ParamBuffers(layout, self.params, self.device, self.local_parts, room))
         else:
@@ -453,7 +453,7 @@ def _find_local_parts(
 
 
 def raise_closed() -> NoReturn:
-    """For a closed wrapper, a copy, and the optimizer of either."""
+    """Raises the error of a closed wrapper, of a copy, and of the optimizer of either."""
     raise ClosedError(
         "this DistributedDataParallel was closed, or is a copy (deepcopy, pickle): its module is a plain one, "
         "whose gradients nobody would reduce. To train it, wrap the module again, and make a new "

@@ -53,10 +53,10 @@ is added up while the next comes in."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 CHUNKS = "weight in a chunk (name, chunk, first element, elements of the chunk)"
-"""What :meth:`BufferLayout.describe` calls them."""
+"""The heading under which :meth:`BufferLayout.describe` lists them."""
 
 Spans = Sequence[Sequence[tuple[int, int]]]
-"""By rank, parts ``[start, end)`` of a tensor."""
+"""Parts ``[start, end)`` of a tensor, by rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,9 +119,9 @@ class Buffer:
     """A contiguous stretch of memory for all parameters of one dtype whose gradients have one dtype.
 
     ``sum_dtype`` is that of reduced gradients. ``sums_apart``: a rank's shards of them have memory of their own, to
-    which each reduction adds; else they are where the gradients were. ``grad_wire_dtype``: in which gradients are sent.
-    ``param_wire_dtype``: in which changes of weights are sent; None where weights are sent themselves. int8 stands for
-    blocks (wire_format's [Note: blocks]). ``sent_grad_nbytes``, ``sent_weight_nbytes``: of so many on the wire.
+    which each reduction adds; else they are where the gradients were. ``grad_wire_dtype``: gradients are sent in it.
+    ``param_wire_dtype``: changes of weights are sent in it; None where weights are sent themselves. int8 stands for
+    blocks (wire_format's [Note: blocks]). ``sent_..._nbytes(n)``: the bytes that n elements take on the wire.
     """
 
     dtype: torch.dtype
@@ -134,7 +134,7 @@ class Buffer:
 
     @property
     def staging_dtype(self) -> torch.dtype:
-        """In which gradients are gathered to be sent: blocks are written when all of a piece is there."""
+        """The dtype in which a piece is gathered: blocks are written from it when all of the piece is there."""
         return self.grad_dtype if self.grad_wire_dtype == torch.int8 else self.grad_wire_dtype
 
     def sent_grad_nbytes(self, numel: int) -> int:
@@ -446,7 +446,7 @@ def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, start
 
 
 def _bucket_alignment(dp_size: int, num_shards: int) -> int:
-    """A bucket's size is a multiple of so many elements: its shards are equal then, and each begins aligned."""
+    """The number of elements that divides a bucket's size: its shards are equal then, and each begins aligned."""
     # Nothing more where every rank owns all of every bucket: an all-reduce has no shards.
     shards = num_shards * SHARD_ALIGNMENT_NUMEL if num_shards > 1 else 1
     return math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, shards)
@@ -486,7 +486,7 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
 
 
 def _largest_for_each_of(nbytes: Sequence[int], number: int) -> list[int]:
-    """Any piece may come to any of them: they are used in turn."""
+    """Gives every buffer the largest size: they are used in turn, and any may get the largest piece."""
     return [max(nbytes)] * min(number, len(nbytes)) if nbytes else []
 
 

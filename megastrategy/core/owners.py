@@ -1,4 +1,4 @@
-"""Which rank steps a parameter whole, where an optimizer needs it whole. No tensors.
+"""Chooses the rank that steps a parameter whole, where an optimizer needs it whole. No tensors.
 
 An optimizer that looks at rows, norms or matrices (Muon, Shampoo, Adafactor, LAMB) cannot step a flat shard. Its
 parameters stay in the flat buckets, whose gradients are reduced as all others are, and each gets an *owner*: before the

@@ -60,7 +60,7 @@ class Reducer:
         should_sync: asked when a backward starts, with what the last forward decided (None: there was none to decide).
         listener: gets every event, or None.
         planner: watches the first synchronised backward for better buckets; None where none are wanted.
-        tensor_ranks: of a tensor-parallel model, which refuse a backward together.
+        tensor_ranks: the ranks that hold the parts of a tensor-parallel model; they refuse a backward together.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Reducer:
         self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
         self._forward_decision: bool | None = None
         self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
-        self._ends: list[weakref.ref[Callable[[], None]]] = []  # what was queued with backwards, while they last
+        self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards; dead when those have ended
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
-        self._kept: list[bool] = []  # whether what has_grad tells of was reduced, and nothing has come since
+        self._kept: list[bool] = []  # by parameter: its gradient was reduced, and no other has come since
         self._missing: list[int] = []  # gradients still to come, by bucket
         self._handles: list[Handle] = []  # by bucket, in launch order
         self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
@@ -163,7 +163,7 @@ class Reducer:
         self._forward_decision = None
 
     def _drop_unfinished(self) -> None:
-        """Waits for what a backward that ended in an exception left behind, sealed in part, and drops it."""
+        """Drops what a backward that ended in an exception left behind, when all that it had launched has ended."""
         if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
             self._phase, self._is_unfinished = BackwardPhase.IDLE, False
             self._wait_for_launched()
@@ -191,9 +191,9 @@ class Reducer:
 
     def _on_output_grad(self, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if self._watched != task:  # the first, one after an error, or one nested in another: none may go without an end
+        if self._watched != task:  # another graph than the last that was seen: each needs an end
             if all(end() is None for end in self._ends):
-                self._drop_unfinished()  # tried again, without a forward in between
+                self._drop_unfinished()  # no backward is under way: what is left is of one that raised
             self._hooks.stay_last()
             self._watched = task
             self._emit(EventKind.BACKWARD_START, 0)
@@ -220,7 +220,7 @@ class Reducer:
             self._planner.note(index)
         if self._listener is not None:
             self._listener(Event(EventKind.GRAD_READY, index))
-        if syncs and self._seen[index] != self._epoch:  # a second part must not stand in for another's first
+        if syncs and self._seen[index] != self._epoch:  # two parts of one gradient are not two gradients
             self._seen[index] = self._epoch
             self._missing[bucket] -= 1
             if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
@@ -234,7 +234,7 @@ class Reducer:
         needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
         if needed != self._needed:  # what static_graph agreed on was of other parameters
             self._needed, self._static_used = needed, None
-        # One that came in two parts before is counted one too many: its bucket waits for the end, when both are there.
+        # A bucket with a gradient that came in two parts before expects one too many, so that it waits for the end.
         deferred = {self._bucket_of[index] for index in self._deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
         self._has_local_grads = True
@@ -255,7 +255,7 @@ class Reducer:
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self) -> None:
-        # A graph and one nested in it may both have queued an end: the first that comes is enough.
+        # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             return
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
@@ -415,13 +415,14 @@ class Reducer:
         """
         agrees = self._agrees()
         has_grad = self.buffers.has_grad
-        # What any rank used in the first backward is what is published: a rank that used less gets the mean all the
-        # same.
+        # A static graph publishes what any rank used in its first backward: a rank that used less of it gets the mean
+        # all the same.
         if not agrees and self._static_used is not None:
             has_grad[:] = self._static_used
         planner = self._planner
         wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
-        # Facts that all ranks share. Whether they count is one from the first backward on.
+        # All ranks exchange, or none does, so this asks for what all of them know alike. Whether losses are counted by
+        # tokens is known alike only after an exchange, so the first backward has one.
         must_agree = self._must_agree() or planner is not None or self._tokens.is_used or not self._has_agreed
         if not must_agree:
             return [], False

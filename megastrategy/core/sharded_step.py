@@ -53,11 +53,11 @@ class _Begun:
     """A step that has begun.
 
     Attributes:
-        indices: of the optimizer's parameters.
-        with_grads: those of them that are stepped on this rank.
-        runs: what is stepped of them as shards.
-        changing: buckets of which some rank steps something, which all ranks gather.
-        order: in which buckets are stepped.
+        indices: the optimizer's parameters, by index in the layout.
+        with_grads: those of them that this rank steps.
+        runs: their shards, neighbours joined, as they are stepped.
+        changing: buckets in which any rank steps something; all ranks gather them.
+        order: the buckets, in the order in which they are stepped.
     """
 
     indices: list[int]
@@ -72,7 +72,7 @@ class ShardedStep(OptimizerShards):
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
         super().__init__(optimizer, engine, findings)
-        self._arguments = StepArguments()  # of the step in work
+        self._arguments = StepArguments()  # the arguments of the step that is under way
         self._later_trials = LaterTrials(optimizer, findings, engine) if findings is not None else None
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class ShardedStep(OptimizerShards):
         engine = self.engine
         engine.check_open()
         self.follow_model()
-        if engine.param_buffers is not None:  # weights that came, or were given other memory, are looked for there
+        if engine.param_buffers is not None:  # new weights may be on their way, or have been given other memory
             engine.param_gather.finish()
             engine.param_buffers.recapture()
         total = total_grad_norm(self.owned_weights(), norm_type, self.owner_collectives, engine.device)
@@ -155,7 +155,7 @@ class ShardedStep(OptimizerShards):
         Without shards ``.grad`` is the truth, local or not, as under torch DDP.
         """
         self.engine.check_open()
-        # Reduced first: rank 0 takes part in that, so that no rank changes what it keeps while rank 0 reads it alone.
+        # Reduced first, which takes rank 0: while that saves alone, no rank comes past here to change what it reads.
         if self.sharded:
             self.engine.reducer.finish_grad_sync()
         self.follow_model()
@@ -205,7 +205,7 @@ class ShardedStep(OptimizerShards):
         return findings.reason if findings is not None else None
 
     def step(self, arguments: StepArguments) -> None:
-        """``arguments``: of the user's optimizer, without the closure."""
+        """Steps what this rank owns; ``arguments`` are those of the user's ``step``, without the closure."""
         self.finish_grads()
         with self.at_rest.lock:
             self._arguments = arguments
@@ -215,7 +215,7 @@ class ShardedStep(OptimizerShards):
                 self._step_watched()
             else:
                 self._step_shards()
-            # The same number where somebody's wrapper has left the step out: then none has begun.
+            # Somebody's wrapper may have left the step out: then none has begun, and none is counted.
             self.num_steps_done = self.num_steps_begun
 
     def _step_main_params(self) -> None:
@@ -293,7 +293,7 @@ class ShardedStep(OptimizerShards):
                 if bucket in begun.changing:
                     self.start_gather(bucket, begun.indices)
             self._step_runs([], with_strangers=bool(self.strangers.grads()))
-        except BaseException:  # whoever deals with it reads weights that are not on their way
+        except BaseException:  # whoever catches it may read weights: none may be on its way
             with contextlib.suppress(CollectiveError):
                 engine.param_gather.finish()
             raise
@@ -362,7 +362,7 @@ class ShardedStep(OptimizerShards):
                     yield
                 for tensor in tensors:
                     for name, value in self.inner.state.get(tensor, {}).items():
-                        # torch's next gradient would be another tensor, ours is not
+                        # An optimizer may keep its gradient. torch's next one is another tensor, ours has this memory.
                         if isinstance(value, Tensor) and value is tensor.grad:
                             self.inner.state[tensor][name] = value.clone()
         finally:

@@ -156,7 +156,7 @@ def _shared(module: torch.nn.Module) -> dict[str, Tensor]:
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 _SHARE_OF_A_COPY = 0.4
-"""Of the rate of one copy to pinned memory: the state is gathered, copied and cut."""
+"""The share of the rate of one copy to pinned memory that is expected: the state is gathered, copied and cut."""
 
 
 def _speed(context: Context) -> None:

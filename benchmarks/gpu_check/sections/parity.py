@@ -110,7 +110,7 @@ RECIPES: dict[str, Recipe] = {
         how=_ADAFACTOR, grad_wire_dtype="int8", param_wire_dtype="int8", overlap_param_gather="forward"
     ),
 }
-"""What the page of options promises, once each."""
+"""The promises of the page of options, once each."""
 
 _BY_HAND = {
     "bf16-weights",
@@ -122,7 +122,7 @@ _BY_HAND = {
 """torch DDP steps 16-bit weights themselves, and refuses a layer in two re-entrant checkpoints; it rounds nothing."""
 
 _IN_ANOTHER_ORDER = {"late-bucket"}
-"""What comes late is averaged by itself, and added to the mean of what came before."""
+"""A late gradient is averaged by itself, and added to the mean of what came before."""
 
 SKEWS: tuple[Late, ...] = ("nothing", "results", "gradients", "one rank")
 

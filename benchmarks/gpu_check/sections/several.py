@@ -28,7 +28,7 @@ _NEEDS = "with --gpus 2 and more: ranks that share a GPU share its memory, and n
 OFFSETS = (0, 2, 4, 8)
 """Bytes between a 128-byte boundary and the first shard."""
 _LEAST_OVERLAP = 0.9
-"""Of torch DDP's, for the same bytes."""
+"""The least share of torch DDP's overlap, for the same bytes."""
 
 
 def run_links(context: Context) -> None:

@@ -67,8 +67,8 @@ class CollectiveGather:
 
 
 MAIN_PARAM = "(main param)"
+"""The name of a parameter's fp32 main param, beside those of its state."""
 REMAINDER = " (remainder)"
-"""Among the names of a parameter's state, its fp32 main param."""
 
 
 def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:

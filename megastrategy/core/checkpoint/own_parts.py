@@ -78,11 +78,11 @@ class Piece(NamedTuple):
     """Neighbouring shards whose state is one."""
 
     shards: tuple[ParamShard, ...]
-    """In the order of their addresses."""
+    """Their order is that of their addresses."""
     numel: int
-    """From the first element of the first to the last of the last, with what lies between parameters."""
+    """Counts from the first element of the first to the last of the last, padding between parameters included."""
     state: Mapping[str, Any]
-    """What is kept for each element is flat, ``numel`` long."""
+    """Holds, flat and ``numel`` long, each tensor that is kept for each element."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Contents = dict[int, dict[str, Any]]
-"""By parameter (index in the layout), what is kept of it under each name."""
+"""State by parameter (index in the layout) and name."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ _CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
 _ALONG = 0.03
 """The cosine of nearly orthogonal gradients with the weights, times the root of a row's length."""
 SPIKE = 1e4
-"""What gradients are multiplied by in the trial that looks for a norm that clips."""
+"""Gradients are multiplied by this in the trial that looks for a norm that clips."""
 FALLBACK_LR = 0.01
 """The learning rate of a trial where a group's own is zero, as at the start of a warm-up."""
 
