@@ -349,7 +349,8 @@ class OptimizerShards(ShardHolder):
             own, names = self.param_indices(), {MAIN_PARAM}
             with_main = [shards[i] for i in own if i in shards and self.layout.is_stepped_apart(i)]
             pieces += [Piece((shard,), shard.numel, {MAIN_PARAM: shard.main}) for shard in with_main]
-        return OwnParts(pieces, self.layout, self.engine.shard_collectives.rank, names, whole)
+        rank, way_out = self.engine.shard_collectives.rank, self.engine.all_reduce_option
+        return OwnParts(pieces, self.layout, rank, way_out, names, whole)
 
     def _join_state(self, with_grads: Set[int]) -> list[Run]:
         """Makes the state that of the runs, and returns those that have gradients to step with."""

@@ -75,6 +75,8 @@ def test_state_that_one_owner_alone_keeps_is_refused_on_all_ranks(holder: int) -
         assert isinstance(outcome, CheckpointError)
         with pytest.raises(CheckpointError, match=message):
             raise outcome
+        way_out = "whole parameters: pass DistributedDataParallelConfig(use_distributed_optimizer=False)"
+        assert str(outcome).endswith(way_out), "in the form in which the model was wrapped"
 
 
 def test_state_that_begins_on_all_owners_is_saved() -> None:

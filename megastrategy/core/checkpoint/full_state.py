@@ -390,7 +390,7 @@ def _describe_everywhere(parts: OwnParts, gather: Gather) -> tuple[dict[int, dic
         if isinstance(described, str):
             raise CheckpointError(f"rank {rank}: {described}")
         everybody.append(described)
-    sharded = agreed_keys(everybody, parts.layout)
+    sharded = agreed_keys(everybody, parts.layout, parts.all_reduce_option)
     scalars: dict[int, dict[str, Any]] = {}
     for described in everybody if gather.is_root else ():  # elsewhere nobody needs the thousands of tensors
         scalars = dict(described.values()) | scalars  # of several owners the lowest rank's word holds

@@ -92,6 +92,7 @@ class OwnParts:
     Attributes:
         pieces: all of them, by [Note: pieces].
         layout, rank: where they lie, and which of a bucket's parts is this rank's.
+        all_reduce_option: how the user asks for whole parameters, for an error whose way out it is.
         known: the names of what the optimizer keeps for each element, where that is known.
         whole: by parameter, the state of those that this rank steps whole; None if no rank steps any so.
     """
@@ -99,6 +100,7 @@ class OwnParts:
     pieces: Sequence[Piece]
     layout: BufferLayout
     rank: int
+    all_reduce_option: str
     known: set[str] | None
     whole: Mapping[int, Mapping[str, Any]] | None = None
 
@@ -170,12 +172,13 @@ class OwnParts:
         return part
 
 
-def agreed_keys(everybody: Sequence[Described], layout: BufferLayout) -> dict[int, Keys]:
+def agreed_keys(everybody: Sequence[Described], layout: BufferLayout, all_reduce_option: str) -> dict[int, Keys]:
     """The names and dtypes of element-wise state by parameter, in which all its owners agree.
 
     Args:
         everybody: what each owner of a part of the buckets has, in their order.
         layout: whose parameters they are.
+        all_reduce_option: how the user asks for whole parameters.
 
     Raises:
         CheckpointError: if one owner of a parameter keeps what another does not. The whole is made of both, and what
@@ -192,7 +195,8 @@ def agreed_keys(everybody: Sequence[Described], layout: BufferLayout) -> dict[in
         if all(word == words[0] for word in words):
             continue
         names = dict.fromkeys(name for word in words for name in word)
-        agreed = [(name, _agree(name, layout.params[index].name, owners, words)) for name in names]
+        param = layout.params[index].name
+        agreed = [(name, _agree(name, param, owners, words, all_reduce_option)) for name in names]
         keys[index] = tuple((name, dtype) for name, dtype in agreed if dtype is not None)
     return keys
 
@@ -206,7 +210,11 @@ def _divided(layout: BufferLayout) -> Iterator[tuple[int, range]]:
 
 
 def _agree(
-    name: str, param: str, owners: Sequence[int], words: Sequence[Mapping[str, torch.dtype | Kind]]
+    name: str,
+    param: str,
+    owners: Sequence[int],
+    words: Sequence[Mapping[str, torch.dtype | Kind]],
+    all_reduce_option: str,
 ) -> torch.dtype | None:
     """The dtype of one name's element-wise state; None for a value that belongs to the whole parameter."""
     lacking = [owner for owner, word in zip(owners, words, strict=True) if name not in word]
@@ -215,8 +223,8 @@ def _agree(
         raise CheckpointError(
             f"state {name!r} of parameter {param!r} is kept on rank(s) {having} and not on rank(s) {lacking}, which "
             "step other parts of it, so that nobody knows the whole. Load a state on all ranks or on none; an "
-            "optimizer that begins to keep something when it sees certain gradients needs whole parameters "
-            "(use_distributed_optimizer=False)"
+            "optimizer that begins to keep something when it sees certain gradients needs whole parameters: "
+            f"pass {all_reduce_option}"
         )
     kinds = [word[name] for word in words]
     dtypes = {kind for kind in kinds if isinstance(kind, torch.dtype)}
