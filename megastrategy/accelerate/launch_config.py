@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from ..core import config_from_arguments, field_names
+from ..core import config_from_arguments
 from .plugin import MegatronDDPPlugin
 
 SECTION = "megatron_ddp_config"
@@ -99,14 +99,9 @@ def _check_name(name: str, value: Any, where: str) -> None:
     if name in _KNOWN:
         return
     try:
-        config_from_arguments({name: value})  # knows what torch DDP has and we have not
+        config_from_arguments({name: value}, _KNOWN)  # knows what torch DDP has and we have not
     except ValueError as error:
-        near = difflib.get_close_matches(name, _KNOWN, n=1)
-        if "unknown argument" in str(error) and near and near[0] not in field_names():
-            raise LaunchConfigError(f"{where}: unknown argument {name!r}: did you mean {near[0]!r}?") from error
-        message, known, _ = str(error).partition("known are ")
-        options = ", ".join(_KNOWN) if known else ""  # the plugin's, of which the engine's are a part
-        raise LaunchConfigError(f"{where}: {message}{known}{options}") from error
+        raise LaunchConfigError(f"{where}: {error}") from error
     raise LaunchConfigError(f"{where}: {name} is torch DDP's: set it in DistributedDataParallelKwargs, or leave it out")
 
 

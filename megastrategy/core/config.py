@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from .comm_hooks import translate_comm_hook
@@ -234,7 +234,7 @@ def field_names() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(DistributedDataParallelConfig))
 
 
-def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParallelConfig:
+def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = ()) -> DistributedDataParallelConfig:
     """Builds a config from keyword arguments that may be ours or torch DDP's.
 
     Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and
@@ -243,12 +243,16 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
     the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is None; ``ddp_comm_hook``
     sets ``grad_wire_dtype`` if it is one of torch's that send 16 bits. Everything else is refused by name.
 
+    Args:
+        arguments: by name.
+        beside: names that whoever calls takes itself, one of which a misspelt argument may mean.
+
     Raises:
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
             engine has no counterpart for, with the reason; torch's default of it may be spelled out.
     """
     arguments = translate_comm_hook(arguments)
-    chosen = _fields_in(arguments)
+    chosen = _fields_in(arguments, beside)
     # After the fields, as in torch: the newer argument wins over broadcast_buffers.
     if arguments.get("forward_sync_buffers") is not None:
         chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
@@ -264,7 +268,7 @@ def config_from_arguments(arguments: Mapping[str, Any]) -> DistributedDataParall
     return DistributedDataParallelConfig(**chosen)
 
 
-def _fields_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _fields_in(arguments: Mapping[str, Any], beside: Iterable[str]) -> dict[str, Any]:
     """The config's fields among the arguments; raises for what is neither one nor torch's."""
     known = field_names()
     chosen: dict[str, Any] = {}
@@ -282,9 +286,10 @@ def _fields_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 continue  # torch's default, spelled out
             raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
         elif name not in ("bucket_cap_mb", "forward_sync_buffers"):
-            near = difflib.get_close_matches(name, known, n=1)
+            names = list(dict.fromkeys([*known, *beside]))
+            near = difflib.get_close_matches(name, names, n=1)
             # the whole list after the one name would bury it
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
             raise ValueError(f"unknown argument {name!r}: {hint}")
     return chosen
 

@@ -251,6 +251,26 @@ def test_what_the_signature_says_can_be_passed(door: str) -> None:
         strategy(bucket_sise=8)
 
 
+@pytest.mark.parametrize("door", DOORS.values())
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("timeuot", "timeout"), ("start_metod", "start_method"), ("state_dict_typ", "state_dict_type")],
+)
+def test_an_argument_of_the_strategys_own_is_suggested_too(door: str, misspelt: str, meant: str) -> None:
+    """A user's subclass, too, which shows another signature."""
+    strategy = importlib.import_module(door).MegatronDDPStrategy
+
+    class Users(strategy):  # type: ignore[misc, valid-type]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+
+    for cls in (strategy, Users):
+        with pytest.raises(ValueError, match=rf"^unknown argument '{misspelt}': did you mean '{meant}'\?$"):
+            cls(**{misspelt: None})
+    with pytest.raises(ValueError, match=r"^unknown argument 'zzz': known are bucket_size, .*, timeout"):
+        strategy(zzz=1)
+
+
 def test_help_in_python_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     help(MegatronDDPStrategy.__init__)
     assert "use_distributed_optimizer: bool = True" in capsys.readouterr().out
