@@ -414,6 +414,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         impl = self._impl
         refuse_directories(impl)
+        # Whoever writes them reads the device, which may wait for a rank that is gone.
+        impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
         impl.split_state()
         of_others = {id(param) for param in impl.strangers.params} if impl.engine.collectives.rank else set()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,10 +46,15 @@ class FiniteCheck:
     A rank's own gradient is gone when its bucket is on the wire, so it is looked at before. On an accelerator the host
     would wait for all of backward so far, in each bucket's hook. So the largest magnitude of each gradient stays there,
     one kernel a bucket, and the host reads all of them at once when backward has ended.
+
+    Args:
+        rank: its name.
+        before_read: called before the host reads the device, which may wait for another rank: for weights that came
+            under the forward, or for the sums of pieces.
     """
 
-    def __init__(self, rank: str) -> None:
-        self.rank = rank
+    def __init__(self, rank: str, before_read: Callable[[torch.device], object] = lambda _: None) -> None:
+        self.rank, self._before_read = rank, before_read
         self._found: list[NonFinite] = []
         self._unread: list[tuple[Sequence[int], BufferLayout, Tensor]] = []  # parameters, and a flag for each
 
@@ -81,7 +86,9 @@ class FiniteCheck:
     def found(self) -> list[NonFinite]:
         """Returns what was not finite so far. Waits for the device once, if it was looked at there."""
         if self._unread:
-            flags = torch.cat([flags for _, _, flags in self._unread]).tolist()
+            joined = torch.cat([flags for _, _, flags in self._unread])
+            self._before_read(joined.device)
+            flags = joined.tolist()
             params = [(index, layout) for indices, layout, _ in self._unread for index in indices]
             self._unread.clear()
             for (index, layout), flag in zip(params, flags, strict=True):

@@ -95,7 +95,10 @@ class Reducer:
         self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
         self._late_grads: dict[int, Tensor] = {}
         self._deferred: set[int] = set()  # parameters whose bucket waits for the end of backward
-        self._nonfinite = FiniteCheck(name_of(collectives, tensor_ranks))  # of this rank's gradients in this backward
+        self._nonfinite = FiniteCheck(  # of this rank's gradients in this backward
+            name_of(collectives, tensor_ranks),
+            lambda device: collectives.wait_for_device(device, "a collective before check_for_nan_in_grad"),
+        )
         self.microbatch = 0
         """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
         self.num_reductions: list[int] = []

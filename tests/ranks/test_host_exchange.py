@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core.errors import CollectiveError, MicrobatchMismatchError, NonFiniteGradError
 
+from ..support.budgets import work_as_on_an_accelerator
 from ..support.devices import DeviceCollectives
 from ..support.doubles import REDUCTIONS, RecordingCollectives
 from ..support.models import two_layers
@@ -194,6 +195,7 @@ def test_what_a_failed_backward_left_on_the_device_is_aborted(how: str) -> None:
 
 READS: dict[str, Callable[[DistributedOptimizer], object]] = {
     "a checkpoint": lambda optimizer: optimizer.state_dict(),
+    "its parts": lambda optimizer: optimizer.sharded_state_dict(),
     "error_if_nonfinite": lambda optimizer: optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True),
     "a scaler": scaled_step,
 }
@@ -227,6 +229,27 @@ def test_a_host_that_reads_the_device_waits_once_and_in_bounded_time(read: str) 
                 assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)), "no step"
             assert (device.num_waits > 0) == reads
             assert time.monotonic() - began < BOUND_S
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("mode", ["forward", "pooled"])
+def test_a_look_for_nan_waits_in_bounded_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has found is read at the end of a backward, behind weights or sums that other ranks send."""
+    work_as_on_an_accelerator(monkeypatch)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        device = DeviceCollectives(group)
+        model, _ = wrap(group, device, check_for_nan_in_grad=True, **MODES[mode])
+        backward(model, rank, 0)
+        assert (device.num_aborts, device.num_waits) == (0, 1)
+        device.watchdog = lambda what, number: f"rank 1: ValueError: bad ({what})"
+        device.is_stalled = True
+        began = time.monotonic()
+        with pytest.raises(CollectiveError, match="check_for_nan_in_grad was given up: rank 1: ValueError: bad"):
+            backward(model, rank, 1)
+        assert time.monotonic() - began < BOUND_S
+        assert (device.num_aborts, device.num_waits) == (1, 2)
 
     run_ranks(2, run)
 

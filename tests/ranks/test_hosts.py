@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
+import megastrategy.core.collectives as collectives_of_core
 from megastrategy.core.collectives import Collectives, GlooCollectives, host_collectives, process_groups
 from megastrategy.core.collectives.gloo import HostCollectives
 from megastrategy.core.collectives.gloo_rings import GlooRings
@@ -252,6 +253,47 @@ def test_where_one_host_cannot_listen_all_use_the_store_and_say_so_once(failing_
     assert [len(messages) for messages in warned] == [1, 0]
     assert "set GLOO_SOCKET_IFNAME" in warned[0][0]
     assert time.monotonic() - began < 60
+
+
+class OnDevice:
+    """A group of one kind of device, and no gloo, as ``init_process_group("nccl")`` makes it."""
+
+    _device_types = (torch.device("cuda"),)
+    options = dist.ProcessGroupGloo._Options()
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 2
+
+    def name(self) -> str:
+        return "nccl"
+
+    def _get_backend(self, device: torch.device) -> OnDevice:
+        return self
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_hosts_name_their_group_over_the_models_own_device(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not over the current one: that is the first GPU on every rank of a script that calls no ``set_device``."""
+    group: Any = OnDevice()
+    asked: list[torch.device] = []
+
+    class AskedError(Exception):
+        pass
+
+    def new_name(_: ProcessGroup, device: torch.device) -> str:
+        asked.append(device)
+        raise AskedError
+
+    for module in (process_groups, collectives_of_core):
+        monkeypatch.setattr(module, "new_name", new_name)
+    if is_known:
+        monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, ("nccl", HashStore()))
+    with pytest.raises(AskedError):
+        collectives_of_core.make_collectives(group, torch.device("cuda:1"))
+    assert asked == [torch.device("cuda:1")]
 
 
 def bound_while_made(ranks: list[int]) -> list[Any]:

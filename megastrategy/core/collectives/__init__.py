@@ -70,9 +70,9 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
     # hand has no name in torch's tables that another could be made from.
     if has_gloo(group):
         return BackendCollectives(group, roll_call, HostCollectives(group, roll_call))
-    hosts = host_group(group) if known is not None else None
+    hosts = host_group(group, device) if known is not None else None
     return BackendCollectives(
-        group, roll_call, _over_store(group, roll_call) if hosts is None else HostCollectives(hosts, roll_call)
+        group, roll_call, _over_store(group, roll_call, device) if hosts is None else HostCollectives(hosts, roll_call)
     )
 
 
@@ -112,7 +112,9 @@ def destroy_second(every: Collectives) -> None:
         every.second = None
 
 
-def _over_store(group: ProcessGroup, roll_call: RollCall | None) -> StoreCollectives:
+def _over_store(
+    group: ProcessGroup, roll_call: RollCall | None, device: torch.device | None = None
+) -> StoreCollectives:
     """Collectives of hosts that have no group; says on rank 0 why, and what to do."""
     if group.rank() == 0:
         warnings.warn(
@@ -122,7 +124,7 @@ def _over_store(group: ProcessGroup, roll_call: RollCall | None) -> StoreCollect
             "every machine",
             stacklevel=3,
         )
-    device = some_device(group)
+    device = some_device(group, device)
     store = PrefixStore(new_name(group, device), store_of_group(group))
     if roll_call is None:
         roll_call = RollCall(store, group.rank(), group.size(), group._get_backend(device).options._timeout)

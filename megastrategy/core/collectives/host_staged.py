@@ -179,9 +179,11 @@ class HostStagedCollectives(Collectives):
             for (tensor, given, _), copy in zip(staged, copies, strict=True):
                 copy[given].copy_(tensor.detach()[given], non_blocking=True)
             copied.record(self._stream)
-        # Asked, and not waited for in one call: that would hold the GIL on some devices, and backward with it.
-        while not copied.query():
-            time.sleep(_POLL_S)
+            # Asked, and not waited for in one call: that would hold the GIL on some devices, and backward with it. On
+            # the stream's device: a thread begins on the first one, where a question would make a context, which takes
+            # memory of a rank that is not there.
+            while not copied.query():
+                time.sleep(_POLL_S)
         run(*copies).wait()
         with self.streams.stream(self._stream):
             for (tensor, _, gives), copy in zip(staged, copies, strict=True):

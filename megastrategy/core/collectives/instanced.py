@@ -232,9 +232,9 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         self._count(what)
         # No stream orders the two hops on the host, so they are done before this returns; an error waits for wait(),
         # where callers expect it.
-        if device.type == "cpu":
+        if device.type == "cpu" and self._streams is None:
             return WorkHandle(what, _Ended.of(run), self.every)
-        streams = torch.get_device_module(device)
+        streams = self._streams or torch.get_device_module(device)
         if self._stream is None:
             self._stream = streams.Stream(device)
         # The gradients were written on the caller's stream; without this the first hop would read them half written.
@@ -246,7 +246,7 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
             # the sums.
             event = streams.Event()
             event.record(self._stream)
-        return WorkHandle(what, event, self.every)
+        return WorkHandle(what, _Recorded(event, streams, device), self.every)
 
     def connect(self, device: torch.device, *, exchanges: bool) -> None:
         super().connect(device, exchanges=exchanges)
@@ -282,6 +282,17 @@ class BackendInstanceCollectives(InstanceCollectives, BackendCollectives):
         received = torch.empty_like(tensor)
         self.group.alltoall_base(as_real(received), as_real(tensor), [], [], dist.AllToAllOptions()).wait()
         return received.chunk(self.size)
+
+
+class _Recorded:
+    """An event that the current stream of a device is put behind."""
+
+    def __init__(self, event: Any, streams: Any, device: torch.device) -> None:
+        self._event, self._streams, self._device = event, streams, device
+
+    def wait(self) -> None:
+        # Named: an event that is told no stream takes that of the current device, which need not be the model's.
+        self._event.wait(self._streams.current_stream(self._device))
 
 
 class _Ended:

@@ -89,13 +89,14 @@ def world_group() -> ProcessGroup:
     return world
 
 
-def host_group(group: ProcessGroup) -> ProcessGroup | None:
+def host_group(group: ProcessGroup, device: torch.device | None = None) -> ProcessGroup | None:
     """A new gloo group over the ranks of ``group``, with its timeout; None, on all ranks, where it cannot be made.
 
     torch would give it 30 minutes, whatever was asked for: a rank that may wait for an hour would be ended, and one
     that may wait for a minute would be kept. Collective. See [Note: hosts that cannot connect].
+    ``device``: see :func:`some_device`.
     """
-    device = some_device(group)
+    device = some_device(group, device)
     name, ranks = new_name(group, device), dist.get_process_group_ranks(group)
     if has_gloo(group):  # these hosts have connected before: a failure now is a rank's, and no interface's
         return part_of_group(group, ranks, name, device, backend="gloo")
@@ -108,10 +109,17 @@ def host_group(group: ProcessGroup) -> ProcessGroup | None:
     return made if _all_have(made is not None, store_of_group(group), name, group, timeout_of(group, device)) else None
 
 
-def some_device(group: ProcessGroup) -> torch.device:
-    """A kind of device that ``group`` has a backend for: the CPU if it has one. If several, all have one timeout."""
+def some_device(group: ProcessGroup, own: torch.device | None = None) -> torch.device:
+    """A device that ``group`` has a backend for: the CPU if it has one. If several, all have one timeout.
+
+    Args:
+        own: this rank's, where the caller knows it. A kind alone means the current device, which is the first one on
+            every rank of a script that moves its model and calls no ``set_device``: NCCL refuses two ranks on one.
+    """
     cpu = torch.device("cpu")
-    device: torch.device = cpu if cpu in group._device_types else group._device_types[0]
+    if cpu in group._device_types:
+        return cpu
+    device: torch.device = group._device_types[0] if own is None else own
     return device
 
 

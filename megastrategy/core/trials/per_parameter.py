@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from .elementwise import Findings, GroupProbe, equal, params_of, same_bits
 from .step_arguments import StepArguments
-from .trial import SPIKE, Problem, Trial, random_numbers_of_its_own, tensors_in, with_arithmetic
+from .trial import SPIKE, Problem, Trial, random_numbers_of_its_own, seed, tensors_in, with_arithmetic
 
 _RELATIVE = 1e-5  # as for flat pieces: far less than a coupling changes
 _LARGE = 4_096  # states in blocks begin there
@@ -84,9 +84,7 @@ class PerParameterProbe(GroupProbe):
                     f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone"
                 )
         with random_numbers_of_its_own(self._device):
-            # the same on all ranks, which have to find the same
-            is_on_host = self._device.type == "cpu"
-            (torch.default_generator if is_on_host else torch.get_device_module(self._device)).manual_seed(0)
+            seed(self._device)  # the same on all ranks, which have to find the same
             found = super().findings()
             if found.reason is None:
                 self.problem = self._spikes

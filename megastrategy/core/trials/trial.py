@@ -309,6 +309,15 @@ def random_numbers_of_its_own(device: torch.device) -> Iterator[None]:
         yield
 
 
+def seed(device: torch.device) -> None:
+    """Has what is drawn on the device begin anew, the same on every rank."""
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(0)
+    else:
+        # By its state: manual_seed() of a device's module is for the current device, which need not be this one.
+        torch.get_device_module(device).set_rng_state(torch.Generator(device).manual_seed(0).get_state(), device)
+
+
 def enter_training(optimizer: torch.optim.Optimizer) -> None:
     """Calls ``train()`` where the optimizer has modes (Schedule-Free's ``train()`` and ``eval()``): one that begins in
     evaluation refuses to step."""
