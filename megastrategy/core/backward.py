@@ -1,14 +1,25 @@
-"""The phases of a backward, and the tensors that one may start from."""
+"""The phases of a backward, and where one begins and ends.
+
+[Note: the outermost graph]
+torch runs a callback when the graph that it was queued in ends. A re-entrant checkpoint runs a graph inside another,
+and its parameters are reached there, so what they queue would come too early to send what is left. The outputs of a
+forward are in the outermost graph: the first gradient that reaches one of them queues the end there. Where no forward
+told of outputs (a loss of parameters alone), the graph that reaches a parameter first has to do.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from .reduced_grad import NO_TASK
 
 
 class BackwardPhase(enum.Enum):
@@ -25,6 +36,71 @@ class BackwardPhase(enum.Enum):
     After an error as ACCUMULATING."""
     WAITING = enum.auto()
     """The ranks agree, and wait for what was launched. IDLE afterwards, also after an error."""
+
+
+class FollowsBackwards(Protocol):
+    """A reducer."""
+
+    def on_backward_start(self) -> None:
+        """An outermost graph has begun, and has reached no parameter yet."""
+
+    def on_backward_end(self) -> None:
+        """A graph has ended; of one and those nested in it the first to end may be told of, and the others as well."""
+
+    def drop_unfinished(self) -> None:
+        """Nothing runs any more of the backwards so far: what they left behind is of one that raised."""
+
+
+class BackwardWatch:
+    """Tells a reducer where backwards begin and end; see [Note: the outermost graph]."""
+
+    def __init__(self, reducer: FollowsBackwards) -> None:
+        self._reducer = weakref.ref(reducer)  # which has this object
+        self._outermost = NO_TASK  # torch's number of the graph that is under way, where outputs told of it
+        self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards; dead when those have ended
+
+    def forget(self) -> None:
+        """A forward starts: the next backward is another."""
+        self._outermost = NO_TASK
+
+    def look_at(self, outputs: Any) -> None:
+        """Finds the tensors in a forward's outputs that a backward may start from."""
+        for output in backward_starts(outputs):
+            output.register_hook(self._on_output_grad)
+
+    def knows_outermost(self) -> bool:
+        """Whether the end of the backward that is under way is expected already."""
+        return self._outermost != NO_TASK
+
+    def expect_end(self) -> None:
+        """Tells the reducer when the backward that is running now (its innermost graph) ends."""
+        self._queue(self._end)
+
+    def _on_output_grad(self, grad: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        reducer = self._reducer()
+        if self._outermost == task or reducer is None:
+            return
+        # Another graph than the last that was seen, and each needs an end.
+        if all(end() is None for end in self._ends):
+            reducer.drop_unfinished()
+        reducer.on_backward_start()
+        self._outermost = task
+        self._queue(self._end_outermost)
+
+    def _queue(self, end: Callable[[], None]) -> None:
+        # torch alone keeps the callback, so it is gone when that backward has ended, be it in an exception.
+        self._ends = [known for known in self._ends if known() is not None]
+        self._ends.append(weakref.ref(end))
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _end_outermost(self) -> None:
+        self._outermost = NO_TASK
+        self._end()
+
+    def _end(self) -> None:
+        if (reducer := self._reducer()) is not None:
+            reducer.on_backward_end()
 
 
 def backward_starts(outputs: Any) -> Iterator[Tensor]:

@@ -22,16 +22,14 @@ gradients cannot accumulate on a rank, so that with them every backward synchron
 from __future__ import annotations
 
 import collections
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .agreement import Agreement, Reasons, describe_broken_promise, name_of
-from .backward import BackwardPhase, backward_starts
+from .backward import BackwardPhase, BackwardWatch
 from .buffers import GradBuffers
 from .collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
@@ -44,7 +42,7 @@ from .loss_tokens import TOO_LATE, LossTokens
 from .nonfinite import FiniteCheck
 from .profiler_ranges import profiler_range
 from .rebucketing.planner import BucketPlanner
-from .reduced_grad import NO_TASK, inside_backward
+from .reduced_grad import inside_backward
 
 
 class Reducer:
@@ -84,8 +82,7 @@ class Reducer:
         self._phase = BackwardPhase.IDLE
         self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
         self._forward_decision: bool | None = None
-        self._watched = NO_TASK  # the outermost backward that is under way, known from the forward's outputs
-        self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards; dead when those have ended
+        self._backwards = BackwardWatch(self)
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
         self._kept: list[bool] = []  # by parameter: its gradient was reduced, and no other has come since
@@ -159,13 +156,13 @@ class Reducer:
 
     def before_forward(self) -> None:
         """A forward starts."""
-        self._drop_unfinished()
+        self.drop_unfinished()
         self._hooks.stay_last()
         self._accumulators.follow_stream()
-        self._watched = NO_TASK
+        self._backwards.forget()
         self._forward_decision = None
 
-    def _drop_unfinished(self) -> None:
+    def drop_unfinished(self) -> None:
         """Drops what a backward that ended in an exception left behind, when all that it had launched has ended."""
         if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
             self._phase, self._is_unfinished = BackwardPhase.IDLE, False
@@ -184,29 +181,15 @@ class Reducer:
             self.watch(outputs)
 
     def watch(self, outputs: Any) -> None:
-        """Finds the tensors in ``outputs`` that a backward may start from, to know its outermost graph when it runs.
-
-        Callbacks queued inside a nested (re-entrant checkpoint) backward run when that ends, too early to send what
-        is left.
-        """
-        for output in backward_starts(outputs):
-            output.register_hook(self._on_output_grad)
-
-    def _on_output_grad(self, grad: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if self._watched != task:  # another graph than the last that was seen: each needs an end
-            if all(end() is None for end in self._ends):
-                self._drop_unfinished()  # no backward is under way: what is left is of one that raised
-            self._hooks.stay_last()
-            self._watched = task
-            self._emit(EventKind.BACKWARD_START, 0)
-            self._queue(self._end_watched_backward)
-
-    def _end_watched_backward(self) -> None:
-        self._watched = NO_TASK
-        self._end_backward()
+        """A backward may start from tensors in ``outputs``."""
+        self._backwards.look_at(outputs)
 
     # --- backward ----------------------------------------------------------------------------------------------------
+
+    def on_backward_start(self) -> None:
+        """A backward has begun that a forward's outputs tell of."""
+        self._hooks.stay_last()
+        self._emit(EventKind.BACKWARD_START, 0)
 
     def on_grad_accumulated(self, index: int, param: Tensor) -> None:
         bucket = self._bucket_of[index]
@@ -244,20 +227,12 @@ class Reducer:
         if syncs and self._planner is not None:
             self._planner.start()
         self.buffers.open()
-        if self._watched == NO_TASK:  # no forward told of the outermost graph, so the end of this one has to do
+        if not self._backwards.knows_outermost():
             self._emit(EventKind.BACKWARD_START, 0)
-            self._queue(self._end_backward)
+            self._backwards.expect_end()
 
-    def _queue(self, end: Callable[[], None]) -> None:
-        """Runs ``end`` when the backward that is running now (its innermost graph) ends.
-
-        torch alone keeps it, so it is gone when that backward has ended, be it in an exception.
-        """
-        self._ends = [known for known in self._ends if known() is not None]
-        self._ends.append(weakref.ref(end))
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _end_backward(self) -> None:
+    def on_backward_end(self) -> None:
+        """Sends what is left, or leaves it to accumulate."""
         # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             return
@@ -445,7 +420,7 @@ class Reducer:
         ).over_ranks(self._collectives, self._tensor_ranks)
         if agreement.is_refused:
             own = Reasons(self._nonfinite.rank, self.microbatch, self._nonfinite.found(), self._tokens.counting)
-            self._drop_unfinished()  # shards that sums are added to would keep what is not finite
+            self.drop_unfinished()  # shards that sums are added to would keep what is not finite
             raise agreement.refusal(own, self._collectives, self._tensor_ranks)
         self._has_agreed = True
         if not agrees:
