@@ -96,7 +96,7 @@ ROOMS = (
         "core/dtensor_parts.py",
         "            self.ranks.broadcast_all(",
         "            list(",
-        "tests/ranks/test_tensor_parallel.py",
+        "tests/ranks/test_tensor_groups.py",
     ),
     Breakage(
         "each tensor rank loads the first part of a parameter's state",

@@ -138,9 +138,23 @@ def replicas(mesh: Any) -> list[str]:
     return found
 
 
+def parted_before_the_wrap(mesh: Any) -> tuple[float, float]:
+    """A value of a replica and one of a part, each of which had the rank's number when the model was wrapped."""
+    module = parallelize_module(Pair(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    replica, part = module.down.bias.to_local(), module.up.weight.to_local()
+    with torch.no_grad():
+        replica.fill_(torch.distributed.get_rank())
+        part.fill_(torch.distributed.get_rank())
+    model = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+    found = module.down.bias.to_local()[0].item(), module.up.weight.to_local()[0, 0].item()
+    model.close()
+    return found
+
+
 def answers() -> dict[str, Any]:
     mesh = meshes(2)
-    return {ask.__name__: ask(mesh) for ask in (batches, random_states, cut_twice, replicas)}
+    asked = (batches, random_states, cut_twice, replicas, parted_before_the_wrap)
+    return {ask.__name__: ask(mesh) for ask in asked}
 
 
 @pytest.fixture(scope="module")
@@ -177,3 +191,9 @@ def test_replicas_that_parted_are_named_on_all_ranks(answered: list[dict[str, An
         assert equal == ""
         assert "'up.weight' has one value on data-parallel rank 0 and another on data-parallel rank 1" in over_data
         assert "'down.bias' has one value on tensor rank 0 and another on tensor rank 1" in over_tensors
+
+
+def test_replicas_begin_as_those_of_rank_zero_and_parts_as_those_of_data_parallel_rank_zero(
+    answered: list[dict[str, Any]],
+) -> None:
+    assert [answer["parted_before_the_wrap"] for answer in answered] == [(0.0, 0.0), (0.0, 1.0)] * 2
