@@ -27,7 +27,7 @@ from megastrategy.core.agreement import Agreement
 from megastrategy.core.collectives import Collectives, GlooCollectives
 from megastrategy.core.layout import ParamSpec, build_layout
 from megastrategy.core.loss_tokens import Counting
-from megastrategy.core.module_plan import agree_on_layout
+from megastrategy.core.module_checks import agree_on_layout
 
 NUM_PARAMS = 300
 """The model's parameters: a byte each is sent after a backward."""

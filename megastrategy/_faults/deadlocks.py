@@ -75,7 +75,7 @@ def _board(name: str) -> PrefixStore:
     return store_of(f"exception/{name}/waiting")
 
 
-class WaitsInVain:
+class DeadlockFinder:
     """Finds out why a rank waits in vain: another rank failed or left, or the ranks wait for each other.
 
     Args:
@@ -93,18 +93,21 @@ class WaitsInVain:
         self._place: tuple[str, int] | None = None  # of this rank's note: of which exception, and its number
 
     def watch(self, purpose: str, collectives: Collectives) -> Collectives:
-        """Asks :meth:`_ask` from now on while a rank waits in ``collectives``; ``purpose`` is what for, in messages."""
+        """Asks :meth:`_why_in_vain` from now on while a rank waits in ``collectives``.
+
+        ``purpose`` is what for, in messages.
+        """
         name = collectives.group.group_name
         self._groups[name] = collectives
         # On an accelerator ranks wait on their hosts, in a group that counts with the device's.
-        collectives.watchdog = collectives.host.watchdog = functools.partial(self._ask, name, purpose)
+        collectives.watchdog = collectives.host.watchdog = functools.partial(self._why_in_vain, name, purpose)
         return collectives
 
     def forget(self) -> None:
         """Drops the groups, whose collectives are given up."""
         self._groups.clear()
 
-    def _ask(self, group: str, purpose: str, what: str, number: int) -> str:
+    def _why_in_vain(self, group: str, purpose: str, what: str, number: int) -> str:
         """Says why a wait for the ``number``-th collective of a group is in vain; empty if it need not be."""
         name = self._name()
         try:

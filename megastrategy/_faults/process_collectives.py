@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..core import Collectives, KnownFindings, host_collectives, make_collectives, private_group
-from .deadlocks import WaitsInVain
+from .deadlocks import DeadlockFinder
 
 
 def exception_name() -> str:
@@ -23,7 +23,7 @@ def exception_name() -> str:
 
 def is_awaited() -> bool:
     """Whether another rank is known to wait in a collective that this one has not started."""
-    return _state().waits_in_vain.is_awaited()
+    return _state().deadlock_finder.is_awaited()
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class _State:
     collectives: Collectives | None = None
     meeting_collectives: Collectives | None = None
     checkpoint_collectives: Collectives | None = None
-    waits_in_vain: WaitsInVain = dataclasses.field(default_factory=lambda: WaitsInVain(exception_name))
+    deadlock_finder: DeadlockFinder = dataclasses.field(default_factory=lambda: DeadlockFinder(exception_name))
     known_findings: KnownFindings = dataclasses.field(default_factory=KnownFindings)
     num_setups: int = 0
     num_exceptions: int = 0  # since the last set-up, since ranks may differ in an exception after the last collective
@@ -60,7 +60,7 @@ def engine_collectives(device: torch.device, *, agreed: bool = False) -> Collect
         _give_up_unless_all_have(state.collectives, device)
     if state.collectives is None:
         collectives = make_collectives(private_group(None, device), device)
-        state.collectives = state.waits_in_vain.watch("for gradients or weights", collectives)
+        state.collectives = state.deadlock_finder.watch("for gradients or weights", collectives)
     return state.collectives
 
 
@@ -71,7 +71,7 @@ def give_up_engine_collectives() -> None:
     """
     state = _state()
     state.collectives = state.meeting_collectives = state.checkpoint_collectives = None
-    state.waits_in_vain.forget()
+    state.deadlock_finder.forget()
 
 
 def _give_up_unless_all_have(collectives: Collectives | None, device: torch.device) -> None:
@@ -91,7 +91,7 @@ def meeting_collectives(device: torch.device) -> Collectives:
     _give_up_unless_all_have(state.meeting_collectives, device)
     if state.meeting_collectives is None:
         where = "for all ranks, before the next batch or in a collective of the framework"
-        state.meeting_collectives = state.waits_in_vain.watch(where, host_collectives())
+        state.meeting_collectives = state.deadlock_finder.watch(where, host_collectives())
     return state.meeting_collectives
 
 

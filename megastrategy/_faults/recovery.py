@@ -21,13 +21,13 @@ from ..core import CollectiveError
 PATIENCE = timedelta(seconds=20)
 """The longest that a rank waits for the others. Those that were interrupted too (a signal, an error that all ranks
 meet) come at once. One that waits for a failed rank, in a collective of the engine or of the Trainer, comes after
-WaitsInVain.GRACE_S. One that waits in a collective of somebody else's comes only when that rank's process ends."""
+DeadlockFinder.GRACE_S. One that waits in a collective of somebody else's comes only when that rank's process ends."""
 
 POLL_S = 0.02
 _MAX_CAUSE_CHARS = 500
 
 
-def tell_failure(name: str, exception: BaseException, *, leaves: bool = False) -> str:
+def report_failure(name: str, exception: BaseException, *, leaves: bool = False) -> str:
     """Writes down why this rank stops; returns the first failure if that was another one, else an empty string.
 
     The ranks after the first most often fail in some collective, which says nothing of the cause.
@@ -141,7 +141,7 @@ def _point() -> str:
     return f"{world._get_sequence_number_for_group()}"  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
-class Meeting:
+class StoreExchange:
     """A meeting of all ranks after one exception: they compare their states, then exchange values.
 
     Args:

@@ -25,7 +25,7 @@ from ..core import CollectiveError
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 
-    from .._faults.recovery import Meeting
+    from .._faults.recovery import StoreExchange
     from ..core import Collectives
 else:
     _Base = object
@@ -75,7 +75,7 @@ class CollectivesTogether(_Base):
     """Comes in front of ``DDPStrategy``, and checks its collectives between :meth:`begin_together` and
     :meth:`end_together`.
 
-    After an exception they go through a :class:`~megastrategy._faults.recovery.Meeting` instead.
+    After an exception they go through a :class:`~megastrategy._faults.recovery.StoreExchange` instead.
     """
 
     _meeting_place: MeetingPlace | None = None
@@ -110,7 +110,7 @@ class CollectivesTogether(_Base):
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
 
-    def _meet_if_interrupted(self) -> Meeting | None:
+    def _meet_if_interrupted(self) -> StoreExchange | None:
         raise NotImplementedError
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:

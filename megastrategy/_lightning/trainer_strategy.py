@@ -42,7 +42,7 @@ from .._faults.process_collectives import (
     exception_name,
     known_findings,
 )
-from .._faults.recovery import PATIENCE, Meeting, join_setup, tell_failure
+from .._faults.recovery import PATIENCE, StoreExchange, join_setup, report_failure
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
     CheckpointError,
@@ -151,7 +151,7 @@ class TrainerStrategy(
         self._engine: Engine | None = None  # of the last fit; closed after it
         self._whole_optimizers = WholeOptimizers(rank_zero_warn)
         self._scalers_class: type[torch.amp.GradScaler] | None = None  # what the plugin's was before the fit
-        self._meeting: Meeting | None = None
+        self._meeting: StoreExchange | None = None
         self._signal_agreement: SignalAgreement | None = None
         self._loaded_from = ""
         self._directory_saver = DirectorySaver()
@@ -313,13 +313,13 @@ class TrainerStrategy(
 
     def on_exception(self, exception: BaseException) -> None:
         """Says which rank failed first, and why; the next fit gets a group of its own."""
-        if first := tell_failure(exception_name(), exception, leaves=True):
+        if first := report_failure(exception_name(), exception, leaves=True):
             exception.add_note(f"the first failure among the ranks: {first}")
             _log.error("rank %d stops; the first failure among the ranks: %s", self.global_rank, first)
         self.give_up_together()
         count_exception()
 
-    def _meet_if_interrupted(self) -> Meeting | None:
+    def _meet_if_interrupted(self) -> StoreExchange | None:
         """Returns the meeting of all ranks after an exception; None where there is none, or nobody has to be met.
 
         Called by what callbacks do in ``on_exception``, most often saving a checkpoint, which needs all ranks.
@@ -329,14 +329,14 @@ class TrainerStrategy(
         # one for an exception: several callbacks may save, and the ranks count their exchanges
         if self._meeting is None:
             if (exception := sys.exception()) is not None:
-                tell_failure(exception_name(), exception)  # before the others' failures that follow from it
+                report_failure(exception_name(), exception)  # before the others' failures that follow from it
             # the groups may hold a collective that was cut off, which would be matched with the first of the save
             self.give_up_together()
             steps = [opt.num_steps for opt in self.optimizers if isinstance(opt, DistributedOptimizer)]
             # whole optimizers are rank 0's to save, at whichever step the others stopped
             sharded = self._engine.layout.num_shards > 1
             state = f"steps begun and done: {steps}" if sharded else ""
-            self._meeting = Meeting(exception_name(), state, self.patience)
+            self._meeting = StoreExchange(exception_name(), state, self.patience)
             # all ranks may have stopped in the same step, when some buckets' weights were from before it
             if sharded and any(begun != done for begun, done in steps):
                 self._meeting.problem = self._meeting.problem or "a step was under way"

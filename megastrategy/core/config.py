@@ -125,17 +125,77 @@ class DistributedDataParallelConfig:
             # meaning.
             object.__setattr__(self, "overlap_param_gather", "forward")
         _check_numbers(self)
-        _check_pooled(self)
-        if not self.use_contiguous_buffers:
-            _check_flattened(self)
-        if self.reduce_scatter_with_fp32_accumulation:
-            _check_fp32_accumulation(self)
-        _check_wire(self)
-        if self.static_graph and not self.find_unused_parameters:
-            raise ValueError(
-                "static_graph=True contradicts find_unused_parameters=False: a static graph agrees once on the used "
-                "parameters, the other promises that there is nothing to agree on. Pass one of the two"
-            )
+        _check_contradictions(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contradiction:
+    """Two options that exclude each other: ``option`` at another value than its default, and ``other`` at ``value``."""
+
+    option: str
+    other: str
+    value: bool
+    why: str
+    """The reason, and what to pass instead."""
+
+
+_NO_SHARDS = "use_distributed_optimizer", False
+_NO_OWNER = (
+    "an all-reduce has no owner that sums what was rounded once, or that keeps exact weights. Pass one of the two"
+)
+_SHARDED_SUMS = "pooled gradients are summed in the shards of the distributed optimizer"
+_FLATTENED = "without persistent buffers gradients are flattened and all-reduced after backward"
+CONTRADICTIONS = (
+    Contradiction(
+        "num_distributed_optimizer_instances",
+        *_NO_SHARDS,
+        "with an all-reduce every rank has a whole optimizer already. Pass one of the two",
+    ),
+    Contradiction(
+        "grad_buffer",
+        *_NO_SHARDS,
+        f"{_SHARDED_SUMS}. Leave use_distributed_optimizer on, or grad_buffer='contiguous'",
+    ),
+    Contradiction(
+        "grad_buffer",
+        "use_contiguous_buffers",
+        False,
+        f"{_SHARDED_SUMS}. Leave use_contiguous_buffers on, or grad_buffer='contiguous'",
+    ),
+    Contradiction(
+        "use_contiguous_buffers",
+        "use_distributed_optimizer",
+        True,
+        f"{_FLATTENED}. Pass use_distributed_optimizer=False as well, or leave use_contiguous_buffers on",
+    ),
+    Contradiction(
+        "use_contiguous_buffers",
+        "overlap_grad_reduce",
+        True,
+        f"{_FLATTENED}. Pass overlap_grad_reduce=False as well, or leave use_contiguous_buffers on",
+    ),
+    Contradiction(
+        "reduce_scatter_with_fp32_accumulation",
+        "grad_reduce_in_fp32",
+        True,
+        "gradients are sent as fp32 already. Pass grad_reduce_in_fp32=False as well",
+    ),
+    Contradiction(
+        "reduce_scatter_with_fp32_accumulation",
+        *_NO_SHARDS,
+        "an all-reduce has no shard to sum into. Pass one of the two",
+    ),
+    Contradiction("grad_wire_dtype", *_NO_SHARDS, _NO_OWNER),
+    Contradiction("param_wire_dtype", *_NO_SHARDS, _NO_OWNER),
+    Contradiction(
+        "static_graph",
+        "find_unused_parameters",
+        False,
+        "a static graph agrees once on the used parameters, the other promises that there is nothing to agree on. Pass "
+        "one of the two",
+    ),
+)
+"""All pairs of options of which an object can have one alone; the first that is found is told."""
 
 
 _NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
@@ -176,11 +236,6 @@ def _check_numbers(config: DistributedDataParallelConfig) -> None:
             f"num_distributed_optimizer_instances={instances!r}: expected a positive number that divides the "
             "number of ranks, or 1 for one optimizer sharded over all of them"
         )
-    if instances > 1 and not config.use_distributed_optimizer:
-        raise ValueError(
-            f"num_distributed_optimizer_instances={instances} contradicts use_distributed_optimizer=False: with an "
-            "all-reduce every rank has a whole optimizer already. Pass one of the two"
-        )
 
 
 def _is_positive_number(value: object) -> bool:
@@ -188,45 +243,12 @@ def _is_positive_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _check_pooled(config: DistributedDataParallelConfig) -> None:
-    for name in ("use_distributed_optimizer", "use_contiguous_buffers"):
-        if config.grad_buffer == "pooled" and not getattr(config, name):
-            raise ValueError(
-                f"grad_buffer='pooled' contradicts {name}=False: pooled gradients are summed in the shards of "
-                f"the distributed optimizer. Leave {name} on, or grad_buffer='contiguous'"
-            )
-
-
-def _check_flattened(config: DistributedDataParallelConfig) -> None:
-    for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
-        if getattr(config, name):
-            raise ValueError(
-                f"use_contiguous_buffers=False contradicts {name}=True: without persistent buffers gradients "
-                f"are flattened and all-reduced after backward. Pass {name}=False as well, or leave "
-                "use_contiguous_buffers on"
-            )
-
-
-def _check_fp32_accumulation(config: DistributedDataParallelConfig) -> None:
-    if config.grad_reduce_in_fp32:
-        raise ValueError(
-            "reduce_scatter_with_fp32_accumulation=True contradicts grad_reduce_in_fp32=True: gradients are "
-            "sent as fp32 already. Pass grad_reduce_in_fp32=False as well"
-        )
-    if not config.use_distributed_optimizer:
-        raise ValueError(
-            "reduce_scatter_with_fp32_accumulation=True contradicts use_distributed_optimizer=False: an "
-            "all-reduce has no shard to sum into. Pass one of the two"
-        )
-
-
-def _check_wire(config: DistributedDataParallelConfig) -> None:
-    for name in ("grad_wire_dtype", "param_wire_dtype"):
-        if getattr(config, name) is not None and not config.use_distributed_optimizer:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} contradicts use_distributed_optimizer=False: an all-reduce has no "
-                "owner that sums what was rounded once, or that keeps exact weights. Pass one of the two"
-            )
+def _check_contradictions(config: DistributedDataParallelConfig) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for found in CONTRADICTIONS:
+        value = getattr(config, found.option)
+        if value != defaults[found.option] and getattr(config, found.other) == found.value:
+            raise ValueError(f"{found.option}={value!r} contradicts {found.other}={found.value}: {found.why}")
 
 
 def field_names() -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from .collectives import make_collectives
 from .collectives.process_groups import destroy_group, private_group, ranks_of
 from .first_batch import check_first_batch
 from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
-from .module_plan import check_all_agree
+from .module_checks import check_all_agree
 
 
 class DTensorParts(LocalParts):

@@ -25,7 +25,7 @@ from .flattened_buffers import FlattenedGradBuffers
 from .layout import BufferLayout, build_layout
 from .local_parts import LocalParts, dtensors_of
 from .memory import describe_setup
-from .module_plan import agree_on_layout, check_memory_is_own, check_module, common_device, option_rows, param_spec
+from .module_checks import agree_on_layout, check_memory_is_own, check_module, common_device, option_rows, param_spec
 from .module_watch import ModuleWatch
 from .owners import Owners
 from .param_buffers import ParamBuffers

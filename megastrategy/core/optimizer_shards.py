@@ -27,7 +27,7 @@ from .layout import BufferLayout
 from .param_buffers import ParamBuffers
 from .param_shard import ParamShard
 from .rebucketing.shard_holder import Contents, PerElement, ShardHolder
-from .step_tensors import CHUNK_NUMEL, Run, build_runs, cut_shards, own_state
+from .step_tensors import CHUNK_NUMEL, FlatRun, build_runs, cut_shards, own_state
 from .strangers import Strangers
 from .trials.elementwise import Findings, is_per_element
 from .whole_params import WholeParams
@@ -56,7 +56,7 @@ class OptimizerShards(ShardHolder):
         self._grad_views: dict[int, Tensor] = {}
         self.num_steps_begun = self.num_steps_done = 0
         self._reductions: dict[int, int] = {}  # by parameter, how often its gradient was reduced before the last step
-        self._runs: list[Run] = []
+        self._runs: list[FlatRun] = []
         self._members: list[list[int]] = []  # by group, the parameters of which there are runs
         self._groups: dict[int, int] = {}  # by parameter, its group's number
         self._is_joined = False  # whether state is that of the runs
@@ -352,7 +352,7 @@ class OptimizerShards(ShardHolder):
         rank, way_out = self.engine.shard_collectives.rank, self.engine.all_reduce_option
         return OwnParts(pieces, self.layout, rank, way_out, names, whole)
 
-    def _join_state(self, with_grads: Set[int]) -> list[Run]:
+    def _join_state(self, with_grads: Set[int]) -> list[FlatRun]:
         """Makes the state that of the runs, and returns those that have gradients to step with."""
         groups, index_by_id = self.inner.param_groups, self.index_by_id
         members = [[index_by_id.get(id(param), -1) for param in group["params"]] for group in groups]
@@ -390,7 +390,7 @@ class OptimizerShards(ShardHolder):
         """Whether shards may be stepped as one tensor: not if the optimizer may know tensors by their identity."""
         return self._keeps_state_only and not (group.get("fused") and self._is_on_cpu)
 
-    def _chunk_numel(self, run: Run) -> int:
+    def _chunk_numel(self, run: FlatRun) -> int:
         """The most elements stepped at once: all, unless the optimizer does single operations on the CPU."""
         group = self.inner.param_groups[run.group]
         in_chunks = self._may_join(group) and self._is_on_cpu and not group.get("foreach")

@@ -37,7 +37,7 @@ from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .optimizer_shards import OptimizerShards
 from .param_shard import ParamShard, begin_step, drop_remainders, end_step, take_outside_changes
-from .step_tensors import Run
+from .step_tensors import FlatRun
 from .step_watchers import InnermostCall, is_watched
 from .trials.elementwise import Findings
 from .trials.later_trials import LaterTrials
@@ -45,7 +45,7 @@ from .trials.step_arguments import StepArguments
 from .whole_params import WholeParam
 from .wire_format import wire_part
 
-Steppable = Run | WholeParam
+Steppable = FlatRun | WholeParam
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Begun:
 
     indices: list[int]
     with_grads: Set[int]
-    runs: list[Run]
+    runs: list[FlatRun]
     changing: Set[int]
     order: list[int]
 

@@ -41,7 +41,7 @@ State = MutableMapping[str, Any]
 
 
 @dataclasses.dataclass(eq=False)
-class Run:
+class FlatRun:
     """Shards of one parameter group, side by side in one bucket. All its tensors are flat and of equal length.
 
     Attributes:
@@ -252,7 +252,7 @@ def build_runs(
     reduced: Callable[[int, int, int], Tensor],
     state: Mapping[Tensor, State],
     names: set[str] | None,
-) -> list[Run]:
+) -> list[FlatRun]:
     """The fewest runs that these shards can be stepped in, by address.
 
     Args:
@@ -262,7 +262,7 @@ def build_runs(
         layout: where they lie.
         param_flats: the parameters' buffers.
         reduced: the reduced gradients in a bucket, from one element of its buffer to another.
-        state, names: as for :meth:`Run.join_state`.
+        state, names: as for :meth:`FlatRun.join_state`.
     """
 
     def address(shard: ParamShard) -> int:
@@ -295,7 +295,7 @@ def build_runs(
         assert flat is not None, "sharded"
         span = address(first), address(last) + last.numel
         runs.append(
-            Run(
+            FlatRun(
                 slot.bucket,
                 group,
                 span[0],

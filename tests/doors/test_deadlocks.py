@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megastrategy._faults.deadlocks import WaitsInVain
+from megastrategy._faults.deadlocks import DeadlockFinder
 from megastrategy.core import Collectives, host_collectives
 
 from .fits import fit
@@ -18,7 +18,7 @@ def send(collectives: Collectives, count: int) -> None:
 
 def look_while_both_wait_in_a_group_that_was_given_up() -> list[str]:
     fit("ddp")  # leaves a default group, which others are made from
-    waits = WaitsInVain(lambda: "both wait in a group that was given up")
+    waits = DeadlockFinder(lambda: "both wait in a group that was given up")
     old = waits.watch("for gradients or weights", host_collectives())
     send(old, 40)
     waits.forget()

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from benchmarks.agreement import NUM_PARAMS, PLACES, Cost, costs
 from megastrategy._faults import deadlocks
-from megastrategy._faults.deadlocks import WaitsInVain, _Note, _Started
+from megastrategy._faults.deadlocks import DeadlockFinder, _Note, _Started
 
 NUM_FACTS = 9
 """Numbers of eight bytes in which ranks meet before a batch: six places, three facts."""
@@ -62,25 +62,25 @@ def note(number: int) -> _Note:
 @pytest.mark.parametrize("num_waiting", [0, 1, 127])
 def test_a_rank_reads_all_notes_in_three_requests(num_waiting: int, board: Any) -> None:
     store, patch = board
-    waiting = [WaitsInVain(lambda: "1.0") for _ in range(num_waiting)]
+    waiting = [DeadlockFinder(lambda: "1.0") for _ in range(num_waiting)]
     for time in (1, 2):  # the second in the place of the first
         for rank, waits in enumerate(waiting):
             as_rank(rank, patch)
             waits._leave_note("1.0", note(time))
     as_rank(127, patch)
     store.num_requests = 0
-    notes = WaitsInVain._notes_of_others("1.0")
+    notes = DeadlockFinder._notes_of_others("1.0")
     assert notes == {rank: note(2) for rank in range(num_waiting)}
     assert store.num_requests == (3 if num_waiting else 1)
-    own = WaitsInVain(lambda: "1.0")
+    own = DeadlockFinder(lambda: "1.0")
     own._leave_note("1.0", note(5))
-    assert 127 not in WaitsInVain._notes_of_others("1.0")
+    assert 127 not in DeadlockFinder._notes_of_others("1.0")
 
 
 def test_a_note_that_is_counted_and_not_yet_written_hides_no_other(board: Any) -> None:
     store, patch = board
     as_rank(3, patch)
-    WaitsInVain(lambda: "1.0")._leave_note("1.0", note(1))
+    DeadlockFinder(lambda: "1.0")._leave_note("1.0", note(1))
     store.add("num", 1)
     as_rank(0, patch)
-    assert WaitsInVain._notes_of_others("1.0") == {3: note(1)}
+    assert DeadlockFinder._notes_of_others("1.0") == {3: note(1)}

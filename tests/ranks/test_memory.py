@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.layout import build_layout
 from megastrategy.core.memory import describe_setup, memory_use, memory_use_of_ddp
-from megastrategy.core.module_plan import param_spec
+from megastrategy.core.module_checks import param_spec
 from megastrategy.core.owners import Owners
 from tests.support.models import two_layers
 from tests.support.optimizers import LambWithMoments

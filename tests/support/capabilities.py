@@ -127,6 +127,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_cost_of_agreeing.py",
         "ranks/test_fp32_sums.py",
         "ranks/test_host_exchange.py",
+        "ranks/test_current_device.py",
         "ranks/test_host_staged.py",
         "ranks/test_hosts.py",
         "ranks/test_lazy_collectives.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,11 +116,18 @@ def test_a_folder_with_checkpoints_names_the_newest(
     shutil.copytree(directory.path, version / "checkpoints" / "sharded.ckpt")
     shutil.copy(file.path, version / "checkpoints" / "whole.ckpt")
     shutil.copytree(states["sharded"], tmp_path / "checkpoint_0")
+    saved_at = {
+        "logs/version_0/checkpoints/whole.ckpt": 3,
+        "checkpoint_0": 2,
+        "logs/version_0/checkpoints/sharded.ckpt": 1,
+    }
+    for path, time_s in saved_at.items():
+        os.utime(tmp_path / path, (time_s, time_s))
     result = CliRunner().invoke(root, ["checkpoint", "inspect", str(tmp_path)])
     assert result.exit_code == 1
     [line] = result.stderr.splitlines()
-    for path in ("checkpoint_0", "logs/version_0/checkpoints/sharded.ckpt", "logs/version_0/checkpoints/whole.ckpt"):
-        assert f"{tmp_path / path}," in line or f"{tmp_path / path}:" in line
+    assert f"Below it are {', '.join(str(tmp_path / path) for path in saved_at)}: inspect one of them" in line
+    for path in saved_at:
         assert inspect_checkpoint(tmp_path / path).models
 
 

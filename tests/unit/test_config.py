@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core import describe_translation
-from megastrategy.core.config import config_from_arguments, field_names
+from megastrategy.core.config import CONTRADICTIONS, Contradiction, config_from_arguments, field_names
+from tests.support.switches import MAY_CONTRADICT, is_allowed, product
 
 NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
 
@@ -92,6 +93,19 @@ def test_contradictions_name_both_fields_and_the_remedy() -> None:
         DistributedDataParallelConfig(num_distributed_optimizer_instances=2, use_distributed_optimizer=False)
     with pytest.raises(ValueError, match=r"static_graph=True.*find_unused_parameters=False"):
         DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
+
+
+@pytest.mark.parametrize("pair", CONTRADICTIONS, ids=lambda pair: f"{pair.option}-{pair.other}")
+def test_no_row_of_switches_has_a_contradiction(pair: Contradiction) -> None:
+    """Every pair that can be chosen is trained with in tests/ranks/test_every_pair_of_switches.py, and no other."""
+    default = getattr(DistributedDataParallelConfig(), pair.option)
+    named = {name for known in CONTRADICTIONS for name in (known.option, known.other)} | {"dtype"}
+    choices = {name: MAY_CONTRADICT[name] for name in named}
+    rows = [values for values in product(choices) if values[pair.other] == pair.value]
+    contradict = [values for values in rows if values[pair.option] != default]
+    assert contradict
+    assert not any(map(is_allowed, contradict))
+    assert any(is_allowed(values) for values in rows if values[pair.option] == default)
 
 
 def test_torch_ddp_arguments_have_a_meaning_here() -> None:

@@ -29,7 +29,7 @@ from ..buffers import GradBuffers
 from ..engine import Engine
 from ..events import EventKind
 from ..layout import BufferLayout
-from ..module_plan import captured_modules
+from ..module_checks import captured_modules
 from .shard_holder import Contents, PerElement, ShardHolder
 
 
