@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if choice != chosen_collectives.Choice():
         chosen_collectives.choose(choice)
     note_interpreters()
+
+
+def pytest_collection_finish() -> None:
+    # Modules and test items stay to the end, and each collection of garbage would walk through them.
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

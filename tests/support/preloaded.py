@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import accelerate
 import lightning
 import lightning.fabric
@@ -12,3 +14,6 @@ import sklearn.datasets
 import transformers.trainer
 
 __all__ = ["accelerate", "lightning", "matplotlib", "safetensors", "sklearn", "transformers"]
+
+# What is imported stays: a fork that collects garbage would walk through all of it, and copy the pages it touches.
+gc.freeze()
