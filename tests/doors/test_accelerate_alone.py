@@ -64,6 +64,7 @@ def train_and_save_on_main(
         optimizer.state_dict()  # by hand, too
     accelerator.wait_for_everyone()
     run.weights, run.state = weights_of(net), state_of(accelerator, optimizer)
+    accelerator.wait_for_everyone()  # the main process has asked once more than the others, whose parts it still takes
     return run
 
 
