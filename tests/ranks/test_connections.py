@@ -44,6 +44,7 @@ def _reduce_and_gather() -> list[tuple[int, int]]:
     collectives.all_gather(tensor).wait()
     assert torch.equal(tensor, torch.full((NUMEL,), 3.0))
     after = traffic()
+    collectives.all_gather(torch.zeros(2)).wait()  # gloo closes what the other rank closes, who may not have looked yet
     collectives.close()
     destroy_group(group)
     changes = [(after[i][0] - before.get(i, (0, 0))[0], after[i][1] - before.get(i, (0, 0))[1]) for i in after]
