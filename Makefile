@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@rm -rf megastrategy.egg-info
 	@touch $@
 
-demo: $(STAMP)  ## train a byte-level GPT on two ranks, about two minutes (ARGS="--compare", ARGS="--data FILE", ARGS="--help")
+demo: $(STAMP)  ## train a byte-level GPT on two ranks, two to three minutes (ARGS="--compare", ARGS="--data FILE", ARGS="--help")
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 bench: $(STAMP)  ## measure against torch DDP and other peers, a few minutes, into runs/bench (ARGS="--network 1gbit" as root)

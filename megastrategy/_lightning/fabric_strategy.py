@@ -55,7 +55,7 @@ from ..core import (
 )
 from ..data import CountedLoader, batch_size_of, sampler_of
 from .checkpoint_io import WholeFilesByDefault
-from .signature import ALL_REDUCE_OPTION, NO_SCALER, own_arguments
+from .signature import ALL_REDUCE_OPTION, NO_SCALER, argument_names
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
@@ -104,7 +104,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
         self._set_tensor_parallel(tensor_parallel_size, parallelize_fn)
-        self.config: DistributedDataParallelConfig = config_from_arguments(options, own_arguments(self))
+        self.config: DistributedDataParallelConfig = config_from_arguments(options, argument_names(self))
         if translation := describe_translation(options):
             rank_zero_info(translation)
         super().__init__(

@@ -59,11 +59,10 @@ def strategy_class(cls: _Class) -> _Class:
     return cls
 
 
-def own_arguments(strategy: object) -> list[str]:
-    """Names what a strategy takes beside the config's fields; of a user's subclass, what ours takes."""
+def argument_names(strategy: object) -> list[str]:
+    """Names the arguments of a strategy; of a user's subclass, those of ours."""
     ours = next(cls for cls in type(strategy).__mro__ if hasattr(vars(cls).get("__init__"), "__signature__"))
-    fields = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
-    return [name for name in inspect.signature(ours).parameters if name not in fields]
+    return list(inspect.signature(ours).parameters)
 
 
 def _signature(cls: type, initialise: Any) -> Signature:

@@ -65,7 +65,7 @@ from .ray_workers import PointsToRayStrategy
 from .resumable_data import ResumesData
 from .schedulers import SchedulersHoldUsersOptimizers
 from .signals import SignalAgreement
-from .signature import ALL_REDUCE_OPTION, NO_SCALER, own_arguments
+from .signature import ALL_REDUCE_OPTION, NO_SCALER, argument_names
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -135,7 +135,7 @@ class TrainerStrategy(
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
         self._set_tensor_parallel_size(tensor_parallel_size)
-        self.config: DistributedDataParallelConfig = config_from_arguments(options, own_arguments(self))
+        self.config: DistributedDataParallelConfig = config_from_arguments(options, argument_names(self))
         if translation := describe_translation(options):
             rank_zero_info(translation)
         super().__init__(

@@ -45,7 +45,7 @@ class FollowsBackwards(Protocol):
         """An outermost graph has begun, and has reached no parameter yet."""
 
     def on_backward_end(self) -> None:
-        """A graph has ended; of one and those nested in it the first to end may be told of, and the others as well."""
+        """A graph has ended. One that is nested in another may tell of its end as well, and does so first."""
 
     def drop_unfinished(self) -> None:
         """Nothing runs any more of the backwards so far: what they left behind is of one that raised."""
@@ -81,7 +81,8 @@ class BackwardWatch:
         reducer = self._reducer()
         if self._outermost == task or reducer is None:
             return
-        # Another graph than the last that was seen, and each needs an end.
+        # Another graph than the last that was seen, and each needs an end. Where no backward is under way, what is left
+        # is of one that raised.
         if all(end() is None for end in self._ends):
             reducer.drop_unfinished()
         reducer.on_backward_start()

@@ -267,7 +267,7 @@ def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = 
 
     Args:
         arguments: by name.
-        beside: names that whoever calls takes itself, one of which a misspelt argument may mean.
+        beside: further names that whoever calls knows, one of which a misspelt argument may mean.
 
     Raises:
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this

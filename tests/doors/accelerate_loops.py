@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +41,6 @@ def as_launched(size: int, job: Callable[..., Any], *arguments: Any, **options: 
     """Runs the job in the environment that ``accelerate launch`` makes, and as if no Accelerator had been before."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    if gc.get_freeze_count() == 0:
-        gc.freeze()  # what is imported: accelerate collects garbage often, and would walk through all of it each time
     rank = os.environ["LOCAL_RANK"]
     for state in (AcceleratorState, PartialState, GradientState):
         state._shared_state.clear()

@@ -15,5 +15,6 @@ import transformers.trainer
 
 __all__ = ["accelerate", "lightning", "matplotlib", "safetensors", "sklearn", "transformers"]
 
-# What is imported stays: a fork that collects garbage would walk through all of it, and copy the pages it touches.
+# What is imported stays: a fork that collects garbage, as accelerate often does, would walk through all of it, and copy
+# the pages it touches.
 gc.freeze()
