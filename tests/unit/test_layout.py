@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastrategy.core.bucket_sizes import default_bucket_size
+from megastrategy.core.checkpoint.own_parts import divided_params
 from megastrategy.core.config import DistributedDataParallelConfig
 from megastrategy.core.layout import (
     BufferLayout,
@@ -63,6 +64,18 @@ def test_every_element_is_owned_by_exactly_one_rank_of_an_instance(layout: Buffe
                     for element in range(owned[0] - start, owned[1] - start):
                         owners[element] += 1
             assert owners == [1] * param.numel
+
+
+@given(layouts())
+@settings(deadline=None, max_examples=200)
+def test_params_that_several_ranks_own_are_found_with_these(layout: BufferLayout) -> None:
+    owners = {
+        index: [rank for rank in range(layout.num_shards) if layout.owned_range(index, rank) is not None]
+        for index in layout.param_order
+    }
+    assert {index: list(ranks) for index, ranks in divided_params(layout)} == {
+        index: ranks for index, ranks in owners.items() if len(ranks) > 1
+    }
 
 
 @given(layouts())

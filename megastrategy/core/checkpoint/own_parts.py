@@ -187,7 +187,7 @@ def agreed_keys(everybody: Sequence[Described], layout: BufferLayout, all_reduce
     keys: dict[int, Keys] = {}
     for described in reversed(everybody):
         keys.update(described.keys)
-    for index, owners in _divided(layout):
+    for index, owners in divided_params(layout):
         words = [
             {**described.kinds.get(index, {}), **dict(described.keys.get(index, ()))}
             for described in everybody[owners.start : owners.stop]
@@ -201,12 +201,18 @@ def agreed_keys(everybody: Sequence[Described], layout: BufferLayout, all_reduce
     return keys
 
 
-def _divided(layout: BufferLayout) -> Iterator[tuple[int, range]]:
-    """The parameters that have several owners, with these."""
-    for index in layout.param_order:
-        owners = [rank for rank, _, _ in layout.holders(index)]
-        if len(owners) > 1:
-            yield index, range(owners[0], owners[-1] + 1)
+def divided_params(layout: BufferLayout) -> Iterator[tuple[int, range]]:
+    """The parameters that have several owners in an instance, with these, bucket after bucket."""
+    for bucket in layout.buckets:
+        shard_numel = bucket.numel // layout.num_shards
+        # Not by holders(): of thousands of parameters few lie across a border, and all would be asked in every save.
+        for index in bucket.params:
+            slot = layout.slots[index]
+            if slot.start == slot.end:  # has no elements, and its bucket may have none
+                continue
+            first, last = (slot.start - bucket.start) // shard_numel, (slot.end - 1 - bucket.start) // shard_numel
+            if first < last:
+                yield index, range(first, last + 1)
 
 
 def _agree(
