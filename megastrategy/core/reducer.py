@@ -3,8 +3,9 @@
 [Note: one synchronised backward]
 Hooks count a bucket's gradients; a complete bucket is launched once all buckets before it have been, so every rank
 launches the same collectives in the same order, whatever order its gradients arrive in. When the outermost backward
-has ended, the buckets that are left (some of their parameters were unused on this rank) are launched too, the ranks
-agree on what was used, and all reductions are waited for: gradients are final when ``backward()`` returns.
+has ended (backward's [Note: the outermost graph]), the buckets that are left (some of their parameters were unused on
+this rank) are launched too, the ranks agree on what was used, and all reductions are waited for: gradients are final
+when ``backward()`` returns.
 
 [Note: gradients that come twice]
 A parameter used by two re-entrant checkpoints gets its gradient in two parts, and no count can tell in advance. If
