@@ -256,6 +256,8 @@ class DistributedDataParallel(nn.Module):
                 synchronised backward, on all ranks, if they did not all count every loss, or if the gradients of the
                 synchronised backward before it were neither stepped with nor dropped.
         """
+        if isinstance(num_tokens, Tensor):
+            self.engine.collectives.wait_for_device(num_tokens.device, "a collective before loss_tokens")
         self.engine.reducer.count_tokens(read_count(num_tokens))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -297,6 +299,7 @@ class DistributedDataParallel(nn.Module):
             ReplicaMismatchError: on all ranks, with the first parameter that differs.
         """
         self.finish_param_gather()
+        self.engine.collectives.wait_for_device(self.engine.device, "all-gather")
         check_replicas(self.module, self.engine.local_parts, self.engine.collectives)
 
     def check_open(self) -> None:

@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core.errors import CollectiveError, MicrobatchMismatchError, NonFiniteGradError
+from megastrategy.core.layout import build_layout
+from megastrategy.core.rebucketing.relayout import relayout
 
 from ..support.budgets import work_as_on_an_accelerator
 from ..support.devices import DeviceCollectives
@@ -29,6 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
     "pooled": {"grad_buffer": "pooled"},
     "all-reduce": {"use_distributed_optimizer": False},
 }
+ONE_BUCKET = DistributedDataParallelConfig(bucket_size=10_000)
 CPU = torch.device("cpu")
 BOUND_S = 30.0  # for what takes a second or two on an idle machine
 
@@ -250,6 +253,32 @@ def test_a_look_for_nan_waits_in_bounded_time(mode: str, monkeypatch: pytest.Mon
             backward(model, rank, 1)
         assert time.monotonic() - began < BOUND_S
         assert (device.num_aborts, device.num_waits) == (1, 2)
+
+    run_ranks(2, run)
+
+
+READS_BETWEEN_STEPS: dict[str, Callable[[DistributedDataParallel], object]] = {
+    "loss_tokens": lambda model: model.loss_tokens(torch.tensor(3)),
+    "check_replicas": lambda model: model.check_replicas(),
+    "relayout": lambda model: relayout(model.engine, build_layout(model.layout.params, ONE_BUCKET, 2)),
+}
+
+
+@pytest.mark.parametrize("name", READS_BETWEEN_STEPS)
+def test_what_reads_the_device_between_steps_waits_in_bounded_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    work_as_on_an_accelerator(monkeypatch)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        device = DeviceCollectives(group)
+        model, optimizer = wrap(group, device)
+        backward(model, rank, 0)
+        step_once(optimizer)
+        before = device.num_waits
+        device.watchdog = lambda what, number: f"rank 1: ValueError: bad ({what})"
+        device.is_stalled = True
+        with pytest.raises(CollectiveError, match="was given up: rank 1: ValueError: bad"):
+            READS_BETWEEN_STEPS[name](model)
+        assert (device.num_aborts, device.num_waits) == (1, before + 1)
 
     run_ranks(2, run)
 

@@ -117,10 +117,10 @@ def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
         model(torch.ones(2, WIDTH, dtype=torch.bfloat16)).sum().backward()
         weights = [param.detach().clone() for param in module.parameters()]
         [grad] = kept
-        before = grad.clone()
+        before = grad.view(torch.int16).clone()  # bits: of others' shards a reduce-scatter may leave NaN
         assert grad is model.engine.grad_buffers.views[1], "and not one of autograd's own"
         assert relayout(model.engine, other_layout(model, bucket_size=1))
-        assert torch.equal(grad, before)
+        assert torch.equal(grad.view(torch.int16), before)
         assert all(torch.equal(param, weight) for param, weight in zip(module.parameters(), weights, strict=True))
         model.close()
 

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from .. import devices
 from ..buffers import GradBuffers
+from ..collectives import Collectives
 from ..engine import Engine
 from ..events import EventKind
 from ..layout import BufferLayout
@@ -127,7 +129,7 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
     present, collectives, device = engine.layout, engine.collectives, engine.device
     # ranks own different parameters, so none knows alone what there is; and all must decide alike whether to move
     described = {number: holder.describe() for number, holder in holders.items()}
-    by_rank = collectives.all_gather_objects(_on_host(described))
+    by_rank = collectives.all_gather_objects(_on_host(described, collectives))
     whole = _merge(by_rank)
     if whole is None:
         return None
@@ -208,17 +210,25 @@ def _is_cut(value: Any) -> bool:
     return isinstance(value, PerElement)
 
 
-def _on_host(described: Mapping[int, Contents | None]) -> dict[int, Contents | None]:
+def _on_host(described: Mapping[int, Contents | None], collectives: Collectives) -> dict[int, Contents | None]:
     def moved(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.detach() if value.device.type == "cpu" else _OnDevice(value.detach().cpu())
-        return value
+        if _is_on_device(value):
+            return _OnDevice(value.detach().cpu())
+        return value.detach() if isinstance(value, Tensor) else value
 
+    kept = (value for contents in described.values() if contents for of in contents.values() for value in of.values())
+    if device := next((value.device for value in kept if _is_on_device(value)), None):
+        # behind gathers that were waited for on the stream alone
+        collectives.wait_for_device(device, "all-gather")
     return {
         number: contents
         and {index: {name: moved(value) for name, value in values.items()} for index, values in contents.items()}
         for number, contents in described.items()
     }
+
+
+def _is_on_device(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and not devices.is_on_host(value.device)
 
 
 def _from_host(value: Any, device: torch.device) -> Any:
