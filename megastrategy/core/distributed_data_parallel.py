@@ -205,7 +205,8 @@ class DistributedDataParallel(nn.Module):
         """Waits for the parameters that the last step left on their way, with ``overlap_param_gather="forward"``.
 
         Whoever reads a parameter waits for it anyhow. What cannot is code that has its memory by other means: a view
-        or detached tensor taken before the step, torch.func's transforms, torch.jit. Call this before such code.
+        or detached tensor taken before the step, torch.func's transforms, torch.jit; and a stream of the device's that
+        waited for the loop's before somebody else was the first to read. Call this before such code.
 
         Raises:
             CollectiveError: if a gather failed, most often because another rank ended.

@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import assert_close, train_with_ddp, train_with_ours
 from tests.support.whole_params import KINDS, SOME, WholeRun, batch, model_on, same
 
-# Adafactor's smallest tensor is a bias that has moved by 1e-5 from zero: processors differ in its last bits, and torch DDP
+# A bias under Adafactor has moved by 1e-5 from zero: processors differ in its last bits, and torch DDP
 # itself is 1.3e-6 of it from its own run in fp64.
 RELATIVE = {"muon": 2e-5, "shampoo": 2e-5, "adafactor": 4e-6}
 

@@ -50,7 +50,7 @@ ROOMS_OF_CORE = {
     "collectives": {"errors", "devices", "layout", "wire_format"},
     "trials": {"engine"},
     "checkpoint": {"errors", "devices", "layout", "local_parts", "param_shard", "collectives", "trials"},
-    "rebucketing": {"config", "events", "layout", "buffers", "collectives", "engine", "module_checks"},
+    "rebucketing": {"config", "events", "layout", "buffers", "collectives", "engine", "module_checks", "devices"},
 }
 
 
