@@ -128,6 +128,7 @@ class Engine:
                 and next(self.module.buffers(), None) is not None
             ):
                 self._buffer_collectives = second_collectives(collectives, self.device)
+                self._buffer_collectives.connect(self.device, exchanges=False)
         self.reducer = Reducer(
             self.layout,
             self.params,

@@ -6,17 +6,19 @@ Times need a device; counts do not. A kernel budget has one term a parameter and
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core import engine
 from megastrategy.core.collectives import BackendCollectives
 from tests.support.budgets import HostReads, Operations, work_as_on_an_accelerator
-from tests.support.ranks import run_ranks, with_instances
+from tests.support.ranks import gloo_group, retire_with, run_ranks, with_instances
 from tests.support.thread_mode import ThreadMode
 
 MODES: dict[str, dict[str, Any]] = {
@@ -186,3 +188,37 @@ def test_all_that_carries_buckets_is_connected_when_a_model_is_wrapped(sums: str
     for at_wrapping, in_backward in run_ranks(4, run):
         assert in_backward == {"allreduce_", "alltoall_base_" if sums else "_reduce_scatter_base_"}
         assert in_backward | {"_allgather_base_"} <= at_wrapping
+
+
+class Connected(BackendCollectives):
+    """Notes what came first."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self.seen: list[str] = []
+
+    def connect(self, device: torch.device, *, exchanges: bool) -> None:
+        self.seen.append("connect")
+        super().connect(device, exchanges=exchanges)
+
+    def broadcast_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.seen.append("broadcast_all")
+        super().broadcast_all(tensors)
+
+
+def test_the_group_of_module_buffers_is_connected_when_a_model_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would connect in the first forward after a step, beside gathers that are on their way."""
+    seconds: dict[ProcessGroup, Connected] = {}
+    monkeypatch.setattr(engine, "second_collectives", lambda every, _: seconds[every.group])
+
+    def run(rank: int, group: ProcessGroup) -> list[str]:
+        other = gloo_group(PrefixStore("second", group.get_group_store()), rank, 2, 30.0)
+        retire_with(group, other)
+        seconds[group] = second = Connected(other)
+        module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(overlap_param_gather="forward"), group)
+        model(torch.ones(2, 8))
+        model.close()
+        return second.seen
+
+    assert run_ranks(2, run) == [["connect", "broadcast_all"]] * 2
