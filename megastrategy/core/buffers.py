@@ -37,6 +37,7 @@ from torch.nn import Parameter
 from .errors import ParameterChangedError
 from .layout import BufferLayout, ParamSpec
 from .local_parts import LocalParts
+from .main_grads import has_main_grad
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad, StoodFor
 from .wire_format import read_wire
@@ -83,6 +84,8 @@ class GradBuffers(ABC):
         reduces_every_backward: whether nothing can accumulate on a rank beyond one backward.
         max_in_flight: how many pieces may be on their way at once; None where each has memory of its own.
         all_reduce_option: how whoever set the engine up asks it for whole gradients, for an error to say.
+        main_grads: by parameter, where its layer may add the gradient itself; see main_grads' [Note: gradients that
+            autograd does not add].
     """
 
     reduces_every_backward = False
@@ -96,6 +99,7 @@ class GradBuffers(ABC):
         self.views: list[Tensor | None] = []
         self.has_grad: list[bool] = []
         self.zeroed: set[int] = set()
+        self.main_grads: dict[int, Tensor] = {}
         self._stand_ins: list[ReducedGrad | None] = []  # made when they are first needed
         self._dp_rank = 0
         self._reduced: list[bool] = []  # the bucket holds a result, outside this rank's shard rubbish
@@ -111,12 +115,24 @@ class GradBuffers(ABC):
         self.has_grad += [False] * (len(params) - first)
         self._stand_ins += [None] * (len(params) - first)
         self._stale += [False] * (len(params) - first)
+        self._check_main_grads(first)
         grads = [param.grad for param in params[first:]]
         for param, spec in zip(params[first:], layout.params[first:], strict=True):
             param.grad = None  # first: torch takes no other dtype while a gradient is there
             # autograd then accumulates a 16-bit parameter's gradient in fp32; a no-op where the two dtypes are one
             param.grad_dtype = spec.grad_dtype
         self._place(first, grads)
+
+    def _check_main_grads(self, first: int) -> None:
+        """Raises ValueError if the layer of a parameter from ``first`` on adds its gradient itself, and there is no
+        place."""
+        for param, spec in zip(self.params[first:], self.layout.params[first:], strict=True):
+            if has_main_grad(param):
+                raise ValueError(
+                    f"parameter {spec.name!r}: its layer adds the gradient to main_grad itself, which has to be in a "
+                    'contiguous buffer. Use grad_buffer="contiguous" and use_contiguous_buffers=True, the defaults, or '
+                    "switch it off in the layer (fuse_wgrad_accumulation=False, gradient_accumulation_fusion=False)"
+                )
 
     @abstractmethod
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
@@ -125,6 +141,15 @@ class GradBuffers(ABC):
     @abstractmethod
     def open(self) -> None:
         """Makes every gradient ready to be accumulated into; one may have come before this call."""
+
+    def prepare(self) -> None:  # noqa: B027 - only main_grads are added to before a parameter's hook has run
+        """A backward begins: what layers add to themselves is ready before the first of them does."""
+
+    def settle(self) -> None:  # noqa: B027 - nothing to do where no layer adds
+        """A backward has ended: ``.grad`` shows again what layers have added, in buckets that are not sealed."""
+
+    def check_late(self, param: int) -> None:  # noqa: B027 - autograd's own gradient lies elsewhere
+        """Raises MainGradError if a late gradient was added to memory that is being sent."""
 
     @abstractmethod
     def adopt(self, param: int) -> None:

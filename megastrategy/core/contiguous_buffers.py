@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .buffers import GradBuffers, check_unchanged, copy_grad_, referred_to_elsewhere, slice_view
+from .errors import MainGradError
 from .layout import BufferLayout
 from .local_parts import LocalParts
+from .main_grads import has_main_grad, remove_main_grad, set_main_grad, take_added
 from .reduced_grad import ReducedGrad
 from .wire import round_in_place
 
@@ -45,9 +47,13 @@ class ContiguousGradBuffers(GradBuffers):
         self._sums: list[Tensor | None] = []
         self._rounded: dict[int, Tensor] = {}  # by bucket, what is sent of it: its memory in another dtype
         self._large: set[int] = set()  # parameters whose first gradient is copied; see [Note: what is not zeroed]
+        self._awaited: set[int] = set()  # parameters with a main_grad whose .grad is None, for this backward
         self._unfilled: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
         self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
         self.extend(layout, params)
+
+    def _check_main_grads(self, first: int) -> None:
+        """Gradients accumulate where a layer can add to them."""
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
         layout = self.layout
@@ -61,7 +67,11 @@ class ContiguousGradBuffers(GradBuffers):
                 apart = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
             self._sums.append(apart)
         for index, grad in enumerate(grads, first):
-            if layout.params[index].numel >= FILLED_NUMEL:
+            if has_main_grad(self.params[index]):
+                # Another tensor than the view, whose references tell whether somebody has kept .grad.
+                self.main_grads[index] = self._slice(index)
+                set_main_grad(self.params[index], self.main_grads[index])
+            elif layout.params[index].numel >= FILLED_NUMEL:
                 self._large.add(index)
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
@@ -89,7 +99,46 @@ class ContiguousGradBuffers(GradBuffers):
     def is_sharded(self, param: int) -> bool:
         return self._sharded and self._reduced[self.layout.slots[param].bucket]
 
+    def prepare(self) -> None:
+        if not self.main_grads:
+            return
+        self.settle()  # of a backward that reached no parameter, and raised
+        for index in self.main_grads:
+            if take_added(self.params[index]):
+                if self.has_grad[index]:
+                    raise self._main_grad_error(index, "in a backward that then raised: call zero_grad() after it")
+                self._zero_param(index)
+        self._open()
+        for index in self.main_grads:
+            self.params[index].grad = None
+        self._awaited = set(self.main_grads)
+
+    def settle(self) -> None:
+        for index in self._awaited:
+            if self.has_grad[index] and self.params[index].grad is None:
+                self.params[index].grad = self.views[index]
+        self._awaited = set()
+
+    def check_late(self, param: int) -> None:
+        if param in self.main_grads and take_added(self.params[param]):
+            raise self._main_grad_error(
+                param, "after its bucket had been sent (a layer used by two re-entrant checkpoints): use "
+                "checkpoint(use_reentrant=False)"
+            )  # fmt: skip
+
     def open(self) -> None:
+        for index in self.main_grads:
+            if index in self._awaited:
+                if self.params[index].grad is not None:
+                    self.adopt(index)
+            elif take_added(self.params[index]):
+                raise self._main_grad_error(
+                    index, "in a backward that starts from no output of the model's forward: compute the loss from "
+                    "what the wrapped model returned"
+                )  # fmt: skip
+        self._open()
+
+    def _open(self) -> None:
         grads = self._notice_drops(range(len(self.params)))
         self._leave_replaced(grads)
         for bucket in self.layout.buckets:
@@ -103,7 +152,7 @@ class ContiguousGradBuffers(GradBuffers):
         for index, (param, view, grad) in enumerate(zip(self.params, self.views, grads, strict=True)):
             if grad is view:  # nearly always
                 continue
-            if grad is None and index in self._unfilled:  # autograd hands its gradient over
+            if (grad is None and index in self._unfilled) or index in self._awaited:  # autograd hands its gradient over
                 continue
             assert view is not None
             check_unchanged(parts[index], specs[index])
@@ -158,6 +207,11 @@ class ContiguousGradBuffers(GradBuffers):
         view = self._get_view(param)
         grad = self.params[param].grad
         assert grad is not None
+        if param in self._awaited:
+            self.params[param].grad = None
+            if not take_added(self.params[param]):
+                view.add_(grad)
+            return
         copy_grad_(view, grad)
         self._unfilled.discard(param)
         self.params[param].grad = view
@@ -168,6 +222,8 @@ class ContiguousGradBuffers(GradBuffers):
         for index in self.layout.buckets[bucket].params:
             param, view = params[index], views[index]
             grad = param.grad
+            if grad is None and index in self._awaited and has_grad[index]:
+                grad = view
             if grad is None:  # dropped in this backward: the view still holds it, and would send it
                 del view  # which would count for somebody's
                 self.leave_kept([index])
@@ -183,6 +239,7 @@ class ContiguousGradBuffers(GradBuffers):
                 copy_grad_(self._get_view(index), grad)
                 has_grad[index] = True
             param.grad = stand_in(index) if stand_in is not None and has_grad[index] else None
+        self._awaited.difference_update(self.layout.buckets[bucket].params)
         buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
         if buffer.grad_wire_dtype != buffer.grad_dtype:  # nobody reads the bucket again before it is zeroed
             self._rounded[bucket] = round_in_place(self.bucket(bucket), buffer.grad_wire_dtype)
@@ -231,6 +288,9 @@ class ContiguousGradBuffers(GradBuffers):
 
     def close(self) -> None:
         super().close()
+        for index, place in self.main_grads.items():
+            remove_main_grad(self.params[index], place)
+        self.main_grads, self._awaited = {}, set()
         self.views, self.flats, self._rounded = [None] * len(self.params), [], {}
         self._sums = [None] * len(self._sums)
 
@@ -241,9 +301,15 @@ class ContiguousGradBuffers(GradBuffers):
         self.leave_kept([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
 
     def _view(self, index: int) -> Tensor:
+        return self.local_parts.as_grad(self.params[index], self._slice(index))
+
+    def _slice(self, index: int) -> Tensor:
         spec, slot = self.layout.params[index], self.layout.slots[index]
-        part = slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
-        return self.local_parts.as_grad(self.params[index], part)
+        return slice_view(self.flats[slot.buffer], slot.start, spec.shape, spec.stride, spec.numel)
+
+    def _main_grad_error(self, index: int, when: str) -> MainGradError:
+        name = self.layout.params[index].name
+        return MainGradError(f"parameter {name!r}: its layer added a gradient to main_grad {when}")
 
     def _get_view(self, index: int) -> Tensor:
         view = self.views[index]

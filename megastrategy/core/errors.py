@@ -26,6 +26,10 @@ class BucketInFlightError(MegastrategyError):
     """A gradient arrived for a bucket whose reduction had already been launched, in a graph declared static."""
 
 
+class MainGradError(MegastrategyError):
+    """A layer added a gradient to ``main_grad`` when it could not be taken in."""
+
+
 class NonFiniteGradError(MegastrategyError):
     """A gradient was infinite or NaN before it was reduced, and the configuration asks for a check."""
 

@@ -64,6 +64,12 @@ TOO_LATE = (
     "backward, from the first on, or leave the two options as they are by default"
 )
 
+PAST_AUTOGRAD = (
+    "loss_tokens(n) weighs each gradient before autograd accumulates it, and layers of this model add theirs to "
+    "main_grad themselves. Switch that off (fuse_wgrad_accumulation=False, gradient_accumulation_fusion=False), or "
+    "multiply each loss by its number of tokens over the mean number"
+)
+
 
 class LossTokens:
     """Weighs the gradients of one reducer, and keeps the sums of its window. Does nothing before the first count.

@@ -39,7 +39,7 @@ from .events import Event, EventKind, Listener
 from .grad_accumulators import GradAccumulators
 from .grad_hooks import GradHooks
 from .layout import BufferLayout
-from .loss_tokens import TOO_LATE, LossTokens
+from .loss_tokens import PAST_AUTOGRAD, TOO_LATE, LossTokens
 from .nonfinite import FiniteCheck
 from .profiler_ranges import profiler_range
 from .rebucketing.planner import BucketPlanner
@@ -190,6 +190,8 @@ class Reducer:
     def on_backward_start(self) -> None:
         """A backward has begun that a forward's outputs tell of."""
         self._hooks.stay_last()
+        if self._phase is BackwardPhase.IDLE:
+            self.buffers.prepare()
         self._emit(EventKind.BACKWARD_START, 0)
 
     def on_grad_accumulated(self, index: int, param: Tensor) -> None:
@@ -234,6 +236,7 @@ class Reducer:
 
     def on_backward_end(self) -> None:
         """Sends what is left, or leaves it to accumulate."""
+        self.buffers.settle()
         # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             return
@@ -249,6 +252,7 @@ class Reducer:
 
     def _on_late_grad(self, index: int) -> None:
         bucket = self._bucket_of[index]
+        self.buffers.check_late(index)
         if not self._agrees():
             raise BucketInFlightError(
                 f"parameter {self.layout.params[index].name!r}: a second gradient arrived in one backward after "
@@ -271,6 +275,8 @@ class Reducer:
         """
         if not (self._tokens.is_used or self._must_agree() or not self._has_agreed or self._collectives.size == 1):
             raise LossTokensError(TOO_LATE)
+        if self.buffers.main_grads:
+            raise LossTokensError(PAST_AUTOGRAD)
         is_open = self._has_local_grads or not self._ends_window
         self._tokens.give(count, self._accumulators, is_open=is_open)
 

@@ -40,6 +40,7 @@ PUBLIC = {
         "DirectUseError",
         "LayoutMismatchError",
         "LossTokensError",
+        "MainGradError",
         "MegastrategyError",
         "MicrobatchMismatchError",
         "NonFiniteGradError",

@@ -32,6 +32,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_gradients.py",
         "ranks/test_instances.py",
         "ranks/test_loss_tokens*.py",
+        "ranks/test_main_grads.py",
         "ranks/test_order*.py",
         "ranks/test_parity.py",
         "ranks/test_pipelining.py",
