@@ -122,20 +122,22 @@ class ContiguousGradBuffers(GradBuffers):
     def check_late(self, param: int) -> None:
         if param in self.main_grads and take_added(self.params[param]):
             raise self._main_grad_error(
-                param, "after its bucket had been sent (a layer used by two re-entrant checkpoints): use "
-                "checkpoint(use_reentrant=False)"
-            )  # fmt: skip
+                param,
+                "after its bucket had been sent (a layer used by two re-entrant checkpoints): use "
+                "checkpoint(use_reentrant=False)",
+            )
 
     def open(self) -> None:
-        for index in self.main_grads:
-            if index in self._awaited:
-                if self.params[index].grad is not None:
-                    self.adopt(index)
-            elif take_added(self.params[index]):
-                raise self._main_grad_error(
-                    index, "in a backward that starts from no output of the model's forward: compute the loss from "
-                    "what the wrapped model returned"
-                )  # fmt: skip
+        # A bias may come before the kernel has run, so that no layer has told of itself yet.
+        if self.main_grads and not self._awaited:
+            raise self._main_grad_error(
+                min(self.main_grads),
+                "or will, in a backward that starts from no output of the model's forward: compute the loss from what "
+                "the wrapped model returned",
+            )
+        for index in self._awaited:
+            if self.params[index].grad is not None:
+                self.adopt(index)
         self._open()
 
     def _open(self) -> None:

@@ -18,6 +18,7 @@ from megastrategy.core.events import EventKind
 from tests.support.ranks import run_ranks
 
 WIDTH = 33
+WHOLE: dict[str, Any] = {"use_distributed_optimizer": False}
 
 
 class _Fused(torch.autograd.Function):
@@ -61,10 +62,11 @@ class Net(nn.Module):
 
     def __init__(self, kind: type[nn.Linear], dtype: torch.dtype) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first, self.norm = kind(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.last, self.sometimes = kind(WIDTH, WIDTH), kind(WIDTH, WIDTH)
-        self.to(dtype)
+        generator = torch.Generator().manual_seed(0)  # of its own: ranks are threads, and torch's is theirs together
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator).to(dtype) * 0.2
 
     def forward(self, x: Tensor, with_all: bool = True) -> Tensor:
         out: Tensor = self.last(self.norm(torch.tanh(self.first(x))))
@@ -124,8 +126,8 @@ def train(
         {"accumulate": 3},
         {"zero_every": 2},
         {"accumulate": 3, "overlap_grad_reduce": False},
-        {"use_distributed_optimizer": False},
-        {"use_distributed_optimizer": False, "accumulate": 3, "zero_every": 2},
+        WHOLE,
+        {**WHOLE, "accumulate": 3, "zero_every": 2},
         {"overlap_param_gather": "forward", "accumulate": 2},
         {"grad_wire_dtype": "bf16", "accumulate": 2},
     ],
@@ -175,7 +177,7 @@ def test_a_layer_of_ones_own_says_so_on_its_weight() -> None:
 
 def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        model, optimizer = wrap(group, Fused, use_distributed_optimizer=False)
+        model, optimizer = wrap(group, Fused, **WHOLE)
         net: Any = model.module
         model(batch(rank, 0, torch.float32)).backward()
         kept = net.first.weight.grad
@@ -193,7 +195,7 @@ def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
 def test_a_backward_that_raises_leaves_nothing_behind(when: str) -> None:
     def run(kind: type[nn.Linear], fails: bool) -> Callable[[int, ProcessGroup], Tensor]:
         def of_rank(rank: int, group: ProcessGroup) -> Tensor:
-            model, _ = wrap(group, kind, use_distributed_optimizer=False)
+            model, _ = wrap(group, kind, **WHOLE)
             net: Any = model.module
             with model.no_sync():
                 model(batch(rank, 0, torch.float32)).backward()
@@ -254,7 +256,7 @@ def test_a_second_gradient_of_a_bucket_that_has_been_sent_is_refused() -> None:
 
 
 def test_a_loss_that_is_no_output_of_the_forwards_is_refused() -> None:
-    """Nothing told of its backward before the layer's kernel ran."""
+    """Nothing told of its backward before the layer's kernel ran; and a bias may tell before the kernel runs."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         model, _ = wrap(group, Fused)
@@ -265,7 +267,11 @@ def test_a_loss_that_is_no_output_of_the_forwards_is_refused() -> None:
     run_ranks(1, run)
 
 
-@pytest.mark.parametrize("options", [{"grad_buffer": "pooled"}, {"use_contiguous_buffers": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"grad_buffer": "pooled"}, {"use_contiguous_buffers": False, "overlap_grad_reduce": False, **WHOLE}],
+    ids=str,
+)
 def test_without_a_place_the_layer_is_refused_at_the_wrapping(options: dict[str, Any]) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"'first.weight': its layer adds .* grad_buffer=\"contiguous\""):
