@@ -47,7 +47,7 @@ class Fused(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         product: Tensor = _Fused.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return product + self.bias
+        return product if self.bias is None else product + self.bias
 
 
 class Plain(nn.Linear):
@@ -117,6 +117,7 @@ def train(
     return run_ranks(size, run)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -229,6 +230,36 @@ def raises_in_backward(model: DistributedDataParallel, net: Any, when: str, rank
         loss.backward()
     if hook is not None:
         hook.remove()
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_what_a_kernel_added_before_the_first_hook_raised_is_not_added_to(accumulated: bool) -> None:
+    """The engine has heard of no gradient yet, and would take the next backward for the first."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        def fail(grad: Tensor) -> None:
+            raise ValueError("bad")
+
+        layer = Fused(WIDTH, WIDTH, bias=False)
+        model = DistributedDataParallel(layer, DistributedDataParallelConfig(**WHOLE), group)
+        x = batch(0, 0, torch.float32)
+        if accumulated:
+            with model.no_sync():
+                model(x).sum().backward()
+        hook = layer.weight.register_hook(fail)
+        with pytest.raises(ValueError, match="bad"), model.no_sync():
+            model(x).sum().backward()
+        hook.remove()
+        if accumulated:
+            with pytest.raises(MainGradError, match=r"in a backward that then raised: call zero_grad\(\) after it"):
+                model(x).sum().backward()
+            model.zero_grad()
+        model(x).sum().backward()
+        assert layer.weight.grad is not None
+        torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(WIDTH, WIDTH))
+        model.close()
+
+    run_ranks(2, run)
 
 
 def test_a_second_gradient_of_a_bucket_that_has_been_sent_is_refused() -> None:
