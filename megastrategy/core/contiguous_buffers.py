@@ -105,13 +105,21 @@ class ContiguousGradBuffers(GradBuffers):
         self.settle()  # of a backward that reached no parameter, and raised
         for index in self.main_grads:
             if take_added(self.params[index]):
-                if self.has_grad[index]:
-                    raise self._main_grad_error(index, "in a backward that then raised: call zero_grad() after it")
-                self._zero_param(index)
+                raise self._main_grad_error(
+                    index,
+                    "before the backward of any output of the model's forward, or in one that then raised: compute the "
+                    "loss from what the wrapped model returned, and call zero_grad() after an error",
+                )
         self._open()
         for index in self.main_grads:
             self.params[index].grad = None
         self._awaited = set(self.main_grads)
+
+    def clear(self, params: Iterable[int]) -> None:
+        params = list(params)
+        super().clear(params)
+        for index in self.main_grads.keys() & params:
+            take_added(self.params[index])
 
     def settle(self) -> None:
         for index in self._awaited:
