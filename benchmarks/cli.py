@@ -10,7 +10,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,7 @@ _FULL_ONLY_ENGINES = (
     "ours-as-registered",
     "ours-bf16-wire-fp32-sum",
 )
-_BYTES_PER_ELEMENT = 28
-"""Bound for one engine at its worst moment: DDP with its buckets apart, and what a step allocates besides."""
-_MEMORY_SHARE = 0.7
+_MEMORY_SHARE = 0.85
 """Share of the available memory that engines may fill."""
 
 
@@ -232,7 +230,7 @@ def _run_case(plan: Plan, case: Case, places: list[Place], report: Report, conso
             if BASELINE not in alone:
                 return
             specs = [spec for spec in plan.engines if spec.name in alone]
-            groups = _groups_that_fit(case, specs, len(places))
+            groups = _groups_that_fit(specs, alone, len(places))
             if groups is None:
                 leave_out(report.skipped, None, "two engines at once do not fit into the memory that is available")
                 return
@@ -257,20 +255,30 @@ def _run_case(plan: Plan, case: Case, places: list[Place], report: Report, conso
     print_case(console, result)
 
 
-def _groups_that_fit(case: Case, specs: list[EngineSpec], num_ranks: int) -> list[list[EngineSpec]] | None:
+def _groups_that_fit(
+    specs: list[EngineSpec], alone: Mapping[str, Sequence[Alone]], num_ranks: int
+) -> list[list[EngineSpec]] | None:
     """Engines that are alive at the same time: all, or as many as memory holds, the baseline and its bound in each
-    group; None if not even that."""
-    _, num_elements = case.count_params()
+    group; None if not even one beside them."""
     budget = _MEMORY_SHARE * _available_bytes() / num_ranks
-    num_at_once = int(budget // (_BYTES_PER_ELEMENT * num_elements))
-    if len(specs) <= num_at_once:
-        return [specs]
+
+    def fits(group: list[EngineSpec]) -> bool:
+        # All keep what they allocated; whose turn it is takes what a step needs besides.
+        kept = [max(one.heap_bytes or one.rss_bytes for one in alone[spec.name]) for spec in group]
+        highest = [max(one.rss_bytes for one in alone[spec.name]) for spec in group]
+        extra = (high - keeps for high, keeps in zip(highest, kept, strict=True))
+        return sum(kept) + max(0, *extra) <= budget
+
     always = [spec for spec in specs if spec.name in (BASELINE, "bound")]
-    others = [spec for spec in specs if spec not in always]
-    size = num_at_once - len(always)
-    if size < 1:
-        return None
-    return [always + others[start : start + size] for start in range(0, len(others), size)]
+    groups: list[list[EngineSpec]] = []
+    for spec in [spec for spec in specs if spec not in always]:
+        if groups and fits([*groups[-1], spec]):
+            groups[-1].append(spec)
+        elif fits([*always, spec]):
+            groups.append([*always, spec])
+        else:
+            return None
+    return groups or [always]
 
 
 def _available_bytes() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import cli
 from benchmarks.cases import CASES
 from benchmarks.cli import benchmark
 from benchmarks.engines import ENGINES
@@ -289,3 +290,22 @@ def test_a_network_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPat
     done = CliRunner().invoke(benchmark, ["--network", "1gbit"])
     assert done.exit_code == 2
     assert "--network needs tc (packages iproute2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("available_gb", "expected"),
+    [
+        (80, [["ddp", "bound", "ours", "zero"]]),
+        (36, [["ddp", "bound", "ours"], ["ddp", "bound", "zero"]]),
+        (20, None),
+    ],
+)
+def test_engines_share_processes_as_far_as_memory_goes(
+    available_gb: int, expected: list[list[str]] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks. Each engine keeps 4 GB on either, and takes one more in a step, one engine at a time."""
+    monkeypatch.setattr(cli, "_available_bytes", lambda: int(available_gb * 1e9))
+    specs = [ENGINES[name] for name in ("ddp", "bound", "ours", "zero")]
+    one = Alone(0, int(4e9), int(5e9), 0.0, None, None)
+    groups = cli._groups_that_fit(specs, {spec.name: [one, one] for spec in specs}, 2)
+    assert (groups and [[spec.name for spec in group] for group in groups]) == expected
