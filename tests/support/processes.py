@@ -81,6 +81,10 @@ def _serve(
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
     )
+    # A rank whose job is nothing would be gone while others still connect.
+    known = dist.distributed_c10d._get_default_store()
+    known.set(f"connected {rank}", "")
+    known.wait([f"connected {other}" for other in range(size)], timedelta(seconds=timeout_s))
     try:
         outcome = True, job(*arguments)
     except BaseException:  # noqa: BLE001 - handed to the test, whatever it is
