@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,8 @@ class OfABase(torch.optim.SGD):
 
 def trained(watch: Watch, options: dict[str, Any] | None, kind: type[torch.optim.SGD] = torch.optim.SGD) -> list[Any]:
     """The weights by rank; under torch DDP without ``options``."""
+    # Global hooks are the process's: one that comes or goes while another rank's step walks them ends that step.
+    together = threading.Barrier(2, timeout=30.0)
 
     def run(rank: int, group: ProcessGroup) -> list[Tensor]:
         net = Net()
@@ -75,11 +78,13 @@ def trained(watch: Watch, options: dict[str, Any] | None, kind: type[torch.optim
         inner = kind(net.parameters(), lr=0.1, momentum=0.9)
         end = watch(inner)
         try:
+            together.wait()
             optimizer = inner if options is None else DistributedOptimizer(inner, model)
             for step in range(4):
                 optimizer.zero_grad()
                 loss_of(model, rank, step).backward()
                 optimizer.step()
+            together.wait()
         finally:
             end()
         return [param.detach().clone() for param in net.parameters()]
