@@ -37,7 +37,7 @@ from torch.nn import Parameter
 from .errors import ParameterChangedError
 from .layout import BufferLayout, ParamSpec
 from .local_parts import LocalParts
-from .main_grads import has_main_grad
+from .main_grads import has_main_grad, no_place_for_main_grad
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad, StoodFor
 from .wire_format import read_wire
@@ -82,6 +82,7 @@ class GradBuffers(ABC):
             any rank).
         zeroed: parameters whose gradients :meth:`zero` was called for; whoever wants to know empties it.
         reduces_every_backward: whether nothing can accumulate on a rank beyond one backward.
+        has_main_grads: whether a layer may add gradients itself where they accumulate.
         max_in_flight: how many pieces may be on their way at once; None where each has memory of its own.
         all_reduce_option: how whoever set the engine up asks it for whole gradients, for an error to say.
         main_grads: by parameter, where its layer may add the gradient itself; see main_grads' [Note: gradients that
@@ -89,6 +90,7 @@ class GradBuffers(ABC):
     """
 
     reduces_every_backward = False
+    has_main_grads = False
     max_in_flight: int | None = None
     all_reduce_option = "use_distributed_optimizer=False"
 
@@ -115,24 +117,16 @@ class GradBuffers(ABC):
         self.has_grad += [False] * (len(params) - first)
         self._stand_ins += [None] * (len(params) - first)
         self._stale += [False] * (len(params) - first)
-        self._check_main_grads(first)
+        if not self.has_main_grads:
+            for param, spec in zip(params[first:], layout.params[first:], strict=True):
+                if has_main_grad(param):
+                    raise no_place_for_main_grad(spec.name)
         grads = [param.grad for param in params[first:]]
         for param, spec in zip(params[first:], layout.params[first:], strict=True):
             param.grad = None  # first: torch takes no other dtype while a gradient is there
             # autograd then accumulates a 16-bit parameter's gradient in fp32; a no-op where the two dtypes are one
             param.grad_dtype = spec.grad_dtype
         self._place(first, grads)
-
-    def _check_main_grads(self, first: int) -> None:
-        """Raises ValueError if the layer of a parameter from ``first`` on adds its gradient itself, and there is no
-        place."""
-        for param, spec in zip(self.params[first:], self.layout.params[first:], strict=True):
-            if has_main_grad(param):
-                raise ValueError(
-                    f"parameter {spec.name!r}: its layer adds the gradient to main_grad itself, which has to be in a "
-                    'contiguous buffer. Use grad_buffer="contiguous" and use_contiguous_buffers=True, the defaults, or '
-                    "switch it off in the layer (fuse_wgrad_accumulation=False, gradient_accumulation_fusion=False)"
-                )
 
     @abstractmethod
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:

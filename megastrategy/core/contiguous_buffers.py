@@ -31,6 +31,8 @@ class ContiguousGradBuffers(GradBuffers):
     """Persistent buffers, one for each (dtype, grad dtype): 1-D, ``layout.buffers[i].numel`` elements, on
     ``device``."""
 
+    has_main_grads = True
+
     def __init__(
         self,
         layout: BufferLayout,
@@ -51,9 +53,6 @@ class ContiguousGradBuffers(GradBuffers):
         self._unfilled: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
         self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
         self.extend(layout, params)
-
-    def _check_main_grads(self, first: int) -> None:
-        """Gradients accumulate where a layer can add to them."""
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
         layout = self.layout
@@ -118,8 +117,9 @@ class ContiguousGradBuffers(GradBuffers):
     def clear(self, params: Iterable[int]) -> None:
         params = list(params)
         super().clear(params)
-        for index in self.main_grads.keys() & params:
-            take_added(self.params[index])
+        if self.main_grads:
+            for index in self.main_grads.keys() & params:
+                take_added(self.params[index])
 
     def settle(self) -> None:
         for index in self._awaited:
@@ -249,7 +249,8 @@ class ContiguousGradBuffers(GradBuffers):
                 copy_grad_(self._get_view(index), grad)
                 has_grad[index] = True
             param.grad = stand_in(index) if stand_in is not None and has_grad[index] else None
-        self._awaited.difference_update(self.layout.buckets[bucket].params)
+        if self._awaited:
+            self._awaited.difference_update(self.layout.buckets[bucket].params)
         buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
         if buffer.grad_wire_dtype != buffer.grad_dtype:  # nobody reads the bucket again before it is zeroed
             self._rounded[bucket] = round_in_place(self.bucket(bucket), buffer.grad_wire_dtype)

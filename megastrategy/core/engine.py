@@ -24,7 +24,7 @@ from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
 from .layout import BufferLayout, build_layout
 from .local_parts import LocalParts, dtensors_of
-from .main_grads import declare_main_grads
+from .main_grads import declare_main_grads, withdraw_main_grads
 from .memory import describe_setup
 from .module_checks import agree_on_layout, check_memory_is_own, check_module, common_device, option_rows, param_spec
 from .module_watch import ModuleWatch
@@ -117,8 +117,12 @@ class Engine:
         # after the ranks agreed on the layout: broadcasts of other modules would not match one another
         self.broadcast_all()
         self.param_buffers: ParamBuffers | None = None
-        declare_main_grads(self.module)
-        self.grad_buffers = self._make_grad_buffers()
+        self._declared = declare_main_grads(self.module)
+        try:
+            self.grad_buffers = self._make_grad_buffers()
+        except ValueError:
+            withdraw_main_grads(self._declared)
+            raise
         if self.layout.num_shards > 1:
             self.param_buffers = ParamBuffers(self.layout, self.params, self.device, self.local_parts)
             self.param_gather = ParamGather(self.param_buffers, self.shard_collectives, self.module, listener)
@@ -425,6 +429,7 @@ class Engine:
         finally:
             self.reducer.close()
             self.grad_buffers.close()
+            withdraw_main_grads(self._declared)
             if self.param_buffers is not None:
                 self.param_buffers.restore()
                 self.param_buffers = None

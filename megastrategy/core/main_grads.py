@@ -23,15 +23,30 @@ _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
 """The attributes by which modules of Transformer Engine and of Megatron-LM say that they add."""
 
 
-def declare_main_grads(module: nn.Module) -> None:
-    """Sets ``grad_added_to_main_grad = False`` on the parameters of modules that say that they add gradients; a layer
-    of any other kind sets it on its own weights, before the model is wrapped."""
-    for child in module.modules():
-        if any(getattr(child, name, False) is True for name in _FUSED):
-            own: Any
-            for own in child._parameters.values():
-                if own is not None:
-                    own.grad_added_to_main_grad = False
+def declare_main_grads(module: nn.Module) -> list[Any]:
+    """Sets ``grad_added_to_main_grad = False`` on the parameters of modules that say that they add gradients, and
+    returns those that lacked it. A layer of any other kind sets it on its own weights, before the model is wrapped."""
+    adding = (child for child in module.modules() if any(getattr(child, name, False) is True for name in _FUSED))
+    own = (param for child in adding for param in child._parameters.values() if param is not None)
+    declared: list[Any] = [param for param in own if not has_main_grad(param)]
+    for param in declared:
+        param.grad_added_to_main_grad = False
+    return declared
+
+
+def withdraw_main_grads(declared: list[Any]) -> None:
+    """Takes back what :func:`declare_main_grads` has set: a layer that is switched off is a plain one again."""
+    for param in declared:
+        del param.grad_added_to_main_grad
+
+
+def no_place_for_main_grad(name: str) -> ValueError:
+    """The error where gradients do not accumulate where a layer could add to them."""
+    return ValueError(
+        f"parameter {name!r}: its layer adds the gradient to main_grad itself, which has to be in a contiguous buffer. "
+        'Use grad_buffer="contiguous" and use_contiguous_buffers=True, the defaults, or switch it off in the layer '
+        "(fuse_wgrad_accumulation=False, gradient_accumulation_fusion=False)"
+    )
 
 
 def has_main_grad(param: Parameter) -> bool:

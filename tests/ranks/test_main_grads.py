@@ -138,8 +138,6 @@ def test_equal_to_the_bit_to_layers_whose_gradients_autograd_adds(
     dtype: torch.dtype, size: int, options: dict[str, Any]
 ) -> None:
     """The first backward moves everything to other buckets, so the place is another from the second on."""
-    if size == 1 and "grad_wire_dtype" in options:
-        options = {name: value for name, value in options.items() if name != "grad_wire_dtype"}
     fused, plain = (train(kind, size, dtype, **options) for kind in (Fused, Plain))
     for rank in range(size):
         for name, value in plain[rank].items():
@@ -321,6 +319,29 @@ def test_without_a_place_the_layer_is_refused_at_the_wrapping(options: dict[str,
     def run(rank: int, group: ProcessGroup) -> None:
         with pytest.raises(ValueError, match=r"'first.weight': its layer adds .* grad_buffer=\"contiguous\""):
             wrap(group, Fused, **options)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("before", ["a refusal", "a training"])
+def test_a_layer_that_is_switched_off_is_a_plain_one_again(before: str) -> None:
+    """It is what the refusal says, and it has to do in the same process."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        net = Net(Fused, torch.float32)
+        pooled = DistributedDataParallelConfig(grad_buffer="pooled")
+        if before == "a refusal":
+            with pytest.raises(ValueError, match="switch it off in the layer"):
+                DistributedDataParallel(net, pooled, group)
+        else:
+            model = DistributedDataParallel(net, DistributedDataParallelConfig(), group)
+            model(batch(rank, 0, torch.float32)).backward()
+            model.close()
+        for layer in (net.first, net.last, net.sometimes):
+            layer.fuse_wgrad_accumulation = False
+        model = DistributedDataParallel(net, pooled, group)
+        assert not hasattr(net.first.weight, "grad_added_to_main_grad")
+        model.close()
 
     run_ranks(2, run)
 

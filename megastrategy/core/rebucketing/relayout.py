@@ -216,8 +216,8 @@ def _on_host(described: Mapping[int, Contents | None], collectives: Collectives)
             return _OnDevice(value.detach().cpu())
         return value.detach() if isinstance(value, Tensor) else value
 
-    kept = (value for contents in described.values() if contents for of in contents.values() for value in of.values())
-    if device := next((value.device for value in kept if _is_on_device(value)), None):
+    kept = (values for contents in described.values() if contents for values in contents.values())
+    if device := next((value.device for values in kept for value in values.values() if _is_on_device(value)), None):
         # behind gathers that were waited for on the stream alone
         collectives.wait_for_device(device, "all-gather")
     return {
