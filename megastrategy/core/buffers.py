@@ -14,6 +14,8 @@ bucket is on the wire: a gradient that arrives late then lands in a tensor of it
 is reading. ``publish`` says what the reduction left behind: with all-reduce the views come back, with reduce-scatter
 ``.grad`` is a stand-in that refuses to be read (:mod:`.reduced_grad`), since only this rank's shard of the buffer means
 anything. A stand-in that is missing later was dropped by the user, and so is the gradient.
+Where a layer adds to the buffer itself, ``prepare`` opens before any gradient comes, ``.grad`` is None until the bucket
+is sealed, and ``settle`` shows what was not (main_grads' [Note: gradients that autograd does not add]).
 
 [Note: what somebody keeps]
 ``kept = param.grad; optimizer.zero_grad()`` leaves the gradient in ``kept`` under torch DDP, and the next backward
