@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from ..doors.matrix import assert_equal
+from ..support.extra_packages import python_with
 from ..support.patience import HANG_S
 from ..support.scripts import ROOT
 
@@ -21,30 +20,34 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.fresh,
     pytest.mark.timeout(1800),  # a minute or two on an idle machine; each worker imports torch, Ray and a framework
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'megastrategy[ray]'"),
 ]
 
 NO_LIGHTNING = "raise ModuleNotFoundError('hidden for this test', name='lightning')\n"
 
 
-def run_case(name: str, folder: Path, *paths: Path) -> None:
+@pytest.fixture(scope="module")
+def ray_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return python_with(tmp_path_factory.mktemp("ray"), "ray[train]>=2.60", "pytorch_lightning", imports="ray")
+
+
+def run_case(python: Path, name: str, folder: Path, *paths: Path) -> None:
     """A case of ``ray_jobs`` in an interpreter of its own. ``paths``: searched before others by all processes."""
     ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     ours |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ours |= {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT]))}
-    command = [sys.executable, "-m", "tests.many_machines.ray_jobs", name, str(folder)]
+    ours |= {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), "TMPDIR": str(folder)}
+    command = [str(python), "-m", "tests.many_machines.ray_jobs", name, str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, timeout=2.5 * HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("hidden", ["pytorch_lightning", "lightning"])
-def test_trainers_in_one_worker_are_those_of_rays_ddp_to_the_bit(tmp_path: Path, hidden: str) -> None:
+def test_trainers_in_one_worker_are_those_of_rays_ddp_to_the_bit(ray_python: Path, tmp_path: Path, hidden: str) -> None:
     """With either package: Ray takes ``lightning`` where both are there."""
     shadow = tmp_path / "shadow" / hidden
     if hidden == "lightning":
         shadow.mkdir(parents=True)
         (shadow / "__init__.py").write_text(NO_LIGHTNING)
-    run_case("alike", tmp_path, tmp_path / "shadow")
+    run_case(ray_python, "alike", tmp_path, tmp_path / "shadow")
     for rank in range(2):
         found: dict[str, Any] = torch.load(tmp_path / f"rank{rank}.pt")
         package = "lightning" if hidden == "pytorch_lightning" else "pytorch_lightning"
@@ -55,7 +58,8 @@ def test_trainers_in_one_worker_are_those_of_rays_ddp_to_the_bit(tmp_path: Path,
             assert_equal(run["losses"], runs["ddp"]["losses"])
             assert_equal(run["weights"], runs["ddp"]["weights"])
             assert (run["device"], run["sampler"]) == ("cpu", (2, rank))
-        assert runs["ddp"]["losses"][0] > runs["ddp"]["losses"][-1]
+        losses, steps = runs["ddp"]["losses"], 4  # an epoch's
+        assert sum(losses[:steps]) > sum(losses[-steps:]), "of the same samples"
         assert found["timeouts"] == [123.0, 123.0], "TorchConfig's, for the engine's group and for meetings"
         # none could be set: signal.signal() raises in such a thread
         assert not found["in_main_thread"]
@@ -70,9 +74,9 @@ def test_trainers_in_one_worker_are_those_of_rays_ddp_to_the_bit(tmp_path: Path,
         assert start_method.startswith("ValueError: start_method='spawn': ")
 
 
-def test_a_failed_worker_restarts_from_what_was_reported(tmp_path: Path) -> None:
+def test_a_failed_worker_restarts_from_what_was_reported(ray_python: Path, tmp_path: Path) -> None:
     """One that raises, with files, and one that is killed, with directories; and a run that goes on on one worker."""
-    run_case("failures", tmp_path)
+    run_case(ray_python, "failures", tmp_path)
     saved: dict[str, list[str]] = json.loads((tmp_path / "found.json").read_text())
     assert saved["none"] == saved["raise"] == ["checkpoint.ckpt"]
     # each worker reported its own part from a folder of its own, and Ray has put them together
@@ -91,7 +95,10 @@ def test_a_failed_worker_restarts_from_what_was_reported(tmp_path: Path) -> None
             assert not (tmp_path / run / f"began-rank{rank}.pt").exists(), "it failed"
             resumed = of(run, "resumed", rank)
             assert (resumed["size"], resumed["step"]) == (2, 16)
-            assert_equal(resumed["losses"], whole["losses"][8:])
+            # Ray's controller hears of a report later than the worker goes on: a failure may come before it does
+            begins_at = len(whole["losses"]) - len(resumed["losses"])
+            assert begins_at in (4, 8), "one epoch was reported, or two"
+            assert_equal(resumed["losses"], whole["losses"][begins_at:])
             assert_equal(resumed["weights"], whole["weights"])
     alone = of("fewer", "resumed")
     assert (alone["size"], alone["step"]) == (1, 16 + 8), "an epoch of one rank has twice the steps"
@@ -102,10 +109,10 @@ def test_a_failed_worker_restarts_from_what_was_reported(tmp_path: Path) -> None
     assert alone["losses"][0] == module.training_step(batch, 0).item(), "from the weights that two workers left"
 
 
-def test_transformers_in_a_block_of_ours_are_those_of_torch_ddp_to_the_bit(tmp_path: Path) -> None:
+def test_transformers_in_a_block_of_ours_are_those_of_torch_ddp_to_the_bit(ray_python: Path, tmp_path: Path) -> None:
     """By Ray's own integration with ``transformers.Trainer``; also from a checkpoint of ours in another block, and with
     torch DDP after it."""
-    run_case("transformers", tmp_path)
+    run_case(ray_python, "transformers", tmp_path)
     for rank in range(2):
         found: dict[str, Any] = torch.load(tmp_path / f"rank{rank}.pt")
         made = {name: run["made"].partition(".")[0] for name, run in found.items()}
