@@ -37,6 +37,7 @@ from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .optimizer_shards import OptimizerShards
 from .param_shard import ParamShard, begin_step, drop_remainders, end_step, take_outside_changes
+from .step_memory import bring_back, copy_kept_grads
 from .step_tensors import FlatRun
 from .step_watchers import InnermostCall, is_watched
 from .trials.elementwise import Findings
@@ -353,18 +354,21 @@ class ShardedStep(OptimizerShards):
         """These are in the optimizer's groups, with their gradients, while this is open."""
         stepped = self.strangers.stepped() if with_strangers else [[] for _ in self.inner.param_groups]
         tensors = [tensor for run in runs for tensor in run.tensors]
+        places = [tensor.detach() for tensor in tensors]
         try:
             with self._in_place_of_weights(runs):
                 for run in runs:
                     run.set_grad()
                     stepped[run.group] += run.tensors
-                with self._groups_of(stepped):
-                    yield
-                for tensor in tensors:
-                    for name, value in self.inner.state.get(tensor, {}).items():
-                        # An optimizer may keep its gradient. torch's next one is another tensor, ours has this memory.
-                        if isinstance(value, Tensor) and value is tensor.grad:
-                            self.inner.state[tensor][name] = value.clone()
+                grads = [tensor.grad for tensor in tensors]
+                try:
+                    with self._groups_of(stepped):
+                        yield
+                finally:  # after an error too: the next step is of the same tensors
+                    bring_back(tensors, places)
+                for tensor, grad in zip(tensors, grads, strict=True):
+                    if grad is not None and (kept := self.inner.state.get(tensor)):
+                        copy_kept_grads(kept, grad)
         finally:
             for tensor in tensors:
                 tensor.grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def same(a: Any, b: Any) -> bool:
         return alike and torch.equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple) and type(a) is type(b):
+    if isinstance(a, list | tuple | deque) and type(a) is type(b):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
 

@@ -1,0 +1,66 @@
+"""Keeps apart, over an optimizer's step, its memory and ours.
+
+[Note: other memory]
+Under torch DDP a parameter may be given other memory (``p.data = ...``, as SAM does), and a gradient may be kept: the
+next one is another tensor. What is stepped on shards is a view of the weights that are gathered, and its gradient a
+view of a buffer that the next backward writes. So values that came into other memory are copied back into ours, and
+what is kept of a gradient becomes a copy. Else the model would not be trained, or trained with another gradient, and
+nothing would tell: trials cannot, whose tensors nobody else reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def bring_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Gives tensors the memory that they had, with the values that they have now.
+
+    Args:
+        tensors: as the optimizer left them.
+        places: another tensor of each one's memory, made before.
+    """
+    for tensor, place in zip(tensors, places, strict=True):
+        if tensor.data_ptr() != place.data_ptr():
+            place.copy_(tensor.detach())
+            tensor.data = place
+
+
+def copy_kept_grads(state: MutableMapping[str, Any], grad: Tensor) -> None:
+    """Copies what an optimizer keeps of a gradient in the state of its tensor: itself, views of it, in containers and
+    in objects too."""
+    _copy_in(state, grad.untyped_storage().data_ptr(), set())
+
+
+def _copy_in(items: MutableMapping[Any, Any], storage: int, seen: set[int]) -> None:
+    # Only names that are there already, so that a dictionary of any class may be changed while it is gone through.
+    for name, item in items.items():
+        if (apart := _apart(item, storage, seen)) is not item:
+            items[name] = apart
+
+
+def _apart(value: Any, storage: int, seen: set[int]) -> Any:
+    """The value, or a copy if it is a tensor in this storage; containers and plain objects are changed in place."""
+    if isinstance(value, Tensor):
+        # one of another kind may have no storage; gradients are plain
+        return value.clone() if type(value) is Tensor and value.untyped_storage().data_ptr() == storage else value
+    if value is None or isinstance(value, int | float | str | type | torch.nn.Module) or id(value) in seen:
+        return value
+    seen.add(id(value))  # one may hold itself
+    if isinstance(value, MutableMapping):
+        _copy_in(value, storage, seen)
+    elif isinstance(value, list | deque):
+        for place, item in enumerate(value):
+            if (apart := _apart(item, storage, seen)) is not item:
+                value[place] = apart
+    elif type(value) is tuple:
+        items = tuple(_apart(item, storage, seen) for item in value)
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    elif hasattr(value, "__dict__") and not callable(value):
+        _copy_in(vars(value), storage, seen)
+    return value

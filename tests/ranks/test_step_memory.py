@@ -1,0 +1,159 @@
+"""Optimizers that give parameters other memory, or keep gradients, train as under torch DDP, which gives them both."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.optimizers import Simple
+from tests.support.ranks import run_ranks
+from tests.support.training import Run, train_with_ddp, train_with_ours
+from tests.support.whole_params import SOME, assert_same, model_on, same, train
+
+
+class InPlace(Simple):
+    """Half of the last gradient is taken back; ``by_norm`` makes it one of whole parameters."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.move(param, self.direction(grad, self.exchange(state, grad), group), group["lr"])
+
+    def exchange(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        """Returns the last gradient, and keeps this one."""
+        last: Tensor = state.get("last", torch.zeros_like(grad))
+        state["last"] = grad.clone()
+        return last
+
+    def direction(self, grad: Tensor, last: Tensor, group: dict[str, Any]) -> Tensor:
+        return (grad - 0.5 * last) / (grad.norm() + 1e-3 if group["by_norm"] else 1)
+
+    def move(self, param: Tensor, direction: Tensor, lr: float) -> None:
+        param.sub_(direction * lr)
+
+
+class ReplacesWeights(InPlace):
+    """As SAM's, which puts back what it has kept."""
+
+    def move(self, param: Tensor, direction: Tensor, lr: float) -> None:
+        param.data = param.data - direction * lr
+
+
+class KeepsAView(InPlace):
+    def exchange(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        last: Tensor = state.get("last", torch.zeros_like(grad))
+        state["last"] = grad.detach()
+        return last
+
+
+class KeepsAList(InPlace):
+    def exchange(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        history = state.setdefault("history", {"last": [torch.zeros_like(grad)]})["last"]
+        history[:] = [*history[-1:], grad]
+        return history[0]
+
+
+class KeepsATuple(InPlace):
+    def exchange(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        (last,) = state.get("history", (torch.zeros_like(grad),))
+        state["history"] = (grad,)
+        return last
+
+
+class KeepsAQueue(InPlace):
+    def exchange(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        queue = state.setdefault("queue", collections.deque([torch.zeros_like(grad)], maxlen=2))
+        queue.append(grad)
+        return queue[0]
+
+
+class History:
+    def __init__(self, grad: Tensor) -> None:
+        self.last = torch.zeros_like(grad)
+
+
+class KeepsAnObject(InPlace):
+    def exchange(self, state: dict[str, Any], grad: Tensor) -> Tensor:
+        history = state.setdefault("history", History(grad))
+        last, history.last = history.last, grad
+        return last
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf(Run):
+    kind: type[InPlace] = InPlace
+    by_norm: bool = False
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self.kind(model.parameters(), lr=0.02, by_norm=self.by_norm)
+
+
+KEPT_WHOLE = [KeepsAList, KeepsATuple, KeepsAQueue, KeepsAnObject]  # no shard could be saved with these
+KINDS = [
+    *[(kind, by_norm) for kind in (ReplacesWeights, KeepsAView) for by_norm in (False, True)],
+    *[(kind, True) for kind in KEPT_WHOLE],
+]
+
+
+@pytest.mark.parametrize(("kind", "by_norm"), KINDS)
+@pytest.mark.parametrize("gather", [False, "step", "forward"])
+def test_equal_to_torch_ddp_to_the_bit_on_two_ranks(kind: type[InPlace], by_norm: bool, gather: Any) -> None:
+    run = OneOf(kind=kind, by_norm=by_norm)
+    config = DistributedDataParallelConfig(bucket_size=SOME, overlap_param_gather=gather)
+    ours, reference = train_with_ours(run, 2, config), train_with_ddp(run, 2)
+    if kind is KeepsAnObject:  # objects are equal to themselves alone
+        ours, reference = ([dataclasses.replace(one, optimizer_state={}) for one in ends] for ends in (ours, reference))
+    assert_same(ours, reference)
+
+
+@pytest.mark.parametrize(("kind", "by_norm"), KINDS)
+@pytest.mark.parametrize("options", [{}, {"grad_buffer": "pooled"}, {"param_wire_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_one_that_changes_weights_in_place_and_copies_gradients(
+    kind: type[InPlace], by_norm: bool, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Where something else than the weights is stepped too."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        ends = []
+        for one in (kind, InPlace):
+            module, model = model_on(group, dtype, **options)
+            optimizer = DistributedOptimizer(one(module.parameters(), lr=0.02, by_norm=by_norm), model)
+            train(model, optimizer, rank, range(4), accumulate=2)
+            ends.append(([param.detach().clone() for param in module.parameters()], optimizer.main_params()))
+        assert same(*ends)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("by_norm", [False, True])
+def test_a_step_that_raises_after_it_gave_a_parameter_other_memory(by_norm: bool) -> None:
+    """What it did to parameters is done, as with torch, and the next step changes the model's."""
+
+    class Raises(ReplacesWeights):
+        fails = False
+
+        def move(self, param: Tensor, direction: Tensor, lr: float) -> None:
+            super().move(param, direction, lr)
+            if self.fails:
+                raise RuntimeError("in the middle")
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model = model_on(group)
+        inner = Raises(module.parameters(), lr=0.02, by_norm=by_norm)
+        optimizer = DistributedOptimizer(inner, model)
+        train(model, optimizer, rank, range(2))
+        inner.fails = True
+        with pytest.raises(RuntimeError, match="in the middle"):
+            train(model, optimizer, rank, range(2, 3))
+        inner.fails = False
+        before = [param.detach().clone() for param in module.parameters()]
+        train(model, optimizer, rank, range(3, 4))
+        assert not any(map(torch.equal, before, module.parameters()))
+
+    run_ranks(2, run)
