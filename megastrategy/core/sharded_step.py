@@ -272,11 +272,16 @@ class ShardedStep(OptimizerShards):
     @contextlib.contextmanager
     def _in_one_call(self, begun: _Begun) -> Iterator[None]:
         """All that this rank steps is in the groups while this is open; afterwards every rank gets all new weights."""
-        whole = [run for bucket in begun.order for run in self._arrived_whole(bucket, begun.with_grads)]
-        with self._holding([*begun.runs, *whole], with_strangers=True):
-            yield
+        buckets = sorted(begun.changing, reverse=True)
+        try:
+            whole = [run for bucket in begun.order for run in self._arrived_whole(bucket, begun.with_grads)]
+            with self._holding([*begun.runs, *whole], with_strangers=True):
+                yield
+        except BaseException as error:
+            self._gather_after(error, begun, buckets)
+            raise
         self.engine.emit(EventKind.STEP_END, 0)
-        for bucket in sorted(begun.changing, reverse=True):
+        for bucket in buckets:
             self.start_gather(bucket, begun.indices)
         self._end_shards(begun)
 
@@ -287,19 +292,35 @@ class ShardedStep(OptimizerShards):
             with self._in_one_call(begun):
                 self._arguments.call(self.inner.step)
             return
+        to_gather = [bucket for bucket in begun.order if bucket in begun.changing]
         try:
             for bucket in begun.order:
                 flat = [run for run in begun.runs if run.bucket == bucket]
                 self._step_runs([*flat, *self._arrived_whole(bucket, begun.with_grads)])
-                if bucket in begun.changing:
-                    self.start_gather(bucket, begun.indices)
+                if to_gather and bucket == to_gather[0]:
+                    self.start_gather(to_gather.pop(0), begun.indices)
             self._step_runs([], with_strangers=bool(self.strangers.grads()))
-        except BaseException:  # whoever catches it may read weights: none may be on its way
-            with contextlib.suppress(CollectiveError):
-                engine.param_gather.finish()
+        except BaseException as error:
+            self._gather_after(error, begun, to_gather)
             raise
         engine.emit(EventKind.STEP_END, 0)
         self._end_shards(begun)
+
+    def _gather_after(self, error: BaseException, begun: _Begun, buckets: Sequence[int]) -> None:
+        """Gathers these buckets as a step that failed has left them.
+
+        Hazard: ranks have other parameters, so a step that fails on all of them fails at another bucket on each, and
+        not at all on one that has none. Whoever catches the error goes on; then all ranks have to have launched the
+        same collectives, and to have the same weights, none of which is on its way.
+        """
+        engine = self.engine
+        assert engine.param_buffers is not None, "sharded"
+        with contextlib.suppress(CollectiveError):
+            for bucket in () if isinstance(error, CollectiveError) else buckets:
+                if (change := engine.param_buffers.change(bucket)) is not None:
+                    change.zero_()  # the last step's, and no weight has changed
+                self.start_gather(bucket, begun.indices)
+            engine.param_gather.finish()
 
     def _begin_shards(self) -> _Begun:
         engine, indices = self.engine, self.param_indices()

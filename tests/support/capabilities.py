@@ -64,6 +64,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_shown_state.py",
         "ranks/test_state_at_construction.py",
         "ranks/test_step_*.py",
+        "ranks/test_steps_that_fail.py",
         "ranks/test_strangers.py",
         "ranks/test_whole_params*.py",
         "ranks/test_wire_dtypes.py",
