@@ -351,19 +351,21 @@ may have several optimizers.
 [Trial steps](../megastrategy/core/trials/probe.py) decide which it is, never a name: what is not in the table is
 treated alike. A group whose update is element-wise is stepped flat. Where the update of a parameter depends on its
 shape, rows, norms or blocks, but on no other parameter (Muon, Shampoo, Adafactor, LAMB, states quantised in blocks),
-the group is stepped whole. Three kinds are refused: an update that depends on several parameters at once (a norm over
-all of them, D-Adaptation, Prodigy, DoG), one that wants a closure or second derivatives, and one that moves so little
-in trials that they tell nothing. `use_distributed_optimizer=False` is the way out: every rank then steps all parameters
-whole, as under torch DDP.
+the group is stepped whole. Four kinds are refused: an update that depends on several parameters at once (a norm over
+all of them, D-Adaptation, Prodigy, DoG), one that draws random numbers, of which each parameter gets others if fewer
+drew before it, one that wants a closure or second derivatives, and one that moves so little in trials that they tell
+nothing. `use_distributed_optimizer=False` is the way out: every rank then steps all parameters whole, as under torch
+DDP.
 
 So is one that knows its parameters as objects: by `id()`, as keys of a dictionary, by an attribute that somebody gave
 them, or by their class. Other tensors are stepped in their place. bitsandbytes' exceptions from 8 bits
 (`GlobalOptimManager`, `StableEmbedding`, and every embedding under transformers' `optim="adamw_bnb_8bit"`) are such.
 
-Trials take 6 to 12 steps, and one with gradients of norms beyond 10,000, on tensors of up to 20,480 elements. They do
-not see what an optimizer does for the first time later (a norm from its hundredth step on), only for larger tensors,
-or only in a group of some number. Where an answer hangs on the last bit of a sum (SplusDASH), it may differ between
-runs, and between ranks of unlike processors: those end in an error, within the timeout of the process group.
+Trials take 6 to 12 steps, one with gradients of norms beyond 10,000, and one of a square, a tall and a wide matrix, on
+tensors of up to 20,480 elements. They do not see what an optimizer does for the first time later (a norm from its
+hundredth step on), only for larger tensors, or only in a group of some number. Where an answer hangs on the last bit of
+a sum (SplusDASH), it may differ between runs, and between ranks of unlike processors: those end in an error, within the
+timeout of the process group.
 
 Owners are the ranks that have the least by then, bucket by bucket; a parameter that is larger than a rank's part of
 everything (an embedding) comes first, and its owner gets nothing else. The line at the start of a fit names it: in a

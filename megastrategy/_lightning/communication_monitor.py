@@ -55,7 +55,8 @@ class TrainerMonitor(_Base):
       the time spent in training batches, which is without data loading, validation and checkpoints between them.
     - ``communication/sent_bytes``: bytes a step that this rank sends of gradients and parameters. Microbatches that are
       accumulated without synchronisation send nothing. What else is sent is small: a byte a parameter tensor, norms,
-      and the module's buffers.
+      and the module's buffers. Where parameters are stepped whole (Muon), their gradients on the way to owners are not
+      counted, and weights as on the average of the ranks.
     - ``communication/buckets``: how many there are; more when parameters were unfrozen.
     - ``communication/skipped_steps``: how many of the fit's steps so far left the weights alone, because a GradScaler
       met an infinite gradient or (with a GradScaler) ``training_step`` returned None.

@@ -146,6 +146,26 @@ def test_state_that_depends_on_others_is_seen() -> None:
     assert "state 'among' of a tensor depends on the others" in str(found(Ranked(params())).reason)
 
 
+class ByProportions(optimizers.Simple):
+    """Scales rows of a matrix of some proportions by their norm, and is element-wise with all others."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        least, most = group["proportions"]
+        if param.dim() == 2 and least <= param.shape[0] / param.shape[1] <= most:
+            grad = grad / (grad.norm(dim=1, keepdim=True) + 1e-8)
+        param.sub_(grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("proportions", "is_whole"), [((1.0, 1.0), True), ((20.0, 1e9), True), ((0.0, 0.05), True), ((1e9, 1e9), False)]
+)
+def test_an_update_of_square_tall_or_wide_matrices_is_seen(proportions: tuple[float, float], is_whole: bool) -> None:
+    """Shards of a symmetric update, or of embeddings that are normed by row, would lack it without a sign."""
+    findings = found(ByProportions(params((16, 16), (900, 8), (5,)), proportions=proportions))
+    assert findings.reason is None
+    assert findings.whole_groups == ({0} if is_whole else set())
+
+
 def test_what_cannot_be_saved_is_refused() -> None:
     one = lambda: 1  # noqa: E731 - which no file can hold
 

@@ -15,7 +15,7 @@ from .elementwise import Findings, GroupProbe, equal, trial_lr, why_not_trialled
 from .known_params import why_not_others
 from .per_parameter import PerParameterProbe
 from .step_arguments import StepArguments
-from .trial import SPIKE, Problem
+from .trial import PROPORTIONS, SPIKE, Problem
 
 
 def probe(
@@ -36,6 +36,7 @@ def probe(
     if reason is not None:
         return Findings(reason)
     small, problem = Problem(device, dtype, is_small=True, scale=SPIKE), Problem(device, dtype)
+    others = Problem(device, dtype, shapes=[*PROPORTIONS], cuts=[*PROPORTIONS.values()])
     flat: list[Findings] = []
     whole: list[Findings] = []
     whole_groups = set[int]()
@@ -44,6 +45,8 @@ def probe(
         # clips by a norm shows with large gradients alone.
         reason = GroupProbe(optimizer, numbers[0], small, arguments).early_reason()
         found = Findings(reason) if reason else GroupProbe(optimizer, numbers[0], problem, arguments).findings()
+        if found.reason is None and (reason := GroupProbe(optimizer, numbers[0], others, arguments).early_reason()):
+            found = Findings(reason)
         if found.reason is None:
             flat.append(found)
             continue

@@ -15,6 +15,7 @@ What a trial can see depends on its tensors and gradients:
 - Whole tensors require gradients, as parameters do, and pieces do not, as shards.
 - The second rank's pieces are in the reverse order: on ranks the places of a group are not those of the parameters.
 - One short trial has gradients of norms beyond 10,000. What clips by a norm inside its step does nothing below it.
+- One short trial is of a square, a tall and a wide matrix: an update may take those for symmetric, or for embeddings.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from .step_arguments import StepArguments
 
 _SHAPES = ((160, 128), (12, 3, 5, 7))
 _CUTS = (7_001, 500)  # by tensor, what the first of two ranks has
+PROPORTIONS = {(24, 24): 250, (320, 10): 1_001, (10, 320): 2_003}
+"""Shapes of other proportions, and what the first of two ranks has of each."""
 _ALONG = 0.03
 """The cosine of nearly orthogonal gradients with the weights, times the root of a row's length."""
 SPIKE = 1e4
@@ -95,12 +98,13 @@ class Problem:
         *,
         is_small: bool = False,
         shapes: Sequence[tuple[int, ...]] | None = None,
+        cuts: Sequence[int] = (),
         scale: float = 1.0,
     ) -> None:
-        """``is_small``: of the smaller tensor alone. ``shapes``: of tensors that are not to be cut. ``scale``: of all
-        gradients."""
+        """``is_small``: of the smaller tensor alone. ``shapes``: of other tensors, which are not to be cut without
+        ``cuts``. ``scale``: of all gradients."""
         first = 1 if is_small else 0
-        self._cuts: Sequence[int] = _CUTS[first:] if shapes is None else ()
+        self._cuts: Sequence[int] = _CUTS[first:] if shapes is None else cuts
         shapes = _SHAPES[first:] if shapes is None else shapes
         numel = sum(math.prod(shape) for shape in (*shapes, *_SHAPES))
         # drawn once, and read at another place for each use: drawing would be a third of a trial
