@@ -269,6 +269,10 @@ class Engine:
         """
         if joining := indices - self.owners.rank_of.keys():
             self.owners = self.owners.extended_by(joining)
+            if self.param_buffers is not None:
+                # Equal parts came so far, and stayed; parts with gaps will be added where they were not overwritten.
+                self.param_gather.finish()
+                self.param_buffers.forget_changes()
         every = self.collectives.all_gather_objects(sorted(self.owners.rank_of.items()))
         if any(others != every[0] for others in every):
             raise LayoutMismatchError(

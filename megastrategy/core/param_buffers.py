@@ -86,6 +86,12 @@ class ParamBuffers:
         changes = self.changes[place.buffer]
         return None if changes is None else wire_part(changes, place.start, place.end)
 
+    def forget_changes(self) -> None:
+        """Makes all that came, and was added to the weights, :data:`.wire_format.NOTHING`."""
+        for changes in self.changes:
+            if changes is not None:
+                fill_nothing_(changes)
+
     def recapture(self) -> None:
         """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now.
 
