@@ -248,11 +248,15 @@ class Accelerator(TensorParallel, SavesAlone, CountsTokens, ResumesData, acceler
                 f"DistributedDataParallelKwargs(comm_hook={hook}) contradicts use_distributed_optimizer=False: an "
                 "all-reduce sends gradients as they are. Drop one of the two"
             )
+        chosen = self.megatron_ddp_plugin.grad_wire_dtype
+        line = (
+            f"accelerate's comm_hook={hook} became grad_wire_dtype={sent.value!r}: gradients are sent in 16 bits, and "
+            "summed in 32 by the rank that steps with them"
+            if chosen in (None, sent.value)
+            else f"grad_wire_dtype={chosen!r} goes before accelerate's comm_hook={hook}"
+        )
         if self.is_main_process:
-            _log.info(
-                f"megatron_ddp: accelerate's comm_hook={hook} became grad_wire_dtype={sent.value!r}: gradients are "
-                "sent in 16 bits, and summed in 32 by the rank that steps with them"
-            )
+            _log.info(f"megatron_ddp: {line}")
         return {"grad_wire_dtype": str(sent.value)}
 
     def _warn(self, text: str) -> None:

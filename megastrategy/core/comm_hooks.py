@@ -30,7 +30,7 @@ def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
         or arguments.get("ddp_comm_state") is not None
     ):
         return dict(arguments)
-    dtype = _WIRE_DTYPES[(hook if wrapper is None else wrapper).__name__]
+    dtype = _WIRE_DTYPES[_what_rounds(arguments).__name__]
     rest = {name: value for name, value in arguments.items() if not name.startswith("ddp_comm_")}
     if dtype is None:
         return rest
@@ -47,14 +47,22 @@ def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_translation(arguments: Mapping[str, Any]) -> str:
-    """The line that says what the hook in the arguments became; "" if there is none."""
-    dtype = translate_comm_hook(arguments).get("grad_wire_dtype")
-    if dtype is None or arguments.get("ddp_comm_hook") is None:
+    """The line that says what the hook in the arguments became; "" if there is none, or one that rounds nothing."""
+    if arguments.get("ddp_comm_hook") is None:
+        return ""
+    name = _what_rounds(arguments).__name__
+    if (dtype := _WIRE_DTYPES[name]) is None:
         return ""
     return (
-        f"megatron_ddp: torch DDP's {arguments['ddp_comm_hook'].__name__} became grad_wire_dtype={dtype!r}: gradients "
-        "are sent in 16 bits, and summed in 32 by the rank that steps with them"
+        f"megatron_ddp: torch DDP's {name} became grad_wire_dtype={dtype!r}: gradients are sent in 16 bits, and summed "
+        "in 32 by the rank that steps with them"
     )
+
+
+def _what_rounds(arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """The wrapper around the hook, or the hook itself if there is none."""
+    wrapper: Callable[..., Any] | None = arguments.get("ddp_comm_wrapper")
+    return arguments["ddp_comm_hook"] if wrapper is None else wrapper
 
 
 def _is_known(hook: Any) -> TypeGuard[Callable[..., Any]]:

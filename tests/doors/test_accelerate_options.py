@@ -45,6 +45,53 @@ def test_options(worlds: Worlds) -> None:
     worlds.run(look_at_options)
 
 
+def translated_hook(hook: str, wrapper: str, plugin: dict[str, Any]) -> tuple[str | None, list[str]]:
+    """What gradients are sent in, and the lines about it."""
+    import logging
+
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    kinds = DDPCommunicationHookType
+    handler = DistributedDataParallelKwargs(comm_hook=kinds(hook), comm_wrapper=kinds(wrapper))
+    logger, keep = logging.getLogger("megastrategy.accelerate.accelerator"), Keep()
+    level = logger.level
+    logger.addHandler(keep)
+    logger.setLevel(logging.INFO)
+    try:
+        accelerator = make_accelerator("megatron_ddp", plugin, kwargs_handlers=[handler])
+    finally:
+        logger.removeHandler(keep)
+        logger.setLevel(level)
+    return accelerator.megatron_ddp_config.grad_wire_dtype, [line for line in lines if "comm_hook" in line]
+
+
+@pytest.mark.parametrize(
+    ("hook", "wrapper", "plugin", "sent", "line"),
+    [
+        ("no", "no", {}, None, None),
+        ("no", "bf16", {}, None, None),
+        ("fp16", "no", {}, "fp16", "comm_hook=fp16 became grad_wire_dtype='fp16'"),
+        ("fp16", "bf16", {}, "bf16", "became grad_wire_dtype='bf16'"),
+        ("bf16", "no", {"grad_wire_dtype": "bf16"}, "bf16", "became grad_wire_dtype='bf16'"),
+        ("bf16", "no", {"grad_wire_dtype": "int8"}, "int8", "grad_wire_dtype='int8' goes before"),
+    ],
+)
+def test_hooks_for_sixteen_bits_become_an_option_and_are_told_of(
+    worlds: Worlds, hook: str, wrapper: str, plugin: dict[str, Any], sent: str | None, line: str | None
+) -> None:
+    (first, lines), (second, others) = worlds.run(translated_hook, hook, wrapper, plugin)
+    assert first == second == sent
+    assert len(lines) == (line is not None)
+    assert line is None or line in lines[0]
+    assert not others, "rank 0 alone tells"
+
+
 def report(name: str, mode: dict[str, Any]) -> tuple[str, str]:
     accelerator = make_accelerator(name, with_mode(name, mode), mixed_precision="bf16")
     printed = io.StringIO()

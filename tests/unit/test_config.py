@@ -200,6 +200,13 @@ def test_torchs_hooks_for_sixteen_bits_become_an_option_and_are_told_of(
     assert describe_translation({"grad_wire_dtype": "bf16"}) == ""
 
 
+def test_a_line_tells_of_what_rounds_alone() -> None:
+    hook, wrapper = default_hooks.allreduce_hook, default_hooks.bf16_compress_wrapper
+    assert describe_translation({"ddp_comm_hook": hook, "grad_wire_dtype": "int8"}) == ""
+    line = describe_translation({"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper})
+    assert "torch DDP's bf16_compress_wrapper became grad_wire_dtype='bf16'" in line
+
+
 @pytest.mark.parametrize("name", ["grad_wire_dtype", "param_wire_dtype"])
 def test_an_all_reduce_rounds_nothing(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='bf16' contradicts use_distributed_optimizer=False"):
