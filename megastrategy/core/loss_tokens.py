@@ -9,7 +9,8 @@ divided by the number of microbatches.
 ``mean(n)`` is known when the last backward has ended, and buckets leave before. So each gradient is multiplied by ``n /
 unit`` before autograd accumulates it, and what was reduced by ``unit / mean(n)`` once the ranks have exchanged their
 sums. The unit is a number that all ranks have: a power of two near the mean before, so that 16-bit gradients neither
-overflow nor vanish, and that a resumed run, which starts from another, ends with the same bits.
+overflow nor vanish, and that a resumed run, which starts from another, ends with the same bits. A run begins with one
+that is between counts of samples and of tokens: nothing was exchanged yet.
 
 [Note: the window of a mean]
 A mean is over the backwards from where gradients were dropped to the one that is synchronised, as users mean it (not
@@ -38,6 +39,9 @@ from .grad_accumulators import GradAccumulators, Prehook
 
 _SUMS = struct.Struct("<dI")
 """A rank's tokens, and over how many backwards."""
+
+_FIRST_UNIT = 2.0**8
+"""In the first window a gradient that is sent in fp16 overflows above 65,504 times this, over the number of tokens."""
 
 
 class Counting(enum.IntEnum):
@@ -89,7 +93,7 @@ class LossTokens:
         self._given: float | None = None  # of the next backward
         self._count: float | None = None  # of the backward under way
         self._in_backward = False
-        self._next_unit = 1.0
+        self._next_unit = _FIRST_UNIT
         self._joined: list[bool] = []  # parameters with gradients of this window
         self._final: list[tuple[int, int]] = []  # by parameter, versions from when gradients became final
         self._counting: Counting | None = None  # before the first backward of a window

@@ -136,6 +136,26 @@ def test_equal_counts_that_are_powers_of_two_change_no_bit(mode: str) -> None:
         assert all(torch.equal(ours[0][name], value) for name, value in expected[0].items())
 
 
+@pytest.mark.parametrize("wire", ["fp16", "bf16", "int8"])
+@pytest.mark.parametrize("num_tokens", [1, 2**16])
+def test_the_first_step_of_a_run_neither_overflows_nor_vanishes_on_the_wire(num_tokens: int, wire: str) -> None:
+    """There no rank knows yet how many tokens the others' losses have."""
+
+    def run(rank: int, group: ProcessGroup, counts: bool) -> dict[str, Tensor]:
+        setup = Setup(group, grad_wire_dtype=wire)
+        ids, labels = batch(rank, 0, 0)
+        if counts:
+            setup.model.loss_tokens(num_tokens)
+        setup.model(ids, labels, rank).mul(10.0).backward()
+        setup.optimizer.step()
+        return setup.weights()
+
+    expected, _ = run_ranks(2, lambda rank, group: run(rank, group, counts=False))
+    for weights in run_ranks(2, lambda rank, group: run(rank, group, counts=True)):
+        assert all(value.isfinite().all() for value in weights.values())
+        assert_close(weights, expected, 1e-5)  # of fp16's subnormals
+
+
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
 def test_a_run_that_resumes_has_the_same_bits(mode: str) -> None:
     """It begins with another unit than the run that it goes on from, and units are powers of two."""

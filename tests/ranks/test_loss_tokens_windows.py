@@ -39,7 +39,9 @@ def refused(size: int, run: Callable[[Setup], None], match: str, **options: Any)
         setup.step(7, 2)
         return setup.grads()
 
-    assert_same(run_ranks(size, on_rank)[0], run_ranks(size, fresh)[0])
+    # A first window has another unit, by which fp16 rounds the tiny ones elsewhere.
+    absolute = 1e-6 if options.get("grad_wire_dtype") == "fp16" else 1e-9
+    assert_same(run_ranks(size, on_rank)[0], run_ranks(size, fresh)[0], absolute=absolute)
 
 
 STRICT = {"find_unused_parameters": False, "overlap_grad_reduce": False}

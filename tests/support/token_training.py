@@ -84,9 +84,9 @@ class Setup:
         return [self.model.full_grad(param) for param in self.module.parameters()]
 
 
-def assert_same(one: list[Tensor | None], other: list[Tensor | None]) -> None:
+def assert_same(one: list[Tensor | None], other: list[Tensor | None], *, absolute: float = 1e-9) -> None:
     """Gradients are equal to 1e-6, and absent where absent."""
     for mine, theirs in zip(one, other, strict=True):
         assert (mine is None) == (theirs is None)
         if mine is not None and theirs is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=absolute)
