@@ -63,11 +63,11 @@ class DistributedDataParallelConfig:
     fp32 gradients are sent as they always are."""
 
     grad_wire_dtype: Literal["bf16", "fp16", "int8"] | None = None
-    """The dtype in which gradients are sent, if theirs is wider. Each rank rounds its gradients once, when their bucket
-    is sent, and a shard's owner sums them in the gradients' own dtype, in the order of the ranks: half the bytes of
-    fp32, for slow links. ``"fp16"`` keeps three bits more than ``"bf16"``, and overflows above 65,504. ``"int8"`` sends
-    a quarter, 8 bits each with a scale for 64. Costs 4/d bytes a parameter for the sums. Needs
-    ``use_distributed_optimizer``; of no effect on one rank."""
+    """The dtype in which gradients of more than 16 bits are sent. Each rank rounds its gradients once, when their
+    bucket is sent, and a shard's owner sums them in the gradients' own dtype, in the order of the ranks: half the bytes
+    of fp32, for slow links. ``"fp16"`` keeps three bits more than ``"bf16"``, overflows above 65,504 and makes zeros of
+    what is below 3e-8. ``"int8"`` sends a quarter, 8 bits each with a scale for 64. Costs 4/d bytes a parameter for the
+    sums. Gradients of 16 bits are sent as they are. Needs ``use_distributed_optimizer``; of no effect on one rank."""
 
     param_wire_dtype: Literal["bf16", "int8"] | None = None
     """The dtype in which new fp32 weights are sent: each owner sends what its weights have changed by, rounded, and

@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,23 @@ def test_table_of_torch_ddp() -> None:
     run_ranks(2, run)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_rounded_wires_cost_is_what_the_page_says(size: int) -> None:
+    def run(rank: int, group: ProcessGroup) -> float:
+        module = nn.Linear(1024, 256)
+        config = DistributedDataParallelConfig(grad_wire_dtype="bf16", param_wire_dtype="bf16")
+        model = DistributedDataParallel(module, config, group)
+        use = memory_use(model.layout, rank, state_tensors=2)
+        return (use.param_bytes + use.grad_bytes + use.state_bytes) / sum(
+            param.numel() for param in module.parameters()
+        )
+
+    per_rank = run_ranks(size, run)
+    assert sum(per_rank) / size == pytest.approx(4 + 4 + 8 / size + 2 + 8 / size, rel=0.01)
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    assert "| fp32, `grad_wire_dtype` and `param_wire_dtype` | 4 + 4 + 8/d, and 2 + 8/d (" in page
+
+
 def bytes_received() -> dict[int, int]:
     """By every TCP socket of this process, by inode, from the kernel (tcp_info.tcpi_bytes_received)."""
     received: dict[int, int] = {}
@@ -169,13 +187,14 @@ def bytes_received() -> dict[int, int]:
         (torch.float32, 6, {"param_wire_dtype": "bf16"}),
         (torch.float32, 4, {"grad_wire_dtype": "fp16", "param_wire_dtype": "bf16"}),
         (torch.float32, 4, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "grad_buffer": "pooled"}),
+        (torch.float32, 2 * 66 / 64, {"grad_wire_dtype": "int8", "param_wire_dtype": "int8"}),
         (torch.bfloat16, 4, {"grad_wire_dtype": "bf16"}),
     ],
     ids=str,
 )
 @pytest.mark.real_collectives("counts what the rings send")
 def test_bytes_on_the_wire_are_at_the_floor(
-    size: int, way: dict[str, Any], dtype: torch.dtype, bytes_a_param: int
+    size: int, way: dict[str, Any], dtype: torch.dtype, bytes_a_param: float
 ) -> None:
     """Within 1 % of 8(d-1)/d bytes a parameter a rank in fp32; 6(d-1)/d with bf16 weights and fp32 gradients."""
     check_bytes_on_the_wire(size, dtype, bytes_a_param * (size - 1) / size, **way)
