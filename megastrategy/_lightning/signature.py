@@ -21,6 +21,8 @@ _Class = TypeVar("_Class", bound=type)
 _TORCH_DDP_ARGUMENTS = [
     Parameter("bucket_cap_mb", Parameter.KEYWORD_ONLY, default=None, annotation=float | None),
     Parameter("gradient_as_bucket_view", Parameter.KEYWORD_ONLY, default=True, annotation=bool),
+    Parameter("ddp_comm_hook", Parameter.KEYWORD_ONLY, default=None, annotation=Callable[..., Any] | None),
+    Parameter("ddp_comm_wrapper", Parameter.KEYWORD_ONLY, default=None, annotation=Callable[..., Any] | None),
 ]
 """Arguments of torch DDP that are understood and are no fields of the config."""
 

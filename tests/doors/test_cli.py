@@ -26,7 +26,12 @@ from .rank_processes import Ranks
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
 
 CLASS = "megastrategy.MegatronDDPStrategy"
-TORCH_DDP_ARGUMENTS = {"bucket_cap_mb": None, "gradient_as_bucket_view": True}
+TORCH_DDP_ARGUMENTS = {
+    "bucket_cap_mb": None,
+    "gradient_as_bucket_view": True,
+    "ddp_comm_hook": None,
+    "ddp_comm_wrapper": None,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +174,6 @@ def test_help_shows_every_option_with_its_type(capsys: pytest.CaptureFixture[str
     ("option", "said"),
     [
         ("bucket_sise=100", "Option 'bucket_sise' is not accepted"),
-        ("ddp_comm_hook=print", "Option 'ddp_comm_hook' is not accepted"),
         ("bucket_size=many", "bucket_size"),
         ("overlap_grad_reduce=perhaps", "overlap_grad_reduce"),
     ],
@@ -179,6 +183,16 @@ def test_a_wrong_option_is_named(capsys: pytest.CaptureFixture[str], option: str
         run_cli(f"--trainer.strategy={CLASS}", f"--trainer.strategy.{option}")
     assert refused.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_torchs_hook_for_sixteen_bits_becomes_an_option_in_a_file_too() -> None:
+    hooks = "torch.distributed.algorithms.ddp_comm_hooks"
+    hook = f"--trainer.strategy.ddp_comm_hook={hooks}.default_hooks.fp16_compress_hook"
+    cli = run_cli(f"--trainer.strategy={CLASS}", hook)
+    assert cli.trainer.strategy.config.grad_wire_dtype == "fp16"
+    hook = f"--trainer.strategy.ddp_comm_hook={hooks}.powerSGD_hook.powerSGD_hook"
+    with pytest.raises(ValueError, match=r"ddp_comm_hook=.*grad_wire_dtype='bf16'"):
+        run_cli(f"--trainer.strategy={CLASS}", hook)
 
 
 def test_a_value_that_the_config_refuses_has_the_configs_message() -> None:
@@ -213,15 +227,17 @@ def test_the_signature_is_that_of_the_package_and_the_config(door: str) -> None:
     base = next(base for base in strategy.__mro__ if base.__name__ == "DDPStrategy")
     theirs = inspect.signature(base).parameters
     types = get_type_hints(base.__init__) | get_type_hints(DistributedDataParallelConfig)
+    for name in TORCH_DDP_ARGUMENTS:  # Lightning's have a bare Callable
+        types.pop(name, None)
     fields = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
 
     ours = inspect.signature(strategy).parameters
-    refused = {"ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period", "kwargs"}
+    elsewhere = {"ddp_comm_state", "model_averaging_period", "kwargs", *TORCH_DDP_ARGUMENTS}  # refused, or behind ours
     # under the names that FSDPStrategy and ModelParallelStrategy have for them
     own: dict[str, Any] = {"state_dict_type": "full", "tensor_parallel_size": 1}
     if "fabric" in door:
         own["parallelize_fn"] = None
-    assert list(ours) == [name for name in theirs if name not in refused] + [*own, *fields, *TORCH_DDP_ARGUMENTS]
+    assert list(ours) == [name for name in theirs if name not in elsewhere] + [*own, *fields, *TORCH_DDP_ARGUMENTS]
     expected = {name: item.default for name, item in theirs.items()} | own | fields | TORCH_DDP_ARGUMENTS
     assert {name: item.default for name, item in ours.items()} == {name: expected[name] for name in ours}
     hints = get_type_hints(strategy.__init__)
