@@ -7,11 +7,13 @@ import gc
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import _muon  # type: ignore[attr-defined]
 
 from megastrategy.core import Event, EventKind
 
@@ -33,12 +35,14 @@ class Block:
         cpu_ms: processor time of all threads.
         in_step_ms: in the optimizer's ``step()``.
         in_step_cpu_ms: of it, processor time of the thread that called it: neither waiting nor sending.
+        orthogonalising_cpu_ms: of that, in the iterations of torch's Muon.
     """
 
     step_ms: float
     cpu_ms: float
     in_step_ms: float = math.nan
     in_step_cpu_ms: float = math.nan
+    orthogonalising_cpu_ms: float = math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +134,12 @@ def time_in_turns(
     gc.collect()
     gc.freeze()  # a collection in a block then looks at what the block made, not at all engines
 
-    def clocks_ns(engine: Engine) -> tuple[int, int, int, int]:
+    muon_clock = _MuonClock()
+
+    def clocks_ns(engine: Engine) -> tuple[int, ...]:
         """In the order of a block's fields."""
-        return time.perf_counter_ns(), time.process_time_ns(), engine.in_step_ns, engine.in_step_cpu_ns
+        in_step_ns = engine.in_step_ns, engine.in_step_cpu_ns
+        return time.perf_counter_ns(), time.process_time_ns(), *in_step_ns, muon_clock.total_ns
 
     def step(name: str) -> None:
         losses[name].append(train_step(engines[name], batches[len(losses[name]) % len(batches)]))
@@ -169,6 +176,20 @@ def _measure_link(rank: Rank) -> float:
         dist.barrier()
         received_s.append(time.perf_counter() - start_s)
     return 8e-6 * _PROBE_BYTES / sorted(received_s)[2]
+
+
+class _MuonClock:
+    """Adds up the processor time in which torch's Muon orthogonalises, from when it is made on."""
+
+    def __init__(self) -> None:
+        self.total_ns, self._inner = 0, _muon._zeropower_via_newtonschulz
+        _muon._zeropower_via_newtonschulz = self
+
+    def __call__(self, *args: Any) -> Tensor:
+        start_ns = time.thread_time_ns()
+        orthogonal: Tensor = self._inner(*args)
+        self.total_ns += time.thread_time_ns() - start_ns
+        return orthogonal
 
 
 class _WaitClock:

@@ -162,7 +162,10 @@ def _verdict(engine: EngineResult) -> str:
 
 
 def _in_step(engine: EngineResult) -> str:
-    return " / ".join(_number(of.median, _digits(of)) for of in (engine.in_step_ms, engine.in_step_cpu_ms))
+    spreads = [engine.in_step_ms, engine.in_step_cpu_ms]
+    if engine.orthogonalising_cpu_ms.median > 0:
+        spreads.append(engine.orthogonalising_cpu_ms)
+    return " / ".join(_number(of.median, _digits(of)) for of in spreads)
 
 
 def _median(spread: Spread | None) -> float | None:

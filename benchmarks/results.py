@@ -49,6 +49,7 @@ class EngineResult:
         cpu_ms: processor time a step of one rank, all threads, by round: the ranks' mean.
         in_step_ms: of a step, the time in the optimizer's ``step()``, by round: the rank's with the most.
         in_step_cpu_ms: of that, processor time of the thread that called it.
+        orthogonalising_cpu_ms: of that, in the iterations of torch's Muon.
         reported_wait_ms: a step, from the engine's own events, when it runs alone.
         received_bytes: payload a step a rank; what is received is what is sent.
         losses: rank 0's, by step.
@@ -64,6 +65,7 @@ class EngineResult:
     cpu_ms: Spread
     in_step_ms: Spread
     in_step_cpu_ms: Spread
+    orthogonalising_cpu_ms: Spread
     reported_wait_ms: float | None
     received_bytes: float
     interface_bytes: float | None
@@ -177,6 +179,7 @@ def _engine_result(
     cpu_ms: list[float] = []
     in_step_ms: list[float] = []
     in_step_cpu_ms: list[float] = []
+    orthogonalising_cpu_ms: list[float] = []
     differences: list[tuple[float, float]] = []
     losses: list[float] = []
     for ranks in groups:
@@ -191,6 +194,7 @@ def _engine_result(
         cpu_ms += [statistics.fmean(blocks) for blocks in _by_round(ranks, name, "cpu_ms")]
         in_step_ms += _most(ranks, name, "in_step_ms")
         in_step_cpu_ms += _most(ranks, name, "in_step_cpu_ms")
+        orthogonalising_cpu_ms += _most(ranks, name, "orthogonalising_cpu_ms")
         losses = ranks[0].losses[name]
         differences += [_difference(rank.losses[name], rank.losses[BASELINE]) for rank in ranks]
     worst = (max(first for first, _ in differences), max(all_ for _, all_ in differences))
@@ -207,6 +211,7 @@ def _engine_result(
         cpu_ms=Spread.of(cpu_ms),
         in_step_ms=Spread.of(in_step_ms),
         in_step_cpu_ms=Spread.of(in_step_cpu_ms),
+        orthogonalising_cpu_ms=Spread.of(orthogonalising_cpu_ms),
         reported_wait_ms=max(waits) if waits else None,
         received_bytes=statistics.fmean(rank.received_bytes for rank in alone),
         interface_bytes=statistics.fmean(interface) if interface else None,

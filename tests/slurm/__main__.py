@@ -210,7 +210,7 @@ def _tasks_of(node: str) -> list[psutil.Process]:
 
 
 def _daemons_of(node: str) -> list[psutil.Process]:
-    return _processes(lambda process: process.cmdline()[-3:] == ["slurmd", "-N", node])
+    return _processes(lambda process: process.cmdline()[:1] == ["slurmd"] and process.cmdline()[-2:] == ["-N", node])
 
 
 def _processes(is_one: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
