@@ -162,7 +162,8 @@ def _ddp_hook(
     """With one of torch's communication hooks, as its documentation registers it."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    engine = _ddp(module, case, adamw, {})
+    # PowerSGD waits for a reduction in another one's callback, so two buckets occupy both of gloo's threads for good.
+    engine = _ddp(module, case, adamw, {} if options["hook"] == "fp16" else {"bucket_cap_mb": 2**16})
     assert isinstance(engine.model, TorchDDP)
     if options["hook"] == "fp16":
         engine.model.register_comm_hook(None, default_hooks.fp16_compress_hook)

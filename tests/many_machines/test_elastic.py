@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ..support.patience import HANG_S
 from ..support.ports import free_port
 from ..support.scripts import ROOT
+from .nodes import Node
 
 pytestmark = [pytest.mark.long, pytest.mark.fresh, pytest.mark.timeout(1800)]
 
@@ -25,49 +21,14 @@ Row = tuple[int, float, int, float]
 """An epoch, the test loss after it, the number of ranks, and when that was."""
 
 
-class Node:
-    """An agent with its worker, as those of a machine of its own; leaving the block kills both."""
-
-    def __init__(self, name: str, port: int, out: Path, epochs: int, *options: str) -> None:
-        self._log = (out.parent / f"{name}.log").open("w")
-        conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
-        command += ["--max-restarts", "10", "--monitor-interval", "0.5", "--rdzv-backend", "c10d", "--rdzv-conf", conf]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", *options]
-        command += [
-            str(ROOT / "examples" / "elastic.py"),
-            "--out",
-            str(out),
-            "--epochs",
-            str(epochs),
-            "--pause",
-            "0.04",
-        ]
-        ours = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-        ours |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        ours |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self.agent = subprocess.Popen(command, env=ours, stdout=self._log, stderr=subprocess.STDOUT, cwd=out.parent)
-
-    def __enter__(self) -> Node:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        self._log.close()
-
-    def kill(self) -> None:
-        """As if the machine had gone: the agent first, which would else say that its worker failed."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            workers = psutil.Process(self.agent.pid).children(recursive=True)
-            self.agent.kill()
-            for worker in workers:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    worker.kill()
-        self.agent.wait()
-
-    def said(self) -> str:
-        self._log.flush()
-        return Path(self._log.name).read_text()
+def node(name: str, port: int, out: Path, epochs: int, *options: str) -> Node:
+    """One that trains with the example, and writes into ``out``."""
+    conf = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
+    elastic = ["--nnodes", "1:2", "--max-restarts", "10", "--monitor-interval", "0.5"]
+    elastic += ["--rdzv-backend", "c10d", "--rdzv-conf", conf]
+    elastic += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", *options]
+    example = [str(ROOT / "examples" / "elastic.py"), "--out", str(out), "--epochs", str(epochs), "--pause", "0.04"]
+    return Node(out.parent / f"{name}.log", *elastic, *example)
 
 
 def rows(out: Path) -> list[Row]:
@@ -95,16 +56,16 @@ def test_a_node_that_dies_is_left_out_and_taken_in_when_it_is_back(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     out, whole, port, epochs = tmp_path / "run", tmp_path / "whole", free_port(), 120
-    with Node("first", port, out, epochs, "--rdzv-id", "elastic") as first:
+    with node("first", port, out, epochs, "--rdzv-id", "elastic") as first:
         # the agent that comes first holds the store
         await_("the store", lambda: listens(port), first)
-        with Node("second", port, out, epochs, "--rdzv-id", "elastic") as second:
+        with node("second", port, out, epochs, "--rdzv-id", "elastic") as second:
             await_("an epoch on two ranks", lambda: any(row[2] == 2 for row in rows(out)), first, second)
             killed_at = time.time()
             second.kill()
         await_("an epoch on one rank", lambda: rows(out)[-1][2] == 1, first)
         alone_at = next(at for *_, ranks, at in rows(out) if at > killed_at and ranks == 1)
-        with Node("back", port, out, epochs, "--rdzv-id", "elastic") as back:
+        with node("back", port, out, epochs, "--rdzv-id", "elastic") as back:
             back_at = time.time()
             await_("two ranks again", lambda: rows(out)[-1][2] == 2, first, back)
             together_at = next(at for *_, ranks, at in rows(out) if at > back_at and ranks == 2)
@@ -120,7 +81,7 @@ def test_a_node_that_dies_is_left_out_and_taken_in_when_it_is_back(
     changes = [ranks for place, ranks in enumerate(sizes) if place == 0 or sizes[place - 1] != ranks]
     assert changes[-3:] == [2, 1, 2]
 
-    with Node("whole", free_port(), whole, epochs, "--rdzv-id", "whole") as alone:
+    with node("whole", free_port(), whole, epochs, "--rdzv-id", "whole") as alone:
         assert alone.agent.wait(HANG_S) == 0, alone.said()
     # on one and two ranks gradients of the same images are summed in other orders
     expected = [loss for _, loss, _, _ in rows(whole)]

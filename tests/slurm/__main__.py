@@ -252,8 +252,23 @@ FAILURES = {
 }
 
 
+# --- examples --------------------------------------------------------------------------------------------------------
+
+
+def example(name: str, leaves: str) -> str:
+    """What an sbatch file prints at its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        variables = f"--export=ALL,PYTHON={sys.executable},OUT={folder},EPOCHS=1,CUDA_VISIBLE_DEVICES="
+        _call("sbatch", "--wait", f"--output={folder}/output", variables, f"examples/slurm/{name}.sbatch")
+        assert list(Path(folder).glob(leaves)), f"{name} left no {leaves}"
+        return (Path(folder) / "output").read_text()
+
+
 def main() -> None:
     """The command."""
+    assert "MegatronDDPStrategy on 2 rank(s)" in example("trainer", "last.ckpt")
+    assert "2 process(es)" in example("accelerate", "checkpoint-*")
+    _tell("examples/slurm/*.sbatch ran to their ends on two nodes.\n")
     weights = {place: undisturbed(place, "ddp") for place in PLACES}
     _tell('Undisturbed, weights after a fit equal to those of "ddp" to the bit:')
     for place in PLACES:
@@ -279,7 +294,7 @@ def main() -> None:
 
 
 def _call(*command: str, text: str | None = None) -> str:
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout
 
 
