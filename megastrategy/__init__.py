@@ -15,7 +15,7 @@ from .core import DistributedDataParallel, DistributedDataParallelConfig, Distri
 
 if TYPE_CHECKING:
     from ._param_groups import no_decay_groups
-    from .lightning import CommunicationMonitor, MegatronDDPStrategy, SaveOnStop
+    from .lightning import CommunicationMonitor, MegatronDDPStrategy, SaveOnStop, SkipOutlierSteps
     from .tools.plan.partitions import plan
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "GradScaler",
     "MegatronDDPStrategy",
     "SaveOnStop",
+    "SkipOutlierSteps",
     "__version__",
     "no_decay_groups",
     "plan",
@@ -34,7 +35,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"):
+    if name in ("CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop", "SkipOutlierSteps"):
         return getattr(_trainer_door(name), name)
     if name == "data":
         return importlib.import_module(".data", __name__)

@@ -21,11 +21,12 @@ from ._lightning.communication_monitor import TrainerMonitor
 from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.precision import EnginePrecision
 from ._lightning.signature import strategy_class
+from ._lightning.step_skipper import StepSkipper
 from ._lightning.stop_saver import StopSaver
 from ._lightning.tensor_parallel import TensorParallelStrategy
 from ._lightning.trainer_strategy import MAIN_PARAMS_KEY
 
-__all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"]
+__all__ = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop", "SkipOutlierSteps"]
 
 
 class _Precision(EnginePrecision, Precision):  # type: ignore[misc]  # typed against the mirror
@@ -61,3 +62,9 @@ class SaveOnStop(StopSaver, Callback):  # type: ignore[misc]  # typed against th
     __doc__ = StopSaver.__doc__
 
     _sigterm_exception = SIGTERMException
+
+
+class SkipOutlierSteps(StepSkipper, Callback):  # type: ignore[misc]  # typed against the mirror
+    __doc__ = StepSkipper.__doc__
+
+    _misconfiguration = MisconfigurationException

@@ -117,6 +117,11 @@ class DistributedDataParallelConfig:
     error that names rank, parameter and bucket. Costs one pass over the gradients and, on CUDA, one read of the device
     at the end of backward. Not with a GradScaler, which meets infinite gradients on purpose."""
 
+    check_replicas_every_n_steps: int = 0
+    """Compare the weights that ranks should have alike before every so many synchronised forwards that train; 0 for
+    never. Where some have parted, because a rank alone has written one, all ranks raise ``ReplicaMismatchError`` with
+    the first. Costs a pass over the weights on the host each time."""
+
     def __post_init__(self) -> None:
         # Types first: what follows compares and adds, and would fail with Python's words, not the field's.
         _check_values(self)
@@ -198,7 +203,7 @@ CONTRADICTIONS = (
 """All pairs of options of which an object can have one alone; the first that is found is told."""
 
 
-_NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
+_NUMBERS = ("bucket_size", "num_distributed_optimizer_instances", "check_replicas_every_n_steps")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "grad_buffer": ("contiguous", "pooled"),
     "grad_wire_dtype": (None, "bf16", "fp16", "int8"),
@@ -236,6 +241,9 @@ def _check_numbers(config: DistributedDataParallelConfig) -> None:
             f"num_distributed_optimizer_instances={instances!r}: expected a positive number that divides the "
             "number of ranks, or 1 for one optimizer sharded over all of them"
         )
+    steps: object = config.check_replicas_every_n_steps
+    if not _is_positive_number(steps) and (isinstance(steps, bool) or steps != 0):
+        raise ValueError(f"check_replicas_every_n_steps={steps!r}: expected a number of steps, or 0 for never")
 
 
 def _is_positive_number(value: object) -> bool:

@@ -76,6 +76,7 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.config = config or DistributedDataParallelConfig()
         self.require_backward_grad_sync = True
+        self._num_synced_forwards = 0  # that train; counted where replicas are to be checked
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
         self._engine: Engine | None = Engine(
             self,
@@ -142,6 +143,8 @@ class DistributedDataParallel(nn.Module):
         engine.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             check_not_inside_torch_ddp(self)
+            if self.config.check_replicas_every_n_steps and self.require_backward_grad_sync:
+                self._check_replicas_if_due()
             if engine.collectives.size > 1:
                 reduced_by_step = engine.layout.num_shards > 1 and not engine.layout.is_pooled and engine.has_optimizer
                 check_not_a_stage(self, stays_local=reduced_by_step and not self.require_backward_grad_sync)
@@ -302,6 +305,11 @@ class DistributedDataParallel(nn.Module):
         self.finish_param_gather()
         self.engine.collectives.wait_for_device(self.engine.device, "all-gather")
         check_replicas(self.module, self.engine.local_parts, self.engine.collectives)
+
+    def _check_replicas_if_due(self) -> None:
+        if self._num_synced_forwards and self._num_synced_forwards % self.config.check_replicas_every_n_steps == 0:
+            self.check_replicas()
+        self._num_synced_forwards += 1
 
     def check_open(self) -> None:
         """Raises ClosedError after :meth:`close`, and in a copy."""

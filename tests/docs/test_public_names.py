@@ -9,7 +9,7 @@ import pytest
 
 from . import ROOT
 
-TRAINER = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop"]
+TRAINER = ["MAIN_PARAMS_KEY", "CommunicationMonitor", "MegatronDDPStrategy", "SaveOnStop", "SkipOutlierSteps"]
 FABRIC = ["MAIN_PARAMS_KEY", "MegatronDDPStrategy"]
 PUBLIC = {
     "megastrategy": [
@@ -20,6 +20,7 @@ PUBLIC = {
         "GradScaler",
         "MegatronDDPStrategy",
         "SaveOnStop",
+        "SkipOutlierSteps",
         "__version__",
         "no_decay_groups",
         "plan",

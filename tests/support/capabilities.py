@@ -26,6 +26,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_backwards.py",
         "ranks/test_contiguous_buffers.py",
         "ranks/test_checks.py",
+        "ranks/test_checked_replicas.py",
         "ranks/test_every_pair_of_switches.py",
         "ranks/test_grad_accumulators.py",
         "ranks/test_kept_grads.py",
@@ -191,6 +192,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "doors/test_slurm_requeue.py",
         "doors/test_timeouts.py",
         "ranks/test_checks.py",
+        "ranks/test_checked_replicas.py",
         "ranks/test_errors.py",
         "ranks/test_lent_tensors.py",
         "ranks/test_waiting_for_a_meeting.py",
@@ -218,6 +220,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     "lightning": (
         "doors/test_resumable_data.py",
         "doors/test_save_on_stop.py",
+        "doors/test_skip_outlier_steps.py",
         "doors/test_cli.py",
         "doors/test_communication_monitor.py",
         "doors/test_lightning_*.py",

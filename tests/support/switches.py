@@ -34,6 +34,7 @@ GO_WITH_ALL: dict[str, Sequence[Any]] = {
     "pad_buckets_for_high_nccl_busbw": [False, True],
     "broadcast_buffers": [True, False],
     "check_for_nan_in_grad": [False, True],
+    "check_replicas_every_n_steps": [0, 1],
 }
 SWITCHES = {**MAY_CONTRADICT, **GO_WITH_ALL}
 

@@ -263,6 +263,7 @@ def test_public_names() -> None:
         "GradScaler",
         "MegatronDDPStrategy",
         "SaveOnStop",
+        "SkipOutlierSteps",
         "__version__",
         "no_decay_groups",
         "plan",
