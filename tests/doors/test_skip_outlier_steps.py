@@ -118,7 +118,12 @@ class Manual(pl.LightningModule):
 
 def test_manual_optimization_decides_itself() -> None:
     trainer = pl.Trainer(
-        callbacks=[SkipOutlierSteps()], accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+        callbacks=[SkipOutlierSteps()],
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
     )
     with pytest.raises(MisconfigurationException, match="decides itself"):
         trainer.fit(Manual(), torch.utils.data.DataLoader(torch.ones(2, 2)))
