@@ -96,7 +96,7 @@ class StepSkipper(_Base):
 
 
 def _norm(optimizer: Any) -> float:
-    """Of the optimizer's gradients, under other strategies as well."""
+    """The norm of the optimizer's gradients, under other strategies as well."""
     if hasattr(optimizer, "grad_norm"):
         return float(optimizer.grad_norm())
     params = [param for group in optimizer.param_groups for param in group["params"]]

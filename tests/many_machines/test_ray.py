@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
 
 from ..doors.matrix import assert_equal
 from ..support.extra_packages import python_with
@@ -78,7 +77,8 @@ def test_trainers_in_one_worker_are_those_of_rays_ddp_to_the_bit(ray_python: Pat
 def test_a_failed_worker_restarts_from_what_was_reported(ray_python: Path, tmp_path: Path) -> None:
     """One that raises, with files, and one that is killed, with directories; and a run that goes on on one worker."""
     run_case(ray_python, "failures", tmp_path)
-    saved: dict[str, list[str]] = json.loads((tmp_path / "found.json").read_text())
+    saved: dict[str, list[str]]
+    saved, first_loss = json.loads((tmp_path / "found.json").read_text())
     assert saved["none"] == saved["raise"] == ["checkpoint.ckpt"]
     # each worker reported its own part from a folder of its own, and Ray has put them together
     parts = {"checkpoint.ckpt", *(f"checkpoint.ckpt/{name}" for name in (".metadata", "meta.pt"))}
@@ -103,16 +103,7 @@ def test_a_failed_worker_restarts_from_what_was_reported(ray_python: Path, tmp_p
             assert_equal(resumed["weights"], whole["weights"])
     alone = of("fewer", "resumed")
     assert (alone["size"], alone["step"]) == (1, 16 + 8), "an epoch of one rank has twice the steps"
-    from .ray_jobs import data, net
-
-    module = net()
-    module.load_state_dict(of("kill", "resumed")["weights"])
-    # Lightning shuffles, by net()'s seed and the epoch
-    dataset = data().dataset
-    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=1, rank=0, seed=5)
-    sampler.set_epoch(4)
-    batch = next(iter(DataLoader(dataset, batch_size=8, sampler=sampler)))
-    assert alone["losses"][0] == module.training_step(batch, 0).item(), "from the weights that two workers left"
+    assert alone["losses"][0] == first_loss, "from the weights that two workers left"
 
 
 def test_transformers_in_a_block_of_ours_are_those_of_torch_ddp_to_the_bit(ray_python: Path, tmp_path: Path) -> None:
