@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +18,21 @@ class Library:
         module: what is imported.
         names: of its optimizers; with the options of a constructor in brackets where they are not its defaults.
         muons: those of them that are given the matrices apart.
+        source: where pip finds it, if not on the index.
+        told: what the groups of the matrices and of the other parameters are told, for ``muons``.
     """
 
     package: str
     module: str
     names: tuple[str, ...]
     muons: tuple[str, ...] = ()
+    source: str | None = None
+    told: tuple[Mapping[str, Any], Mapping[str, Any]] = ({"use_muon": True}, {"use_muon": False})
+
+    @property
+    def requirement(self) -> str:
+        """The argument of ``pip install``."""
+        return self.source or self.package
 
     @property
     def version(self) -> str | None:
@@ -122,6 +133,14 @@ LIBRARIES = (
             *("SPlus", "ScalableShampoo", "SophiaH", "SpectralSphere"),
         ),
         muons=("AdaGO", "AdaMuon", "Muon", "NorMuon"),
+    ),
+    Library(
+        "dion",
+        "dion",
+        ("Muon", "NorMuon", "Dion(lr=0.01)", "Dion2", "NorDion2"),
+        muons=("Muon", "NorMuon", "Dion", "Dion2", "NorDion2"),
+        source="git+https://github.com/microsoft/dion",
+        told=({}, {"algorithm": "adamw"}),
     ),
 )
 

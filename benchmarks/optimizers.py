@@ -232,7 +232,7 @@ def _make(library: Library, name: str) -> Make:
         if kind in library.muons:
             matrices, others = ([param for param in params if (param.dim() == 2) is is_one] for is_one in (True, False))
             # torch's takes nothing else; the other libraries' step the rest as AdamW does
-            groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
+            groups = [{"params": part, **told} for part, told in zip((matrices, others), library.told, strict=True)]
             params = matrices if library.module == "torch.optim" else groups
         optimizer: torch.optim.Optimizer = found(params, **options)
         return optimizer
@@ -335,7 +335,7 @@ def page(rows: list[str], command: str) -> str:
     counted, compared = (
         ", ".join(f"{count} {kind}" for kind, count in counts.most_common()) for counts in (hows, results)
     )
-    others = " ".join(library.package for library in LIBRARIES[1:])
+    others = " ".join(library.requirement for library in LIBRARIES[1:])
     head = f"""# Optimizers
 
 An optimizer is sharded in one of two ways, and each parameter group by itself: one optimizer may have both, and a model
@@ -383,7 +383,7 @@ resumed and trained on. Weights before and after, on both ranks, and what was sa
 | of those refused | the reason that the error gives |
 
 The model has a convolution, matrices, a norm, biases and a scalar. A `Muon` of torch has its matrices, another
-library's the others too, as a group of its own with `use_muon=False`.
+library's the others too, as a group of its own with `use_muon=False` or, for Dion's, `algorithm="adamw"`.
 
 Of {len(rows)}: {counted}; {compared}.
 Written on {datetime.date.today()}, on a CPU, with torch {release(torch.__version__)}, by
@@ -407,14 +407,14 @@ def main(*, packages: tuple[str, ...], write: Path | None) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    torch._dynamo.config.disable = True  # the same arithmetic, without a compiler
+    torch.compiler.set_stance("force_eager")  # the same arithmetic, without a compiler
     rows: list[str] = []
     missing = []
     for library in LIBRARIES:
         if packages and library.package not in packages:
             continue
         if library.version is None:
-            missing.append(library.package)
+            missing.append(library.requirement)
             continue
         for row in rows_of(library):
             click.echo(row)

@@ -77,6 +77,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "unit/test_trial_tensors.py",
         "unit/test_method_trial.py",
         "unit/test_per_parameter.py",
+        "unit/test_compiled_updates.py",
     ),
     "modules": (
         "*/test_copies.py",

@@ -56,7 +56,7 @@ def test_the_page_says_how_it_was_made() -> None:
     assert re.search(r"Written on 20\d\d-\d\d-\d\d, on a CPU, with torch \d", text)
     assert "\npython -m benchmarks.optimizers --write docs/optimizers.md\n" in text
     for library in LIBRARIES[1:]:
-        assert library.package in re.search(r"\npip install (.+)\n", text)[1].split()  # type: ignore[index]
+        assert library.requirement in re.search(r"\npip install (.+)\n", text)[1].split()  # type: ignore[index]
 
 
 def test_writing_the_page_again_changes_nothing_but_its_date() -> None:

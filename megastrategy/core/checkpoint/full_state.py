@@ -25,7 +25,7 @@ from ..param_shard import ParamShard
 from .flat_shard import FlatShard
 from .host_copies import to_host
 from .own_parts import Described, Keys, OwnParts, agreed_keys
-from .whole_state import as_saved, gather_whole
+from .whole_state import as_saved, gather_whole, groups_as_saved
 
 
 class Gather(Protocol):
@@ -147,11 +147,8 @@ def gather_state_dict(
 def groups_by_number(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
     """The optimizer's groups as torch saves them, with its ``numbers`` for the parameters."""
     return [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [numbers[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
+        {**saved, "params": [numbers[id(p)] for p in group["params"]]}
+        for group, saved in zip(optimizer.param_groups, groups_as_saved(optimizer), strict=True)
     ]
 
 

@@ -26,7 +26,7 @@ from ..param_shard import ParamShard
 from ..trials.elementwise import is_per_element
 from .flat_shard import FlatShard
 from .full_state import REMAINDER, per_element_keys, saved_name
-from .whole_state import as_saved
+from .whole_state import as_saved, groups_as_saved
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -87,7 +87,10 @@ def sharded_state_dict(
                 main_params[saved_name(layout, index)] = wrap(shard.main) if sharded else shard.main
         if values:
             state[names[id(param)]] = dict(values)
-    groups = [{**group, "params": [names[id(param)] for param in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        {**saved, "params": [names[id(param)] for param in group["params"]]}
+        for group, saved in zip(optimizer.param_groups, groups_as_saved(optimizer), strict=True)
+    ]
     return {"state": state, "param_groups": groups} | ({"main_params": main_params} if main_params else {})
 
 

@@ -34,14 +34,30 @@ def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> d
     owned = {index: tensor for index, tensor in owned.items() if tensor in optimizer.state}
     if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
         return {index: optimizer.state[tensor] for index, tensor in owned.items()}
-    # One with these tensors alone, and without hooks: that of the user's object refuses to be called.
+    states = {tensor: optimizer.state[tensor] for tensor in owned.values()}
+    saved = _own_state_dict(optimizer, states, [{**optimizer.param_groups[0], "params": list(owned.values())}])
+    return {index: saved["state"][number] for number, index in enumerate(owned)}
+
+
+def groups_as_saved(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The groups, without parameters, as the optimizer's own ``state_dict`` has them, which may be other than it keeps
+    (Dion's learning rates are tensors, and numbers in a file)."""
+    groups = optimizer.param_groups
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        groups = _own_state_dict(optimizer, {}, [{**group, "params": []} for group in groups])["param_groups"]
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _own_state_dict(
+    optimizer: torch.optim.Optimizer, state: Mapping[Tensor, Any], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns what the optimizer's class makes of these, without hooks: that of the user's object refuses to be called."""
     one = object.__new__(type(optimizer))
     one.__dict__.update(optimizer.__dict__)
     one.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
-    one.state = defaultdict(dict, {tensor: optimizer.state[tensor] for tensor in owned.values()})
-    one.param_groups = [{**optimizer.param_groups[0], "params": list(owned.values())}]
-    saved = one.state_dict()["state"]
-    return {index: saved[number] for number, index in enumerate(owned)}
+    one.state = defaultdict(dict, state)
+    one.param_groups = groups
+    return one.state_dict()
 
 
 def packed(states: States) -> bytearray:

@@ -6,6 +6,9 @@ itself (:mod:`.per_parameter`) is stepped as whole parameters, each by an owner.
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +19,9 @@ from .known_params import why_not_others
 from .per_parameter import PerParameterProbe
 from .step_arguments import StepArguments
 from .trial import PROPORTIONS, SPIKE, Problem
+
+_COMPILES = threading.RLock()
+"""The process has one stance of torch.compile's, so that one thread at a time may change it and put it back."""
 
 
 def probe(
@@ -31,6 +37,23 @@ def probe(
         device, dtype: of the tensors that it will step.
         arguments: what its ``step`` is called with, but for a closure.
     """
+    with _COMPILES, _uncompiled():
+        return _probe(optimizer, device, dtype, arguments)
+
+
+def _uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Has functions that torch.compile made run as they are written while it is open.
+
+    Hazard: an update that its optimizer compiles (Dion's Muon) would be compiled for each shape of the trials, which
+    takes minutes, and beyond torch's limit of recompilations raises an error that tells nothing of the update.
+    """
+    # Whoever has compiled a function has imported dynamo; its import takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+def _probe(
+    optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype, arguments: StepArguments
+) -> Findings:
     # Before any copy is stepped: these steps would reach the model's own weights, or call what is the user's.
     reason = why_not_trialled(optimizer) or arguments.why_not_for_shards() or why_not_others(optimizer)
     if reason is not None:
