@@ -51,7 +51,7 @@ def groups_as_saved(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _own_state_dict(
     optimizer: torch.optim.Optimizer, state: Mapping[Tensor, Any], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what the optimizer's class makes of these, without hooks: that of the user's object refuses to be called."""
+    """Asks the optimizer's class what it makes of these, without hooks: the user's object refuses to be asked."""
     one = object.__new__(type(optimizer))
     one.__dict__.update(optimizer.__dict__)
     one.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
