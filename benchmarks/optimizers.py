@@ -365,7 +365,7 @@ Trials take 6 to 12 steps, one with gradients of norms beyond 10,000, and one of
 tensors of up to 20,480 elements. They do not see what an optimizer does for the first time later (a norm from its
 hundredth step on), only for larger tensors, or only in a group of some number. Where an answer hangs on the last bit of
 a sum (SplusDASH), it may differ between runs, and between ranks of unlike processors: those end in an error, within the
-timeout of the process group.
+timeout of the process group. An update that its optimizer compiles is tried as it is written.
 
 Owners are the ranks that have the least by then, bucket by bucket; a parameter that is larger than a rank's part of
 everything (an embedding) comes first, and its owner gets nothing else. The line at the start of a fit names it: in a
