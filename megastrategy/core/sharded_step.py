@@ -273,13 +273,12 @@ class ShardedStep(OptimizerShards):
     def _in_one_call(self, begun: _Begun) -> Iterator[None]:
         """All that this rank steps is in the groups while this is open; afterwards every rank gets all new weights."""
         buckets = sorted(begun.changing, reverse=True)
-        try:
-            whole = [run for bucket in begun.order for run in self._arrived_whole(bucket, begun.with_grads)]
-            with self._holding([*begun.runs, *whole], with_strangers=True):
-                yield
-        except BaseException as error:
-            self._gather_after(error, begun, buckets)
-            raise
+        whole = [run for bucket in begun.order for run in self._arrived_whole(bucket, begun.with_grads)]
+        with (
+            self._gathering_after_an_error(begun, buckets),
+            self._holding([*begun.runs, *whole], with_strangers=True),
+        ):
+            yield
         self.engine.emit(EventKind.STEP_END, 0)
         for bucket in buckets:
             self.start_gather(bucket, begun.indices)
@@ -296,31 +295,43 @@ class ShardedStep(OptimizerShards):
         try:
             for bucket in begun.order:
                 flat = [run for run in begun.runs if run.bucket == bucket]
-                self._step_runs([*flat, *self._arrived_whole(bucket, begun.with_grads)])
+                whole = self._arrived_whole(bucket, begun.with_grads)
+                with self._gathering_after_an_error(begun, to_gather):
+                    self._step_runs([*flat, *whole])
                 if to_gather and bucket == to_gather[0]:
                     self.start_gather(to_gather.pop(0), begun.indices)
-            self._step_runs([], with_strangers=bool(self.strangers.grads()))
-        except BaseException as error:
-            self._gather_after(error, begun, to_gather)
+            with self._gathering_after_an_error(begun, to_gather):
+                self._step_runs([], with_strangers=bool(self.strangers.grads()))
+        except BaseException:  # whoever catches it may read weights: none may be on its way
+            with contextlib.suppress(CollectiveError):
+                engine.param_gather.finish()
             raise
         engine.emit(EventKind.STEP_END, 0)
         self._end_shards(begun)
 
-    def _gather_after(self, error: BaseException, begun: _Begun, buckets: Sequence[int]) -> None:
-        """Gathers these buckets as a step that failed has left them.
+    @contextlib.contextmanager
+    def _gathering_after_an_error(self, begun: _Begun, buckets: Sequence[int]) -> Iterator[None]:
+        """Where the optimizer's own step fails in the block, gathers these buckets as it has left them.
 
         Hazard: ranks have other parameters, so a step that fails on all of them fails at another bucket on each, and
         not at all on one that has none. Whoever catches the error goes on; then all ranks have to have launched the
-        same collectives, and to have the same weights, none of which is on its way.
+        same collectives, and to have the same weights, none of which is on its way. Where a collective failed the
+        others do not come to the next ones, so nothing is launched.
         """
         engine = self.engine
         assert engine.param_buffers is not None, "sharded"
-        with contextlib.suppress(CollectiveError):
-            for bucket in () if isinstance(error, CollectiveError) else buckets:
-                if (change := engine.param_buffers.change(bucket)) is not None:
-                    change.zero_()  # the last step's, and no weight has changed
-                self.start_gather(bucket, begun.indices)
-            engine.param_gather.finish()
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except BaseException:
+            with contextlib.suppress(CollectiveError):
+                for bucket in buckets:
+                    if (change := engine.param_buffers.change(bucket)) is not None:
+                        change.zero_()  # the last step's, and no weight has changed
+                    self.start_gather(bucket, begun.indices)
+                engine.param_gather.finish()
+            raise
 
     def _begin_shards(self) -> _Begun:
         engine, indices = self.engine, self.param_indices()
