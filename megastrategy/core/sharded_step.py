@@ -311,7 +311,7 @@ class ShardedStep(OptimizerShards):
 
     @contextlib.contextmanager
     def _gathering_after_an_error(self, begun: _Begun, buckets: Sequence[int]) -> Iterator[None]:
-        """Where the optimizer's own step fails in the block, gathers these buckets as it has left them.
+        """Gathers these buckets as the optimizer's own step has left them, where that fails in the block.
 
         Hazard: ranks have other parameters, so a step that fails on all of them fails at another bucket on each, and
         not at all on one that has none. Whoever catches the error goes on; then all ranks have to have launched the
