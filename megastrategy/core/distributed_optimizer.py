@@ -28,7 +28,6 @@ from .checkpoint.full_state import (
     check_is_here,
     gather_main_params,
     gather_state_dict,
-    groups_by_number,
     load_full_state_dict,
     load_own_state,
     number_params,
@@ -36,6 +35,7 @@ from .checkpoint.full_state import (
 from .checkpoint.hand_over import MAIN_PARAMS, STATE, Borrowing
 from .checkpoint.host_copies import to_host
 from .checkpoint.sharded_state import check_same_groups, read_optimizer, sharded_state_dict
+from .checkpoint.whole_state import groups_as_saved
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
 from .errors import CheckpointError, OptimizerNotShardableError
@@ -337,7 +337,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return impl.inner.state_dict()
         with self._gather(STATE) as (gather, is_here):
             if gather is None or not is_here:
-                return {"state": OnRankZero(), "param_groups": groups_by_number(impl.inner, number_params(impl.inner))}
+                return {"state": OnRankZero(), "param_groups": groups_as_saved(impl.inner, number_params(impl.inner))}
             own = impl.own_parts(STATE)
             return gather_state_dict(impl.inner, impl.followed_by_id, own, gather, impl.engine.device)
 

@@ -117,7 +117,7 @@ def gather_state_dict(
             whole.
     """
     numbers = number_params(optimizer)
-    groups, layout = groups_by_number(optimizer, numbers), parts.layout
+    groups, layout = groups_as_saved(optimizer, numbers), parts.layout
     number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
     scalars, sharded_keys = _describe_everywhere(parts, gather)
     state: dict[int, dict[str, Any]] = {}
@@ -142,14 +142,6 @@ def gather_state_dict(
     wholes = gather.whole(parts.whole) if parts.whole is not None else ()
     state.update({number_of[index]: dict(values) for index, values in wholes if index in number_of})
     return {"state": dict(sorted(state.items())) if gather.is_root else OnRankZero(), "param_groups": groups}
-
-
-def groups_by_number(optimizer: torch.optim.Optimizer, numbers: Mapping[int, int]) -> list[dict[str, Any]]:
-    """The optimizer's groups as torch saves them, with its ``numbers`` for the parameters."""
-    return [
-        {**saved, "params": [numbers[id(p)] for p in group["params"]]}
-        for group, saved in zip(optimizer.param_groups, groups_as_saved(optimizer), strict=True)
-    ]
 
 
 def gather_main_params(

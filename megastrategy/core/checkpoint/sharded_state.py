@@ -87,10 +87,7 @@ def sharded_state_dict(
                 main_params[saved_name(layout, index)] = wrap(shard.main) if sharded else shard.main
         if values:
             state[names[id(param)]] = dict(values)
-    groups = [
-        {**saved, "params": [names[id(param)] for param in group["params"]]}
-        for group, saved in zip(optimizer.param_groups, groups_as_saved(optimizer), strict=True)
-    ]
+    groups = groups_as_saved(optimizer, names)
     return {"state": state, "param_groups": groups} | ({"main_params": main_params} if main_params else {})
 
 

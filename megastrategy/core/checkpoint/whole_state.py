@@ -39,13 +39,24 @@ def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> d
     return {index: saved["state"][number] for number, index in enumerate(owned)}
 
 
-def groups_as_saved(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups, without parameters, as the optimizer's own ``state_dict`` has them, which may be other than it keeps
-    (Dion's learning rates are tensors, and numbers in a file)."""
-    groups = optimizer.param_groups
+def groups_as_saved(optimizer: torch.optim.Optimizer, names: Mapping[int, int | str]) -> list[dict[str, Any]]:
+    """The groups as the optimizer's own ``state_dict`` has them, which may be other than it keeps (Dion's learning
+    rates are tensors, and numbers in a file).
+
+    Args:
+        optimizer: left untouched.
+        names: what stands for its parameters, by ``id``.
+    """
+    groups = saved = optimizer.param_groups
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        groups = _own_state_dict(optimizer, {}, [{**group, "params": []} for group in groups])["param_groups"]
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        saved = _own_state_dict(optimizer, {}, [{**group, "params": []} for group in groups])["param_groups"]
+    return [
+        {
+            **{key: value for key, value in options.items() if key != "params"},
+            "params": [names[id(param)] for param in group["params"]],
+        }
+        for group, options in zip(groups, saved, strict=True)
+    ]
 
 
 def _own_state_dict(

@@ -20,7 +20,7 @@ from .per_parameter import PerParameterProbe
 from .step_arguments import StepArguments
 from .trial import PROPORTIONS, SPIKE, Problem
 
-_COMPILES = threading.RLock()
+_STANCE = threading.RLock()
 """The process has one stance of torch.compile's, so that one thread at a time may change it and put it back."""
 
 
@@ -37,7 +37,7 @@ def probe(
         device, dtype: of the tensors that it will step.
         arguments: what its ``step`` is called with, but for a closure.
     """
-    with _COMPILES, _uncompiled():
+    with _STANCE, _uncompiled():
         return _probe(optimizer, device, dtype, arguments)
 
 
