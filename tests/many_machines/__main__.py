@@ -23,38 +23,7 @@ STARTS_WITHIN_S = 240.0
 PATIENCE_S = 60.0
 """From then on it hangs."""
 
-SCRIPT = """
-import sys
-import time
-
-import lightning.pytorch as pl
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-
-import megastrategy
-
-
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(8, 8)
-
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.05)
-        open(f"in-{self.global_rank}", "a").write("x")
-        return self.layer(batch[0]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-trainer = pl.Trainer(
-    strategy=sys.argv[1], accelerator="cpu", devices=1, num_nodes=2, max_epochs=1, logger=False,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-)
-trainer.fit(Model(), DataLoader(TensorDataset(torch.ones(20_000, 8))))
-"""
+TRAINING = Path(__file__).with_name("training.py")
 
 
 def kill_worker(node: Node) -> None:
@@ -81,12 +50,13 @@ FAILURES: dict[str, Callable[[Node], Any]] = {
 
 def until_all_end(strategy: str, happens: Callable[[Node], Any], folder: Path) -> float:
     """Seconds until no worker is left after it has happened to the second node; infinite where one is."""
-    (folder / "script.py").write_text(SCRIPT)
     port = free_port()
 
     def node(rank: int) -> Node:
         where = ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        return Node(folder / f"{rank}.log", *where, "--monitor-interval", "0.1", str(folder / "script.py"), strategy)
+        return Node(
+            folder / f"{rank}.log", *where, "--monitor-interval", "0.1", str(TRAINING), strategy, str(folder), "long"
+        )
 
     with node(0) as first, node(1) as second:
         marks = [folder / f"in-{rank}" for rank in range(2)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 
-from ..support.scripts import ROOT
+from ..support.scripts import outside_of_ranks
 
 
 class Node:
@@ -23,9 +22,7 @@ class Node:
 
     def __init__(self, log: Path, *options: str) -> None:
         self._log = log.open("w")
-        ours = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-        ours |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-        ours |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        ours = outside_of_ranks() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *options]
         self.agent = subprocess.Popen(command, env=ours, stdout=self._log, stderr=subprocess.STDOUT, cwd=log.parent)
 

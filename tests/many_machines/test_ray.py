@@ -14,7 +14,7 @@ import torch
 from ..doors.matrix import assert_equal
 from ..support.extra_packages import python_with
 from ..support.patience import HANG_S
-from ..support.scripts import ROOT
+from ..support.scripts import ROOT, outside_of_ranks
 
 pytestmark = [
     pytest.mark.long,
@@ -32,9 +32,7 @@ def ray_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_case(python: Path, name: str, folder: Path, *paths: Path) -> None:
     """A case of ``ray_jobs`` in an interpreter of its own. ``paths``: searched before others by all processes."""
-    ours = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    ours |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ours |= {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), "TMPDIR": str(folder)}
+    ours = outside_of_ranks() | {"PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])), "TMPDIR": str(folder)}
     command = [str(python), "-m", "tests.many_machines.ray_jobs", name, str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, timeout=2.5 * HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ import pytest
 
 from ..support.patience import HANG_S
 from ..support.ports import free_port
-from ..support.scripts import ROOT
+from ..support.scripts import ROOT, outside_of_ranks
 
 FOLDER = ROOT / "examples" / "slurm"
 
@@ -37,11 +37,11 @@ def submitted(name: str, folder: Path) -> str:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
-    ours = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    ours |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    ours = outside_of_ranks()
+    ours |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable}
     ours |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": name, "SLURM_JOB_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2"}
     ours |= {"SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1"}
-    ours |= {"CUDA_VISIBLE_DEVICES": "", "OUT": str(folder / "out"), "EPOCHS": "1", "MASTER_PORT": str(free_port())}
+    ours |= {"OUT": str(folder / "out"), "EPOCHS": "1", "MASTER_PORT": str(free_port())}
     command = ["bash", str(FOLDER / f"{name}.sbatch")]
     done = subprocess.run(command, cwd=ROOT, env=ours, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr

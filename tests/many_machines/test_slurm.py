@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -11,11 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ..support.extra_packages import run_or_skip
 from ..support.scripts import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]  # a quarter of an hour: Slurm's limits are in minutes
-
-CANNOT_BE_HAD = 75
 
 
 def left_behind() -> set[str]:
@@ -32,9 +30,7 @@ def test_jobs_end_and_go_on_as_they_should() -> None:
     if before:
         pytest.skip(f"this machine has a Slurm of its own: {', '.join(sorted(before))}")
     command = [ROOT / "tests" / "slurm" / "cluster.sh", sys.executable, "-m", "tests.slurm"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode == CANNOT_BE_HAD:
-        pytest.skip(f"no Slurm can be had here (root, apt-get, unshare, overlayfs): {done.stderr.strip()}")
+    done = run_or_skip(command, "root, apt-get, unshare and overlayfs", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) == 2 + 11 + 2 + 15 + 2 + 4, done.stdout

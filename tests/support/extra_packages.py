@@ -1,14 +1,19 @@
-"""Interpreters that have this one's packages and a few more, for tests of what is not installed for all of them."""
+"""For tests of what not every machine has: interpreters with a few packages more, and commands that may not be had."""
 
 from __future__ import annotations
 
 import site
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+CANNOT_BE_HAD = 75
+"""The status of scripts that need what this machine has not: EX_TEMPFAIL of sysexits.h."""
 
 
 def python_with(folder: Path, *requirements: str, imports: str) -> Path:
@@ -30,3 +35,11 @@ def python_with(folder: Path, *requirements: str, imports: str) -> Path:
     if done.returncode:
         pytest.skip(f"pip cannot install {' '.join(requirements)} here: {done.stderr.strip().splitlines()[-1]}")
     return python
+
+
+def run_or_skip(command: Sequence[str | Path], needs: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a script that says by its status that it cannot be had here, which skips the test; ``needs``: for what."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    if done.returncode == CANNOT_BE_HAD:
+        pytest.skip(f"cannot be had here, needs {needs}: {done.stderr.strip()}")
+    return done

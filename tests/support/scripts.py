@@ -28,6 +28,13 @@ ROOT = Path(__file__).parents[2]
 FRESH_SCRIPTS = os.environ.get("FRESH_SCRIPTS") == "1"
 
 
+def outside_of_ranks() -> dict[str, str]:
+    """The environment without what a launcher told this process: on the CPU, with one thread and this clone."""
+    told = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")
+    ours = {name: value for name, value in os.environ.items() if name not in told}
+    return ours | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Done:
     """A script that ended: rank 0's exit code, or that of the first rank which failed; what all ranks printed."""
@@ -56,9 +63,8 @@ def run_script(
     timeout_s: float = HANG_S,
 ) -> Done:
     """``python script arguments`` on each rank. ``before``: ``python -m`` this module with these arguments first."""
-    base = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "NODE_RANK")}
-    base |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"}
-    base |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    base = outside_of_ranks() | {"PYTHONIOENCODING": "utf-8"}
+    base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     base |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0", **(environment or {})}
     argv = [*before, str(script), *map(str, arguments)]
     out, err = _Pipe(), _Pipe()
