@@ -67,7 +67,7 @@ class Agreement:
         """Returns the facts of all ranks together. Collective: one reduction of a byte a parameter, between hosts.
 
         On one rank these are all the facts, and nothing is sent. See [Note: what the host waits for]. Tensor ranks
-        refuse together; what was used and what is late is of parts that each of them has alone.
+        refuse together, and move together; what was used and what is late is of parts that each of them has alone.
         """
         agreed = self
         if collectives.size > 1:
@@ -75,9 +75,7 @@ class Agreement:
         if tensor_ranks is None:
             return agreed
         every = Agreement.decode(tensor_ranks.max_of_bytes(agreed._shared()), 0)
-        return dataclasses.replace(
-            agreed, microbatch=every.microbatch, has_nonfinite=every.has_nonfinite, counting=every.counting
-        )
+        return dataclasses.replace(every, used=agreed.used, late=agreed.late)
 
     @property
     def is_refused(self) -> bool:

@@ -145,6 +145,13 @@ class DTensorParts(LocalParts):
     def is_cut(self, param: Tensor) -> bool:
         return self.ranks is not None and isinstance(param, DTensor) and not param.placements[0].is_replicate()
 
+    def room(self, param: Any) -> int:
+        if self.ranks is None or not self.is_cut(param) or param.numel() == 0:
+            return int(param.numel())
+        rows = int(param.shape[param.placements[0].dim])
+        _, largest = cut_of(rows, 0, self.ranks.size)  # the first rank's: parts are rounded up
+        return largest * (int(param.numel()) // rows)
+
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
         return {key: self._cut_param(param) for key, param in named.items() if self.is_cut(param)}
 

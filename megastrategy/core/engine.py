@@ -38,12 +38,6 @@ from .reducer import Reducer
 from .trials.known_findings import KnownFindings
 from .weight_chunks import weight_chunks
 
-UNTESTED_WITH_TENSOR_RANKS = {
-    "grad_wire_dtype": None,
-    "param_wire_dtype": None,
-}
-"""Options that a tensor-parallel model is refused with, and their defaults."""
-
 
 class Engine:
     """Lays a module's parameters out, and owns the buffers, the reducer and the gather for that layout.
@@ -97,7 +91,7 @@ class Engine:
         # before any collective: a rank that refuses its module must not leave others waiting in one for it alone
         check_module(self.module, type(wrapper))
         self.device = common_device(self.module)
-        self.local_parts = _find_local_parts(self.module, process_group, config)
+        self.local_parts = _find_local_parts(self.module, process_group)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
             group = private_group(process_group, self.device)
@@ -242,7 +236,7 @@ class Engine:
         whole = [param for param in joining if part_of(param) is param]
         chunks = weight_chunks(self.module, whole, self.config)
         specs = [
-            param_spec(name, part_of(param), self.config, chunks.get(id(param)))
+            param_spec(name, part_of(param), self.config, chunks.get(id(param)), self.local_parts.room(param))
             for name, param in others
             if param.requires_grad
         ]
@@ -286,7 +280,7 @@ class Engine:
         # Where nothing is sent before the end of backward, buckets in another order are sent no earlier.
         if not self.params or not self.sends_under_backward:
             return None
-        return BucketPlanner(self.config, self.collectives, functools.partial(move, self))
+        return BucketPlanner(self.config, self.collectives, self.local_parts.ranks, functools.partial(move, self))
 
     def announce(self, tell: Callable[[str], None]) -> None:
         """Tells the user what was set up: ``tell`` gets the lines, and shows them on rank 0."""
@@ -448,19 +442,12 @@ class Engine:
                 self._own_group = None
 
 
-def _find_local_parts(
-    module: nn.Module, process_group: ProcessGroup | None, config: DistributedDataParallelConfig
-) -> LocalParts:
+def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None) -> LocalParts:
     if not dtensors_of(module):
         return LocalParts()
     # Imported here: whoever has no tensor-parallel parameter does not pay for what it imports.
     from .dtensor_parts import DTensorParts
 
-    for name, default in UNTESTED_WITH_TENSOR_RANKS.items():
-        if (value := getattr(config, name)) != default:
-            raise ValueError(
-                f"{name}={value!r} is not tested with a tensor-parallel model, and refused: leave it at {default!r}"
-            )
     return DTensorParts(module, process_group)
 
 

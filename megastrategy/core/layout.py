@@ -65,7 +65,8 @@ class ParamSpec:
 
     ``stride`` (elements) is the parameter's own if its memory is dense, so that channels_last stays channels_last;
     a parameter that overlaps itself or has holes gets contiguous strides. ``chunk``: its place among weights that stay
-    together; see weight_chunks' [Note: weights in one chunk].
+    together; see weight_chunks' [Note: weights in one chunk]. ``room``: the elements that are set aside for it; see
+    local_parts' [Note: one layout on all tensor ranks].
     """
 
     name: str
@@ -74,6 +75,10 @@ class ParamSpec:
     dtype: torch.dtype
     grad_dtype: torch.dtype
     chunk: ChunkPlace | None = None
+    room: int = 0  # no less than numel, once it is made
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "room", max(self.room, self.numel))
 
     @property
     def numel(self) -> int:
@@ -382,7 +387,7 @@ def build_layout(
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
     if repeated:
         raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
-    size, are_alike = _bucket_size(config, sum(spec.numel for spec in specs), dp_size)
+    size, are_alike = _bucket_size(config, sum(spec.room for spec in specs), dp_size)
     for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
     alignment = math.lcm(_bucket_alignment(dp_size, num_shards), for_nccl)
 
@@ -441,7 +446,7 @@ def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, start
     for index in unit:
         chunk = specs[index].chunk
         starts[index] = position + (0 if chunk is None else chunk.start)
-        numel = specs[index].numel if chunk is None else chunk.numel
+        numel = specs[index].room if chunk is None else chunk.numel
     return position + numel
 
 

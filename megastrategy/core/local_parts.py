@@ -7,6 +7,14 @@ own parts, over its own data-parallel ranks. ``param.grad`` stays what its owner
 buffer, and autograd adds into that in place. Three things look over the border: norms, "is any gradient not finite?"
 and checkpoints. They ask the data-parallel ranks first and the tensor ranks next, in the order of the ranks, so that
 every rank of both gets the same bits.
+
+[Note: one layout on all tensor ranks]
+Where a dimension does not divide, tensor ranks have parts of different sizes (a vocabulary of 50,257 on two ranks), and
+layouts that followed those would put a replicated parameter's elements at other places, before other borders of
+shards. A ring adds the gradients of three or more ranks in an order that depends on the owner, so replicas would get
+other last bits, step by step, and part in silence. Each parameter has room for the largest of its parts therefore, and
+all tensor ranks have one layout: places, buckets, owners, and the blocks in which ``grad_wire_dtype`` rounds. The order
+of buckets that a backward shows is agreed on over the tensor ranks, too.
 """
 
 from __future__ import annotations
@@ -103,6 +111,11 @@ class LocalParts:
     def is_cut(self, param: Tensor) -> bool:
         """Whether the tensor ranks have different parts of the parameter."""
         return False
+
+    def room(self, param: Tensor) -> int:
+        """The elements of the largest part of the parameter that any tensor rank has; see
+        [Note: one layout on all tensor ranks]."""
+        return param.numel()
 
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
         """Those of the parameters that are cut, by the keys that are given."""

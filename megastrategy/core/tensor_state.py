@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoint.full_state import OnRankZero, number_params
+from .checkpoint.full_state import REMAINDER, OnRankZero, number_params
 from .checkpoint.hand_over import MAIN_PARAMS, STATE
 from .checkpoint.tensor_ranks import join_parts
 from .errors import CheckpointError
+from .local_parts import CutParam
 from .sharded_step import ShardedStep
 
 _MAIN = "main_param"
@@ -47,7 +48,7 @@ def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]
     saved = gather()
     if isinstance(saved, OnRankZero):
         return saved
-    cut = impl.engine.local_parts.cut_params(dict(impl.engine.module.named_parameters()))
+    cut = _cut_by_saved_name(impl)
     joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
     return {name: kept[_MAIN] for name, kept in joined.items()} if ranks.is_rank_zero else OnRankZero()
 
@@ -71,8 +72,14 @@ def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
 
 def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's parts of whole main params by name: views."""
-    cut = impl.engine.local_parts.cut_params(dict(impl.engine.module.named_parameters()))
+    cut = _cut_by_saved_name(impl)
     return {name: cut[name].cut(value) if name in cut else value for name, value in saved.items()} if cut else saved
+
+
+def _cut_by_saved_name(impl: ShardedStep) -> dict[str, CutParam]:
+    """The parameters that are cut, by either name that their main params may be saved under."""
+    cut = impl.engine.local_parts.cut_params(dict(impl.engine.module.named_parameters()))
+    return cut | {name + REMAINDER: part for name, part in cut.items()}
 
 
 def refuse_directories(impl: ShardedStep) -> None:

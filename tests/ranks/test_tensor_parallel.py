@@ -233,7 +233,6 @@ def refusals(mesh: Any) -> dict[str, str]:
     part = sums.norm.weight.to_local().detach()
     sums.norm.weight = nn.Parameter(DTensor.from_local(part, mesh["tp"], [Partial()]))
     found["Partial"] = message(ValueError, lambda: wrap(sums))
-    found["wire"] = message(ValueError, lambda: wrap(make_module(case, mesh["tp"]), grad_wire_dtype="bf16"))
     two = make_module(case, None)
     two.head.weight = nn.Parameter(distribute_tensor(two.head.weight.detach(), mesh, [Replicate(), Shard(0)]))
     found["two dimensions"] = message(ValueError, lambda: wrap(two))
@@ -307,7 +306,6 @@ REFUSED = {
     "fully_shard": "the submodule 'blocks.0' is wrapped by fully_shard",
     "Partial": "parameter 'norm.weight' is a DTensor (Partial",
     "two dimensions": "a mesh of one dimension is expected",
-    "wire": "grad_wire_dtype='bf16' is not tested with a tensor-parallel model",
     "later": "call parallelize_module before the module is wrapped",
     "whole": "parameter 'embed.weight' is tensor-parallel",
     "whole, all-reduce": "parameter 'embed.weight' is tensor-parallel",

@@ -28,6 +28,7 @@ class BucketPlanner:
     Args:
         config: the options.
         collectives: the data-parallel ranks.
+        tensor_ranks: the ranks that hold the parts of a tensor-parallel model, and have one layout.
         move: changes over to another layout; whether that was possible. Collective.
     """
 
@@ -35,9 +36,10 @@ class BucketPlanner:
         self,
         config: DistributedDataParallelConfig,
         collectives: Collectives,
+        tensor_ranks: Collectives | None,
         move: Callable[[BufferLayout], bool],
     ) -> None:
-        self._config, self._collectives, self._move = config, collectives, move
+        self._config, self._collectives, self._tensor_ranks, self._move = config, collectives, tensor_ranks, move
         self._arrived: list[int] = []
         self._wanted_order: list[int] | None = None
 
@@ -76,6 +78,8 @@ class BucketPlanner:
         # -1 for nothing wanted: the other ranks are in this broadcast already, so rank 0 has to say something.
         wanted = self._wanted_order or [-1] * len(layout.params)
         order = torch.tensor(wanted, dtype=torch.int64)
+        if self._tensor_ranks is not None:
+            self._tensor_ranks.host.broadcast(order).wait()
         self._collectives.host.broadcast(order).wait()
         if order[0] >= 0:
             self._move(build_layout(layout.params, self._config, layout.dp_size, order.tolist()))

@@ -81,8 +81,8 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
     reduce-scatter: all ranks pass the same layout.
 
     Returns:
-        Whether it was done, on all ranks or on none: not where an optimizer may keep more than state of tensors, nor
-        where a rank has captured a module in a CUDA graph.
+        Whether it was done, on all ranks, tensor ranks among them, or on none: not where an optimizer may keep more
+        than state of tensors, nor where a rank has captured a module in a CUDA graph.
 
     Raises:
         CollectiveError: if a collective failed; this rank is then as it was.
@@ -106,7 +106,7 @@ def relayout(engine: Engine, layout: BufferLayout) -> bool:
             reduced = _ReducedGrads(grads, engine.collectives.rank, may_move=may_move)
             optimizers = {number: holder for number, ref in enumerate(engine.shard_holders) if (holder := ref())}
             contents = _gather({_GRADS: reduced, **optimizers}, engine, layout)
-            if contents is None:
+            if not _on_all_tensor_ranks(contents is not None, engine) or contents is None:
                 return False
             reduced.take(contents.pop(_GRADS))
             # views of the old buffers would keep their memory while the new ones are made: two of each at once
@@ -164,6 +164,12 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
     # nobody changes over before everybody can
     collectives.max_of_bytes([0])
     return own
+
+
+def _on_all_tensor_ranks(can_move: bool, engine: Engine) -> bool:
+    # see local_parts' [Note: one layout on all tensor ranks]
+    ranks = engine.local_parts.ranks
+    return can_move if ranks is None else ranks.max_of_bytes([not can_move]) == [0]
 
 
 def _fill(

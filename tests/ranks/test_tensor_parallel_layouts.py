@@ -1,0 +1,146 @@
+"""Tensor ranks have one layout, whatever the sizes of their parts: replicas then get the same bits from every ring, and
+from every dtype on the wire."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.layout import BufferLayout
+from tests.support.processes import run_processes
+from tests.support.tensor_parallel import OPTIONS, Case, Outcome, Trainee, make_module, meshes, train_alone, train_on
+
+# 383 rows on the first of two tensor ranks and 382 on the second. With the second's own sizes, a border between the
+# shards of three ranks would lie elsewhere in a replicated matrix.
+UNEVEN = 765
+STEPS = 10
+
+
+class OneBucket(Case):
+    """A case in which borders of shards lie within parameters."""
+
+    def config(self) -> DistributedDataParallelConfig:
+        return DistributedDataParallelConfig(bucket_size=2**20, **{**OPTIONS[self.mode], **dict(self.options)})
+
+
+def trained_unevenly(case: Case) -> tuple[dict[str, bytes], BufferLayout]:
+    """The parameters that every tensor rank has whole, and the layout: buckets are in the order that was seen."""
+    trainee = Trainee.make(meshes(2), case)
+    trainee.train(range(case.steps))
+    replicas, layout = trainee.replicas(), trainee.model.layout
+    trainee.model.close()
+    return replicas, layout
+
+
+@pytest.mark.parametrize("mode", ["reduce-scatter", pytest.param("all-reduce", marks=pytest.mark.long)])
+def test_three_ranks_add_up_the_gradients_of_replicas_in_one_order(mode: str) -> None:
+    """Of two ranks a sum has one order; of three it depends on who owns an element."""
+    case = OneBucket(mode, vocab=UNEVEN, steps=3)  # type: ignore[arg-type] # the name of one
+    outcomes = run_processes(6, trained_unevenly, case)
+    (replicas, layout), (_, other) = outcomes[:2]
+    assert layout.params != other.params, "parts differ"
+    assert [slot.start for slot in layout.slots] == [slot.start for slot in other.slots]
+    assert layout.buckets == other.buckets
+    for rank, (outcome, _) in enumerate(outcomes):
+        assert outcome == replicas, f"rank {rank}"
+
+
+# --- dtypes on the wire ----------------------------------------------------------------------------------------------
+
+# The largest relative error that rounding to each makes of one number; of the largest in its block with int8.
+UNIT = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 2.0**-7}
+WIRES: list[dict[str, str]] = [
+    {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"},
+    {"grad_wire_dtype": "int8"},
+    {"grad_wire_dtype": "bf16"},
+    {"grad_wire_dtype": "fp16"},
+    {"param_wire_dtype": "int8"},
+    {"grad_wire_dtype": "int8", "param_wire_dtype": "int8"},
+]
+
+
+def wired(
+    mode: str, wire: dict[str, str], dtype: torch.dtype = torch.float32, *, sequence_parallel: bool = True
+) -> Case:
+    return Case(
+        mode,  # type: ignore[arg-type] # the name of one
+        sequence_parallel,
+        accumulate=2,
+        dtype=dtype,
+        vocab=UNEVEN,
+        steps=STEPS,
+        options=tuple(wire.items()),
+    )
+
+
+SHORT = [wired("reduce-scatter", WIRES[0]), wired("pooled", WIRES[1])]
+EVERY = [
+    wired(mode, wire, dtype, sequence_parallel=sequence_parallel)
+    for mode, wire, dtype, sequence_parallel in itertools.product(
+        ("reduce-scatter", "pooled", "forward"), WIRES, (torch.float32, torch.bfloat16), (True, False)
+    )
+    # weights of 16 bits are sent as they are
+    if dtype == torch.float32 or "param_wire_dtype" not in wire
+]
+
+
+def trained_and_resumed(tp: int, cases: list[Case]) -> list[tuple[Outcome, dict[str, bytes]]]:
+    mesh = meshes(tp)
+    return [(train_on(mesh, case), resumed_half_way(mesh, case)) for case in cases]
+
+
+def resumed_half_way(mesh: Any, case: Case) -> dict[str, bytes]:
+    """This rank's parts after a run that was saved in its middle and went on in other objects."""
+    half = case.steps // 2
+    before = Trainee.make(mesh, case)
+    before.train(range(half))
+    saved = [io.BytesIO()]
+    contents = before.optimizer.state_dict(), before.optimizer.main_params(), before.weights()
+    if dist.get_rank() == 0:
+        torch.save(contents, saved[0])
+    dist.broadcast_object_list(saved)
+    saved[0].seek(0)
+    state, main_params, weights = torch.load(saved[0], weights_only=True)
+    before.model.close()
+    after = Trainee.make(mesh, case)
+    set_model_state_dict(after.module, weights, options=StateDictOptions(full_state_dict=True))
+    after.optimizer.load_state_dict(state)
+    after.optimizer.load_main_params(main_params)
+    after.train(range(half, case.steps))
+    parts = after.replicas()
+    after.model.close()
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "cases"),
+    [
+        pytest.param(2, 2, SHORT, id="2x2"),
+        pytest.param(2, 2, EVERY, id="all-2x2", marks=pytest.mark.long),
+        pytest.param(3, 2, EVERY, id="all-3x2", marks=pytest.mark.long),
+    ],
+)
+def test_what_is_rounded_for_the_wire_is_rounded_alike_on_tensor_ranks(dp: int, tp: int, cases: list[Case]) -> None:
+    by_rank = run_processes(dp * tp, trained_and_resumed, tp, cases, timeout_s=600.0)
+    for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
+        first = outcomes[0][0]
+        for rank, (outcome, resumed) in enumerate(outcomes):
+            assert outcome.replicas == first.replicas, f"{case}, rank {rank}"
+            assert [norm.tolist() for norm in outcome.norms] == [norm.tolist() for norm in first.norms]
+            assert resumed == outcome.replicas, (
+                f"{case}, rank {rank}: a run that was saved and loaded goes on otherwise"
+            )
+        if case.dtype == torch.float32:  # bf16 forwards round more than the wire does
+            alone, start = train_alone(case, dp), make_module(case, None).state_dict()
+            unit = sum(UNIT[dtype] for _, dtype in case.options)
+            for name, weight in alone.weights.items():
+                error = float((first.weights[name] - weight).norm() / (weight - start[name]).norm())
+                assert error < 2 * unit, f"{case}, {name}: {error} of how far it was trained"
+            assert any((first.weights[name] - weight).abs().max() > 1e-6 for name, weight in alone.weights.items())
