@@ -5,6 +5,11 @@ A gradient that is to begin from zero could be added to zeros, which takes a pas
 them again. Autograd hands the first gradient over instead (``.grad`` is None until then), and it is copied into its
 view. That takes a call from Python for each parameter, so smaller ones are zeroed, all at once, and added to. A view
 whose gradient does not come is zeroed when its bucket is sealed.
+
+[Note: what is held until its bucket is sealed]
+A gradient that may be a sum over tensor ranks (dtensor_parts' [Note: gradients of replicated parameters]) accumulates
+in autograd's own tensor, which ``.grad`` is, from zero on. Where the view has something already, as after a reduction
+whose result was not dropped, torch adds to the view as to all others.
 """
 
 from __future__ import annotations
@@ -50,6 +55,8 @@ class ContiguousGradBuffers(GradBuffers):
         self._rounded: dict[int, Tensor] = {}  # by bucket, what is sent of it: its memory in another dtype
         self._large: set[int] = set()  # parameters whose first gradient is copied; see [Note: what is not zeroed]
         self._awaited: set[int] = set()  # parameters with a main_grad whose .grad is None, for this backward
+        self._sums_of_tensor_ranks: set[int] = set()  # parameters; see [Note: what is held until its bucket is sealed]
+        self._held: set[int] = set()  # of them, those whose gradient is .grad, so that their view has none of it
         self._unfilled: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
         self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
         self.extend(layout, params)
@@ -70,8 +77,11 @@ class ContiguousGradBuffers(GradBuffers):
                 # Another tensor than the view, whose references tell whether somebody has kept .grad.
                 self.main_grads[index] = self._slice(index)
                 set_main_grad(self.params[index], self.main_grads[index])
-            elif layout.params[index].numel >= FILLED_NUMEL:
-                self._large.add(index)
+            else:
+                if layout.params[index].numel >= FILLED_NUMEL:
+                    self._large.add(index)
+                if self.local_parts.may_be_sum(self.params[index]):
+                    self._sums_of_tensor_ranks.add(index)
             self.views[index] = self._view(index)
             self._addresses.append(self._get_view(index).data_ptr())
             if grad is not None:  # from before the model was wrapped: kept, as torch DDP keeps it
@@ -158,11 +168,12 @@ class ContiguousGradBuffers(GradBuffers):
                 self.reopen(bucket.index)
             else:
                 self._zero_stale(bucket.index)
-        specs, parts = self.layout.params, self._parts
+        self._hold(grads)
+        specs, parts, unfilled, elsewhere = self.layout.params, self._parts, self._unfilled, self._awaited | self._held
         for index, (param, view, grad) in enumerate(zip(self.params, self.views, grads, strict=True)):
             if grad is view:  # nearly always
                 continue
-            if (grad is None and index in self._unfilled) or index in self._awaited:  # autograd hands its gradient over
+            if (grad is None and index in unfilled) or index in elsewhere:  # autograd hands its gradient over
                 continue
             assert view is not None
             check_unchanged(parts[index], specs[index])
@@ -180,6 +191,13 @@ class ContiguousGradBuffers(GradBuffers):
                 self.has_grad[index] = True
                 self._unfilled.discard(index)
             param.grad = view
+
+    def _hold(self, grads: Sequence[Tensor | None]) -> None:
+        """Leaves gradients that may be sums over tensor ranks where autograd puts them, if nothing is in their view."""
+        for index in self._sums_of_tensor_ranks:
+            if index in self._held or not (self.has_grad[index] or grads[index] is self.views[index]):
+                self._held.add(index)
+                self.has_grad[index] = grads[index] is not None  # the user may have set .grad
 
     def reopen(self, bucket: int) -> None:
         """Turns a reduce-scattered bucket into one that can be accumulated into and reduced again.
@@ -217,6 +235,8 @@ class ContiguousGradBuffers(GradBuffers):
         view = self._get_view(param)
         grad = self.params[param].grad
         assert grad is not None
+        if param in self._held:
+            return
         if param in self._awaited:
             self.params[param].grad = None
             if not take_added(self.params[param]):
@@ -229,6 +249,8 @@ class ContiguousGradBuffers(GradBuffers):
     def seal(self, bucket: int) -> None:
         params, views, addresses, has_grad = self.params, self.views, self._addresses, self.has_grad
         stand_in = self._stand_in if self._sharded else None
+        if self._held:
+            self._take_held(bucket)
         for index in self.layout.buckets[bucket].params:
             param, view = params[index], views[index]
             grad = param.grad
@@ -301,15 +323,28 @@ class ContiguousGradBuffers(GradBuffers):
         super().close()
         for index, place in self.main_grads.items():
             remove_main_grad(self.params[index], place)
-        self.main_grads, self._awaited = {}, set()
+        self.main_grads, self._awaited, self._held = {}, set(), set()
         self.views, self.flats, self._rounded = [None] * len(self.params), [], {}
         self._sums = [None] * len(self._sums)
 
     def _leave_replaced(self, grads: Sequence[Tensor | None]) -> None:
         """Leaves gradients that somebody took out of ``.grad`` without clearing them to those who keep them."""
         has_grad, views = self.has_grad, self.views
-        replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i]]
+        held = self._held
+        replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i] and i not in held]
         self.leave_kept([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
+
+    def _take_held(self, bucket: int) -> None:
+        """Brings the bucket's gradients that are sums over tensor ranks to their views, when they are added up."""
+        held = [index for index in self.layout.buckets[bucket].params if index in self._held]
+        grads = self.local_parts.grads_of([self.params[index] for index in held])
+        for index, grad in zip(held, grads, strict=True):
+            if grad is not None:  # else its view is zeroed as any other's
+                self.check_param(index)
+                copy_grad_(self.local_parts.of(self._get_view(index)), grad)
+                self._unfilled.discard(index)
+                self.params[index].grad = self.views[index]
+        self._held.difference_update(held)
 
     def _view(self, index: int) -> Tensor:
         return self.local_parts.as_grad(self.params[index], self._slice(index))

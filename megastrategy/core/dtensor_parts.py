@@ -4,10 +4,12 @@ See local_parts' [Note: parts of parameters].
 
 [Note: gradients of replicated parameters]
 A parameter that the tensor ranks hold alike (a norm's weight) may get a gradient that is a sum over them, as under
-sequence parallelism, where each rank has another part of the sequence. ``.grad`` is a *replicated* DTensor in the
-buffer, so torch reduces such a gradient over the tensor ranks when it adds it: one small all-reduce a parameter and
-backward. All tensor ranks then add the same bits. Their replicas stay equal since everything that follows, norms and
-coefficients included, has the same bits too.
+sequence parallelism, where each rank has another part of the sequence. Into a *replicated* ``.grad`` in the buffer
+torch would add it up over the tensor ranks each time: a small all-reduce a parameter and backward. So ``.grad`` of such
+parameters stays autograd's own, a sum not added up yet, until its bucket is complete; one all-reduce over the tensor
+ranks then brings those of the bucket, as Megatron-LM's ``finalize_model_grads`` does for all. All tensor ranks get the
+same bits. Their replicas stay equal since everything that follows, norms and coefficients included, has the same bits
+too. Buckets are complete in one order on all tensor ranks, which run one program, so these reductions match.
 """
 
 from __future__ import annotations
@@ -136,6 +138,28 @@ class DTensorParts(LocalParts):
                 grad = grad.redistribute(placements=whole.placements)
             return grad.to_local().detach()
         return None if grad is None else grad.detach()
+
+    def grads_of(self, params: Sequence[Parameter]) -> list[Tensor | None]:
+        grads: list[Any] = [param.grad for param in params]
+        sums = [
+            place
+            for place, (param, grad) in enumerate(zip(params, grads, strict=True))
+            if self.may_be_sum(param) and isinstance(grad, DTensor) and grad.placements[0].is_partial("sum")
+        ]
+        if self.ranks is None or len(sums) < 2:  # torch's own redistribution of the one does as well
+            return [self.grad_of(param) for param in params]
+        added_up: dict[int, Tensor] = {}
+        local = {place: grads[place]._local_tensor.detach() for place in sums}
+        for dtype in dict.fromkeys(part.dtype for part in local.values()):
+            places = [place for place in sums if local[place].dtype == dtype]
+            flat = torch.cat([local[place].flatten() for place in places])
+            self.ranks.all_reduce(flat, 1.0).wait()
+            parts = flat.split([local[place].numel() for place in places])
+            added_up |= {place: part.view(local[place].shape) for place, part in zip(places, parts, strict=True)}
+        return [added_up[i] if i in added_up else self.grad_of(param) for i, param in enumerate(params)]
+
+    def may_be_sum(self, param: Any) -> bool:
+        return self.ranks is not None and isinstance(param, DTensor) and param.placements[0].is_replicate()
 
     def is_cut_alike(self, param: Tensor, grad: Tensor) -> bool:
         if isinstance(param, DTensor) and isinstance(grad, DTensor):

@@ -104,6 +104,14 @@ class LocalParts:
         already, else collective over the tensor ranks."""
         return None if param.grad is None else param.grad.detach()
 
+    def grads_of(self, params: Sequence[Parameter]) -> list[Tensor | None]:
+        """The same of several. What is a sum over the tensor ranks comes in one collective."""
+        return [self.grad_of(param) for param in params]
+
+    def may_be_sum(self, param: Parameter) -> bool:
+        """Whether gradients of the parameter may be sums over the tensor ranks."""
+        return False
+
     def is_cut_alike(self, param: Tensor, grad: Tensor) -> bool:
         """Whether the tensor ranks have the same parts of both."""
         return True

@@ -130,9 +130,11 @@ class PooledGradBuffers(GradBuffers):
 
     def seal(self, bucket: int) -> None:
         sealed: dict[int, Tensor] = {}
-        for index in self.layout.buckets[bucket].params:
+        indices = self.layout.buckets[bucket].params
+        grads = self.local_parts.grads_of([self.params[index] for index in indices])
+        for index, grad in zip(indices, grads, strict=True):
             param = self.params[index]
-            if (grad := self.local_parts.grad_of(param)) is not None:
+            if grad is not None:
                 self.check_param(index)
                 sealed[index] = grad
                 self.has_grad[index] = True

@@ -1,0 +1,189 @@
+"""Gradients of replicated parameters that are sums over the tensor ranks come by one reduction a bucket, whatever is
+done to ``.grad`` before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.support.processes import run_processes
+from tests.support.tensor_parallel import Case, Mode, Trainee, make_module, meshes, tokens_of, whole
+
+MODES: tuple[Mode, ...] = ("reduce-scatter", "all-reduce", "pooled")
+NORM, MIX = "blocks.1.norm.weight", "blocks.0.mix.weight"  # one is added to zeros, the other large enough to be copied
+DP = 2
+
+Params = dict[str, torch.nn.Parameter]
+Backward = Callable[[int, bool], None]
+"""Of the microbatch of that number, synchronised or not."""
+
+
+def once(params: Params, backward: Backward) -> None:
+    backward(0, True)
+
+
+def thrice(params: Params, backward: Backward) -> None:
+    backward(0, False)
+    backward(1, False)
+    backward(2, True)
+
+
+def dropped_between(params: Params, backward: Backward) -> None:
+    backward(0, False)
+    params[NORM].grad = params[MIX].grad = None
+    backward(1, True)
+
+
+def written_between(params: Params, backward: Backward) -> None:
+    """The same on all ranks, as users do."""
+    backward(0, False)
+    for name in (NORM, MIX):
+        params[name].grad = torch.full_like(params[name], 0.25)
+    backward(1, True)
+
+
+def written_before(params: Params, backward: Backward) -> None:
+    for name in (NORM, MIX):
+        params[name].grad = torch.full_like(params[name], 0.25)
+    backward(0, True)
+
+
+def doubled_between(params: Params, backward: Backward) -> None:
+    backward(0, False)
+    for name in (NORM, MIX):
+        grad = params[name].grad
+        assert grad is not None
+        grad.mul_(2.0)
+    backward(1, True)
+
+
+def zeroed_between(params: Params, backward: Backward) -> None:
+    backward(0, False)
+    for name in (NORM, MIX):
+        grad = params[name].grad
+        assert grad is not None
+        grad.zero_()
+    backward(1, True)
+
+
+def synced_twice(params: Params, backward: Backward) -> None:
+    """The second is added to what was reduced."""
+    backward(0, True)
+    backward(1, True)
+
+
+def synced_then_not(params: Params, backward: Backward) -> None:
+    backward(0, True)
+    backward(1, False)
+    backward(2, True)
+
+
+def used_once(params: Params, backward: Backward) -> None:
+    """In the second backward the norm is frozen."""
+    backward(0, False)
+    params[NORM].requires_grad_(False)
+    backward(1, True)
+    params[NORM].requires_grad_(True)
+
+
+# Where every backward is reduced, gradients between two are not to be read, as ever.
+HOWS: dict[Any, tuple[Mode, ...]] = {
+    once: MODES,
+    thrice: MODES,
+    dropped_between: MODES,
+    written_between: tuple(mode for mode in MODES if mode != "pooled"),
+    written_before: MODES,
+    doubled_between: tuple(mode for mode in MODES if mode != "pooled"),
+    zeroed_between: tuple(mode for mode in MODES if mode != "pooled"),
+    synced_twice: MODES,
+    synced_then_not: MODES,
+    used_once: MODES,
+}
+
+
+def expected(how: Any) -> dict[str, Tensor | None]:
+    """The gradients of a plain module, of the mean loss over the data-parallel ranks' batches."""
+    case = Case(accumulate=1)
+    module = make_module(case, None)
+    params = dict(module.named_parameters())
+
+    def backward(number: int, sync: bool) -> None:
+        for dp_rank in range(DP):
+            tokens = tokens_of(case, dp_rank, 0, number)
+            (module.loss(module(tokens), tokens) / DP).backward()
+
+    how(params, backward)
+    return {name: params[name].grad for name in (NORM, MIX, "blocks.0.up.weight")}
+
+
+def got(mesh: Any, how: Any, mode: Mode) -> tuple[dict[str, Tensor | None], dict[str, bytes], int, int]:
+    """The gradients; those of replicas, as this rank has them; reductions of torch's, and of ours, in the last
+    backward."""
+    trainee = Trainee.make(mesh, Case(mode))
+    params = dict(trainee.module.named_parameters())
+    ranks = trainee.model.engine.local_parts.ranks
+    assert ranks is not None
+    counts = [0, 0]
+
+    def backward(number: int, sync: bool) -> None:
+        tokens = tokens_of(trainee.case, mesh.get_local_rank("dp"), 0, number)
+        with contextlib.nullcontext() if sync else trainee.model.no_sync():
+            loss = trainee.module.loss(trainee.model(tokens), tokens)
+            with CommDebugMode() as theirs, mock.patch.object(ranks, "all_reduce", wraps=ranks.all_reduce) as ours:
+                loss.backward()
+        counts[:] = theirs.get_comm_counts().get(torch.ops.c10d_functional.all_reduce, 0), ours.call_count
+
+    how(params, backward)
+    grads = {name: trainee.model.full_grad(params[name]) for name in (NORM, MIX, "blocks.0.up.weight")}
+    local = {
+        name: bytes((g._local_tensor if isinstance(g, DTensor) else g).flatten().view(torch.uint8).numpy())
+        for name, g in grads.items()
+        if name != "blocks.0.up.weight" and g is not None
+    }
+    gathered = {name: None if grad is None else whole(grad) for name, grad in grads.items()}
+    num_buckets = len(trainee.model.layout.buckets)
+    trainee.model.close()
+    assert counts[1] <= num_buckets
+    return gathered, local, counts[0], counts[1]
+
+
+def answers() -> dict[str, Any]:
+    mesh = meshes(2)
+    return {f"{how.__name__}, {mode}": got(mesh, how, mode) for how, modes in HOWS.items() for mode in modes}
+
+
+@pytest.fixture(scope="module")
+def answered() -> list[dict[str, Any]]:
+    return run_processes(2 * DP, answers, timeout_s=300.0)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=lambda how: how.__name__)
+def test_gradients_are_those_of_one_process(answered: list[dict[str, Any]], how: Any) -> None:
+    alone = expected(how)
+    for mode in HOWS[how]:
+        for rank, answer in enumerate(answered):
+            grads, local, _, _ = answer[f"{how.__name__}, {mode}"]
+            assert local == answered[0][f"{how.__name__}, {mode}"][1], (
+                f"{mode}, rank {rank}: replicas get the same bits"
+            )
+            for name, grad in alone.items():
+                assert (grad is None) == (grads[name] is None), f"{mode}, {name}"
+                if grad is not None:
+                    torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-7, msg=f"{mode}, {name}")
+
+
+def test_a_backward_adds_up_over_tensor_ranks_once_a_bucket(answered: list[dict[str, Any]]) -> None:
+    """torch itself would reduce each norm's two parameters, and each matrix that is whole, by itself: eight times."""
+    for answer in answered:
+        for mode in MODES:
+            _, _, theirs, ours = answer[f"thrice, {mode}"]
+            assert theirs <= 1, f"{mode}: a bucket with one such gradient leaves it to torch"
+            assert ours > 0
