@@ -28,6 +28,7 @@ from ..core import (
     directory_keys,
     is_directory_checkpoint,
     read_directory,
+    read_weights,
     save_directory,
     to_host,
 )
@@ -173,15 +174,20 @@ def load_extra(path: Path, weights_only: bool | None) -> dict[str, Any]:
     return extra
 
 
-def load_trainer_directory(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Reads a Trainer's checkpoint: whole weights into host memory; the states of optimizers are left on the disk.
+def load_trainer_directory(path: Path, module: Module | None, weights_only: bool | None) -> dict[str, Any]:
+    """Reads a Trainer's checkpoint: weights into host memory, of ``module``'s tensor-parallel parameters this rank's
+    parts; the states of optimizers are left on the disk.
 
     Raises:
         CheckpointError: as :func:`load_extra`.
     """
     checkpoint = load_extra(path, weights_only)
-    checkpoint["state_dict"] = read_directory(path, "model") | checkpoint.pop(NOT_TENSORS, {}).get("model", {})
-    optimizers = [key for key in directory_keys(path) if key.startswith("optimizer_")]
+    keys = directory_keys(path)
+    # Lightning's FSDPStrategy and its ModelParallelStrategy have two names for it.
+    key = "model" if "model" in keys else "state_dict"
+    weights = read_directory(path, key) if module is None else read_weights(path, key, module)
+    checkpoint["state_dict"] = weights | checkpoint.pop(NOT_TENSORS, {}).get("model", {})
+    optimizers = [key for key in keys if key.startswith("optimizer_")]
     if optimizers or "lr_schedulers" in checkpoint:  # a module without optimizers has none; weights alone no schedulers
         checkpoint["optimizer_states"] = [
             OptimizerInDirectory(path, f"optimizer_{number}") for number in range(len(optimizers))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,17 @@ from torch import Tensor
 from ..core import CheckpointError, DistributedOptimizer
 
 
-def check_module_state(module: torch.nn.Module, state: Mapping[str, Any], strict: bool, source: str) -> None:
+def check_module_state(
+    module: torch.nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    source: str,
+    known_hooks: Collection[Callable[..., Any]] = (),
+) -> None:
     """Raises if ``module.load_state_dict(state, strict)`` would fail, which it does half-way through.
 
     It looks only where torch's own rules hold. A module that loads in ways of its own is left alone, with all in it.
-    Nothing is said where hooks may rename what is in the state, or forgive what is not.
+    Nothing is said where hooks may rename what is in the state, or forgive what is not; ``known_hooks`` do neither.
 
     Raises:
         CheckpointError: naming ``source``, and every name that is missing, not wanted or of another shape.
@@ -23,8 +29,12 @@ def check_module_state(module: torch.nn.Module, state: Mapping[str, Any], strict
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{source} is no state of a module: it is {describe_foreign(state)}")
     # a hook of any child may rewrite the whole state before torch looks at it, so what is missing now may be there then
-    hooked = (child._load_state_dict_pre_hooks or child._load_state_dict_post_hooks for child in module.modules())
-    if any(hooked) or _is_custom(module):
+    hooks = [
+        getattr(hook, "hook", hook)
+        for child in module.modules()
+        for hook in [*child._load_state_dict_pre_hooks.values(), *child._load_state_dict_post_hooks.values()]
+    ]
+    if any(hook not in known_hooks for hook in hooks) or _is_custom(module):
         return
     # a false alarm would stop a run that torch resumes, so what a child loads by itself is not judged
     custom = tuple(f"{name}." for name, child in module.named_modules() if name and _is_custom(child))

@@ -51,6 +51,7 @@ from ..core import (
     directory_keys,
     not_tensors,
     read_directory,
+    read_weights,
     save_directory,
 )
 from ..data import CountedLoader, batch_size_of, sampler_of
@@ -325,14 +326,19 @@ class FabricStrategy(WholeFilesByDefault, _Base):
 
     def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:
         """Reads a directory, but for the states of optimizers in ``state``: these stay there, to be read in part."""
-        optimizers = state.items() if isinstance(state, dict) else ()
-        left = {key for key, value in optimizers if isinstance(self._distributed(value), DistributedOptimizer)}
+        items = state.items() if isinstance(state, dict) else ()
+        left = {key for key, value in items if isinstance(self._distributed(value), DistributedOptimizer)}
+        modules = {key: unwrapped(value) for key, value in items if isinstance(value, Module)}
         extra = load_extra(path, weights_only)
         apart = extra.pop(NOT_TENSORS, {})
-        return extra | {
-            key: OptimizerInDirectory(path, key) if key in left else read_directory(path, key) | apart.get(key, {})
-            for key in directory_keys(path)
-        }
+
+        def read(key: str) -> Any:
+            if key in left:
+                return OptimizerInDirectory(path, key)
+            own = read_weights(path, key, modules[key]) if key in modules else read_directory(path, key)
+            return own | apart.get(key, {})
+
+        return extra | {key: read(key) for key in directory_keys(path)}
 
     def load_checkpoint(
         self,

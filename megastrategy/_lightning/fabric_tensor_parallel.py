@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .._checkpoints.files import trainable_weights
 from ..core import DistributedDataParallel
 from .fabric_strategy import FabricStrategy, unwrapped
-from .meshes import DATA, check_tensor_parallel_size, load_whole_weights, make_mesh, sampler_ranks, whole_weights
+from .meshes import DATA, check_tensor_parallel_size, load_weights, make_mesh, sampler_ranks, whole_weights
 from .signature import ALL_REDUCE_OPTION
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class FabricTensorParallelStrategy(FabricStrategy):
     _device_mesh: DeviceMesh | None = None
 
     def _set_tensor_parallel(self, size: int, parallelize_fn: Callable[[Any, DeviceMesh], Module] | None) -> None:
-        self.tensor_parallel_size = check_tensor_parallel_size(size, self.state_dict_type)
+        self.tensor_parallel_size = check_tensor_parallel_size(size)
         if parallelize_fn is not None and size == 1:
             raise ValueError(
                 "parallelize_fn is given and tensor_parallel_size is 1: there is nothing to parallelise over. Pass "
@@ -108,14 +108,17 @@ class FabricTensorParallelStrategy(FabricStrategy):
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
-        """Whole weights, as one process would have them: of a tensor-parallel model on rank 0 alone. Collective."""
-        return super().get_module_state_dict(module) if self._device_mesh is None else whole_weights(unwrapped(module))
+        """Whole weights, as one process would have them: of a tensor-parallel model on rank 0 alone, and for a
+        directory this rank's parts. Collective."""
+        if self._device_mesh is None or self.state_dict_type == "sharded":
+            return super().get_module_state_dict(module)
+        return whole_weights(unwrapped(module))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
         if self._device_mesh is None:
             super().load_module_state_dict(module, state_dict, strict)
             return
-        load_whole_weights(unwrapped(module), state_dict, strict)
+        load_weights(unwrapped(module), state_dict, strict)
         self._load_main_params_of(module, trainable_weights(unwrapped(module), state_dict))
 
 

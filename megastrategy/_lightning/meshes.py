@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .._checkpoints.directories import StateDictType
+from ..core import cut_like, dtensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -19,19 +19,14 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 """The names of the mesh's dimensions in Lightning."""
 
 
-def check_tensor_parallel_size(size: int, state_dict_type: StateDictType) -> int:
+def check_tensor_parallel_size(size: int) -> int:
     """Returns the size.
 
     Raises:
-        ValueError: if it is none, or the state is to be saved in parts.
+        ValueError: if it is none.
     """
     if size < 1:
         raise ValueError(f"tensor_parallel_size={size}: expected at least one rank")
-    if size > 1 and state_dict_type == "sharded":
-        raise ValueError(
-            f"tensor_parallel_size={size} contradicts state_dict_type='sharded': a tensor-parallel model is saved "
-            "whole. Leave state_dict_type at 'full'"
-        )
     return size
 
 
@@ -67,11 +62,18 @@ def whole_weights(module: Module) -> dict[str, Any]:
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def load_whole_weights(module: Module, weights: Mapping[str, Any], strict: bool) -> None:
-    """Loads a state of whole weights, which every rank has: each takes its parts of it."""
+def load_weights(module: Module, weights: Mapping[str, Any], strict: bool) -> None:
+    """Loads whole weights, of which each rank takes its parts, and what a rank has read its part of alone."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    set_model_state_dict(module, dict(weights), options=StateDictOptions(full_state_dict=True, strict=strict))
+    params = dtensors_of(module, each_name=True)
+    parts = dict(weights)
+    for name in params.keys() & weights.keys():
+        value = weights[name]
+        # One of another shape is told of by torch, with its name.
+        if isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == params[name].shape:
+            parts[name] = cut_like(params[name], value)
+    set_model_state_dict(module, parts, options=StateDictOptions(strict=strict))
 
 
 _NEAR = 200

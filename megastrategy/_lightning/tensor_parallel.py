@@ -20,7 +20,7 @@ from .meshes import (
     DATA,
     check_tensor_parallel_size,
     is_loss_parallel,
-    load_whole_weights,
+    load_weights,
     make_mesh,
     sampler_ranks,
     whole_weights,
@@ -40,7 +40,7 @@ class TensorParallelStrategy(TrainerStrategy):
     _device_mesh: DeviceMesh | None = None
 
     def _set_tensor_parallel_size(self, size: int) -> None:
-        self.tensor_parallel_size = check_tensor_parallel_size(size, self.state_dict_type)
+        self.tensor_parallel_size = check_tensor_parallel_size(size)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -93,10 +93,10 @@ class TensorParallelStrategy(TrainerStrategy):
         return loss
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights, as one process would have them. Collective."""
+        """Whole weights, as one process would have them; for a directory this rank's parts. Collective."""
         if self._parts_are_lost():
             return {}
-        if self._device_mesh is None:
+        if self._device_mesh is None or self.state_dict_type == "sharded":
             state: dict[str, Any] = super().lightning_module_state_dict()
             return state
         assert self.lightning_module is not None
@@ -108,7 +108,7 @@ class TensorParallelStrategy(TrainerStrategy):
             return
         assert self.lightning_module is not None
         check_module_state(self.lightning_module, checkpoint["state_dict"], strict, self._loaded_from)
-        load_whole_weights(self.lightning_module, checkpoint["state_dict"], strict)
+        load_weights(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return {} if self._parts_are_lost() else super().optimizer_state(optimizer)

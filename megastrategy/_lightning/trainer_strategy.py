@@ -449,7 +449,7 @@ class TrainerStrategy(
         self._directory_saver.wait()
         if (local := local_path(checkpoint_path)) is not None and local.is_dir():
             self._loaded_from = str(checkpoint_path)
-            return self.take_place(load_trainer_directory(local, weights_only))
+            return self.take_place(load_trainer_directory(local, self.lightning_module, weights_only))
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
             raise CheckpointError(

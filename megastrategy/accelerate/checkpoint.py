@@ -21,9 +21,10 @@ from ..core import (
     directory_keys,
     is_directory_checkpoint,
     not_tensors,
-    read_directory,
+    read_weights,
     save_directory,
 )
+from .tensor_parallel import cut_in_place
 
 MAIN_PARAMS_FILE = "megatron_ddp_main_params.bin"
 """Holds, by the optimizer's number, its fp32 main params by parameter name, whole."""
@@ -100,9 +101,9 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
     # of a module what torch.load takes by default: tensors, numbers, text and their containers
     apart = load_file(path / EXTRA_FILE, weights_only=True).get(NOT_TENSORS, {})
     keys = [_key("model", number) for number in range(len(models))]
-    weights = [read_directory(path, key) | apart.get(key, {}) for key in keys]
+    weights = [read_weights(path, key, model) | apart.get(key, {}) for key, model in zip(keys, models, strict=True)]
     for number, (model, values) in enumerate(zip(models, weights, strict=True)):
-        check_module_state(model, values, True, f"{_key('model', number)!r} in {path}")
+        check_module_state(model, values, True, f"{_key('model', number)!r} in {path}", {cut_in_place})
     read = [item.read_sharded(path, _key("optimizer", number)) for number, item in enumerate(optimizers)]
     for model, values in zip(models, weights, strict=True):
         model.load_state_dict(values)

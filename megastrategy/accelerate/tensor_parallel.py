@@ -65,17 +65,8 @@ class TensorParallel:
         return on_cpus or bool(super().multi_device)  # type: ignore[misc]
 
     def _instances(self) -> dict[str, int]:
-        """The number of optimizer instances that ``dp_replicate_size`` times ``dp_shard_size`` means.
-
-        Raises:
-            ValueError: if a tensor-parallel model is to be saved in parts.
-        """
+        """The number of optimizer instances that ``dp_replicate_size`` times ``dp_shard_size`` means."""
         config = self.parallelism_config
-        if self._has_tensor_ranks() and self.megatron_ddp_plugin.state_dict_type == "sharded":
-            raise ValueError(
-                f"ParallelismConfig(tp_size={config.tp_size}) contradicts MegatronDDPPlugin(state_dict_type="
-                "'sharded'): a tensor-parallel model is saved whole. Leave state_dict_type at 'full'"
-            )
         if config is None or not (config.dp_replicate_enabled and config.dp_shard_enabled):
             return {}
         return {"num_distributed_optimizer_instances": config.dp_replicate_size}
@@ -163,11 +154,12 @@ def _showing_ties_alone(models: Sequence[Module]) -> Iterator[None]:
 def take_whole_states(model: Module) -> None:
     """Lets ``load_state_dict`` of a tensor-parallel module take whole tensors, as files have: each rank its part."""
     known = (getattr(hook, "hook", None) for hook in model._load_state_dict_pre_hooks.values())
-    if _cut_in_place not in known:
-        model.register_load_state_dict_pre_hook(_cut_in_place)
+    if cut_in_place not in known:
+        model.register_load_state_dict_pre_hook(cut_in_place)
 
 
-def _cut_in_place(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def cut_in_place(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Puts this rank's parts in the place of whole tensors, before torch loads them; as a hook of the module."""
     # torch has made a copy of the caller's dictionary, and hands it on to the submodules
     for name, param in module.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)

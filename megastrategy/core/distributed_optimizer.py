@@ -34,7 +34,7 @@ from .checkpoint.full_state import (
 )
 from .checkpoint.hand_over import MAIN_PARAMS, STATE, Borrowing
 from .checkpoint.host_copies import to_host
-from .checkpoint.sharded_state import check_same_groups, read_optimizer, sharded_state_dict
+from .checkpoint.sharded_optimizer import check_same_groups, read_optimizer, sharded_state_dict
 from .checkpoint.whole_state import groups_as_saved
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
@@ -48,8 +48,8 @@ from .shown_state import ShownState
 from .tensor_state import (
     parts_of_main_params,
     parts_of_state,
-    refuse_directories,
     require_everybody,
+    tensor_parts,
     whole_main_params,
     whole_state,
 )
@@ -413,20 +413,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensors are the optimizer's own.
         """
         impl = self._impl
-        refuse_directories(impl)
         # Whoever writes them reads the device, which may wait for a rank that is gone.
         impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
         impl.split_state()
-        of_others = {id(param) for param in impl.strangers.params} if impl.engine.collectives.rank else set()
+        parts = tensor_parts(impl)
+        is_first = impl.engine.collectives.is_rank_zero and parts.writes_replicas
+        of_others = set() if is_first else {id(param) for param in impl.strangers.params}
 
         def stepped(param: Parameter) -> Tensor | None:
             if id(param) in of_others:
                 return None  # rank 0's are saved
             return impl.stepped_tensor(param) if impl.has_shards else param
 
-        where = impl.followed_by_id, impl.shards, impl.layout, impl.element_names
+        where = impl.followed_by_id, impl.shards, impl.layout, impl.element_names, parts
         state = sharded_state_dict(impl.inner, impl.names_by_id(), stepped, *where)
-        main_params = {**state.pop("main_params", {}), **impl.main_params_to_come}
+        main_params = {**state.pop("main_params", {}), **parts.placed(impl.main_params_to_come)}
         return state | ({"main_params": main_params} if main_params else {})
 
     def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
@@ -443,9 +444,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CheckpointError: if it cannot be read, or is of another model.
         """
         impl = self._impl
-        refuse_directories(impl)
         names, followed = impl.names_by_id(), impl.followed_by_id
-        own = impl.shards, impl.layout, impl.element_names, impl.whole_params, followed.values()
+        own = impl.shards, impl.layout, impl.element_names, impl.whole_params, followed.values(), tensor_parts(impl).cut
         saved = read_optimizer(Path(path), key, names.values(), *own)
         if "param_groups" not in saved:
             raise CheckpointError(f"{path} has no optimizer under the key {key!r}")

@@ -146,11 +146,15 @@ class LocalParts:
         """Ends what was made for this engine alone."""
 
 
-def dtensors_of(module: nn.Module) -> dict[str, Any]:
-    """The parameters that are DTensors, by name; none where nobody has imported the class."""
+def dtensors_of(module: nn.Module, *, each_name: bool = False) -> dict[str, Any]:
+    """The parameters that are DTensors, by name; none where nobody has imported the class.
+
+    ``each_name``: a tied one under each of its names.
+    """
     # Importing it here would cost everybody; a class that nobody has imported has no instances.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    return {name: param for name, param in module.named_parameters() if isinstance(param, kind)}
+    named = module.named_parameters(remove_duplicate=not each_name)
+    return {name: param for name, param in named if isinstance(param, kind)}
 
 
 def cut_like(param: Any, whole: Tensor) -> Tensor:
@@ -161,7 +165,16 @@ def cut_like(param: Any, whole: Tensor) -> Tensor:
         dim = placement.dim % param.dim()
         start, end = cut_of(param.shape[dim], param.device_mesh.get_local_rank(), param.device_mesh.size())
         part = whole.narrow(dim, start, end - start)
-    cut: Tensor = type(param).from_local(
+    return _as_part_of(param, part)
+
+
+def empty_like_part(param: Any, dtype: torch.dtype) -> Tensor:
+    """A DTensor that is cut as ``param`` is, with memory for this rank's part alone, on the host."""
+    return _as_part_of(param, torch.empty_like(param.to_local().detach(), dtype=dtype, device="cpu"))
+
+
+def _as_part_of(param: Any, part: Tensor) -> Tensor:
+    made: Tensor = type(param).from_local(
         part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
-    return cut
+    return made

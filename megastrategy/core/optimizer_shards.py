@@ -151,6 +151,8 @@ class OptimizerShards(ShardHolder):
             state = self.inner.state.pop(param, None)
             if state and index in self.shards:
                 shard = self.shards[index]
+                # What an optimizer made of a DTensor at construction is one, too, and of the whole's shape.
+                state = {name: self.engine.local_parts.of(value) for name, value in state.items()}
                 self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, self.element_names)
         to_come = self.main_params_to_come
         load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)

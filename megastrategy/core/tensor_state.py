@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .checkpoint.full_state import REMAINDER, OnRankZero, number_params
 from .checkpoint.hand_over import MAIN_PARAMS, STATE
+from .checkpoint.sharded_optimizer import TensorParts
 from .checkpoint.tensor_ranks import join_parts
-from .errors import CheckpointError
 from .local_parts import CutParam
 from .sharded_step import ShardedStep
 
@@ -28,16 +28,24 @@ def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict
     Raises:
         NotOnAllRanksError: if a rank calls it alone.
     """
-    if (ranks := impl.engine.local_parts.ranks) is None:
+    local_parts = impl.engine.local_parts
+    if not local_parts.has_parts:
         return gather()
-    require_everybody(impl, _CALL.format(STATE))
+    if (ranks := local_parts.ranks) is not None:
+        require_everybody(impl, _CALL.format(STATE))
     saved = gather()
     # Elsewhere is nothing, on all tensor ranks of those data-parallel ranks alike.
     if isinstance(saved["state"], OnRankZero):
         return saved
     numbers = number_params(impl.inner)
     params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
-    return {**saved, "state": join_parts(saved["state"], impl.engine.local_parts.cut_params(params), ranks)}
+    # What an optimizer made of a DTensor at construction, and keeps while that is frozen, is a DTensor, too.
+    state = {
+        number: {name: local_parts.of(value) for name, value in kept.items()} if number in params else kept
+        for number, kept in saved["state"].items()
+    }
+    whole = state if ranks is None else join_parts(state, local_parts.cut_params(params), ranks)
+    return {**saved, "state": whole}
 
 
 def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -71,24 +79,25 @@ def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's parts of whole main params by name: views."""
-    cut = _cut_by_saved_name(impl)
-    return {name: cut[name].cut(value) if name in cut else value for name, value in saved.items()} if cut else saved
+    """This rank's parts of main params by name, whole ones or DTensors: views."""
+    local_parts = impl.engine.local_parts
+    if not local_parts.has_parts:
+        return saved
+    cut, parts = _cut_by_saved_name(impl), {name: local_parts.of(value) for name, value in saved.items()}
+    return {name: cut[name].cut(part) if name in cut else part for name, part in parts.items()}
+
+
+def tensor_parts(impl: ShardedStep) -> TensorParts:
+    """Tells what this tensor rank writes into a directory, and reads from it."""
+    local_parts = impl.engine.local_parts
+    cut = local_parts.cut_params(dict(impl.engine.module.named_parameters()))
+    return TensorParts(cut, writes_replicas=local_parts.ranks is None or local_parts.ranks.is_rank_zero)
 
 
 def _cut_by_saved_name(impl: ShardedStep) -> dict[str, CutParam]:
     """The parameters that are cut, by either name that their main params may be saved under."""
     cut = impl.engine.local_parts.cut_params(dict(impl.engine.module.named_parameters()))
     return cut | {name + REMAINDER: part for name, part in cut.items()}
-
-
-def refuse_directories(impl: ShardedStep) -> None:
-    """Raises CheckpointError where each rank has a part of a part."""
-    if impl.engine.local_parts.ranks is not None:
-        raise CheckpointError(
-            "the optimizer of a tensor-parallel model is not saved in parts (sharded_state_dict(), directories): save "
-            "state_dict(), which is whole, and loads on any number of tensor and data-parallel ranks"
-        )
 
 
 def require_everybody(impl: ShardedStep, what: str) -> None:

@@ -11,13 +11,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import MegatronDDPStrategy
+from megastrategy.core import read_directory
+from megastrategy.errors import CheckpointError
+from megastrategy.tools.conversion import consolidate
 from tests.support.tensor_parallel import LanguageModel, adamw, plan
 
 from .rank_processes import Ranks
@@ -80,8 +85,8 @@ def fit(strategy: Any, devices: int, batch_size: int, folder: str, epochs: int, 
     }
 
 
-def fit_on_mesh(folder: str, epochs: int, resume: str | None) -> dict[str, Any]:
-    return fit(MegatronDDPStrategy(tensor_parallel_size=2), 4, BATCH_SIZE, folder, epochs, resume)
+def fit_on_mesh(folder: str, epochs: int, resume: str | None, **options: Any) -> dict[str, Any]:
+    return fit(MegatronDDPStrategy(tensor_parallel_size=2, **options), 4, BATCH_SIZE, folder, epochs, resume)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -139,6 +144,115 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one: Ranks, mesh: R
     mesh.run(fit_on_mesh, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt")
     expected, four = read(tmp_path / "1 devices, 2 epochs.ckpt"), read(tmp_path / "4 devices, 2 epochs.ckpt")
     assert_close(four["state_dict"], expected["state_dict"], "resumed")
+
+
+# --- directories -----------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
+    one: Ranks, mesh: Ranks, tmp_path: Path
+) -> None:
+    folder, parts = str(tmp_path), str(tmp_path / "parts")
+    one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
+    mesh.run(fit_on_mesh, parts, 1, None, state_dict_type="sharded")
+    directory = tmp_path / "parts" / "4 devices, 1 epochs.ckpt"
+    assert len(list(directory.glob("*.distcp"))) == 4
+    expected = read(tmp_path / "1 devices, 1 epochs.ckpt")
+    assert_close(read_directory(directory, "model"), dict(expected["state_dict"]), "weights")
+    # the tool makes the file of it that "ddp" would have written
+    consolidate(directory, tmp_path / "one file.ckpt")
+    file = read(tmp_path / "one file.ckpt")
+    assert file.keys() == expected.keys()
+    for part in ("state_dict", "optimizer_states"):
+        assert_close(file[part], expected[part], part)
+    # one process goes on from the mesh's directory, and the mesh from its own and from that of one process
+    one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt")
+    expected = read(tmp_path / "1 devices, 2 epochs.ckpt")
+    mesh.run(fit_on_mesh, parts, 2, str(directory), state_dict_type="sharded")
+    resumed = read_directory(tmp_path / "parts" / "4 devices, 2 epochs.ckpt", "model")
+    assert_close(resumed, dict(expected["state_dict"]), "on the mesh")
+    one.run(fit_in_one_process, parts, 2, str(directory))
+    resumed = read_directory(tmp_path / "parts" / "1 devices, 2 epochs.ckpt", "model")
+    assert_close(resumed, dict(expected["state_dict"]), "in one process")
+    one.run(fit_in_one_process, parts, 1, None)
+    mesh.run(fit_on_mesh, folder, 2, f"{parts}/1 devices, 1 epochs.ckpt")
+    resumed = read(tmp_path / "4 devices, 2 epochs.ckpt")["state_dict"]
+    assert_close(resumed, expected["state_dict"], "from one process")
+
+
+def fit_in_one_process(folder: str, epochs: int, resume: str | None) -> dict[str, Any]:
+    return fit(MegatronDDPStrategy(state_dict_type="sharded"), 1, 2 * BATCH_SIZE, folder, epochs, resume)
+
+
+class FullySharded(LitModel):
+    """As it is written for Lightning's strategy; for ours without ``fully_shard``, which refuses scalars."""
+
+    def __init__(self, is_ours: bool) -> None:
+        super().__init__()
+        self.is_ours = is_ours
+        self.model.temperature = nn.Parameter(torch.tensor([0.5]))
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not self.is_ours:
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, eps=1e-5, foreach=False)
+
+
+def fit_by_either(path: str, is_ours: bool, epochs: int, resume: str | None) -> list[float]:
+    module, strategy = FullySharded(is_ours), ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    trainer = pl.Trainer(
+        strategy=MegatronDDPStrategy(tensor_parallel_size=2, state_dict_type="sharded") if is_ours else strategy,
+        accelerator="cpu",
+        devices=4,
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader(BATCH_SIZE), ckpt_path=resume)
+    trainer.save_checkpoint(path)
+    return module.losses
+
+
+def test_a_run_of_model_parallel_strategy_goes_on_here(mesh: Ranks, tmp_path: Path) -> None:
+    """From its directory, FSDP2's, with the ``fully_shard`` line removed."""
+    first, theirs, ours = (str(tmp_path / name) for name in ("first", "theirs", "ours"))
+    mesh.run(fit_by_either, first, False, 1, None)
+    expected = mesh.run(fit_by_either, theirs, False, 2, first)
+    losses = mesh.run(fit_by_either, ours, True, 2, first)
+    for own, other in zip(losses, expected, strict=True):
+        assert own == pytest.approx(other, rel=1e-5)
+    assert_close(read_directory(Path(ours), "model"), read_directory(Path(theirs), "state_dict"))
+    assert_close(read_directory(Path(ours), "optimizer_0"), read_directory(Path(theirs), "optimizer_0"))
+
+
+class OtherWidth(LitModel):
+    """A model that the directory is not of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LanguageModel(64, tied=False, width=8)
+
+
+def resume_another_model(path: str) -> str:
+    strategy = MegatronDDPStrategy(tensor_parallel_size=2)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=4, max_epochs=2, logger=False)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.fit(OtherWidth(), loader(BATCH_SIZE), ckpt_path=path)
+    return str(caught.value)
+
+
+def test_a_directory_of_another_model_is_refused_by_name(mesh: Ranks, tmp_path: Path) -> None:
+    mesh.run(fit_on_mesh, str(tmp_path), 1, None, state_dict_type="sharded")
+    for text in mesh.run(resume_another_model, str(tmp_path / "4 devices, 1 epochs.ckpt")):
+        assert "'model.embed.weight' has shape (64, 16) there, (64, 8) in the model" in text
+
+
+# --- losses that are cut ---------------------------------------------------------------------------------------------
 
 
 class ParallelLoss(pl.LightningModule):
@@ -204,10 +318,9 @@ def test_loss_parallel_is_open_in_backward(one: Ranks, mesh: Ranks, kind: type[P
 
 def refused(folder: str) -> list[str]:
     texts = []
-    for size, options in ((0, {}), (2, {"state_dict_type": "sharded"})):
-        with pytest.raises(ValueError, match="tensor_parallel_size") as caught:
-            MegatronDDPStrategy(tensor_parallel_size=size, **options)
-        texts.append(str(caught.value))
+    with pytest.raises(ValueError, match="tensor_parallel_size") as caught:
+        MegatronDDPStrategy(tensor_parallel_size=0)
+    texts.append(str(caught.value))
     with pytest.raises(ValueError, match="does not divide the 4 ranks") as caught:
         fit(MegatronDDPStrategy(tensor_parallel_size=3), 4, BATCH_SIZE, folder, 1, None)
     return [*texts, str(caught.value)]
@@ -217,6 +330,5 @@ def test_sizes_that_cannot_be_are_refused(mesh: Ranks, tmp_path: Path) -> None:
     for texts in mesh.run(refused, str(tmp_path)):
         assert [text.split(":")[0] for text in texts] == [
             "tensor_parallel_size=0",
-            "tensor_parallel_size=2 contradicts state_dict_type='sharded'",
             "tensor_parallel_size=3 does not divide the 4 ranks",
         ]

@@ -4,6 +4,9 @@ A shard is a range of the tensor's elements in memory order, which is in general
 are what that format knows. Cut at the ends of rows the range falls into at most ``2 * ndim - 1`` boxes, each of them
 contiguous memory of the shard; so shards are written without a copy, and whatever reads the format (on other ranks,
 with FSDP, whole) finds an ordinary tensor by its parameter's name.
+
+Of a tensor-parallel parameter a shard is a range of this rank's part, which is a box of the whole itself: the shard's
+boxes are that many elements further along one dimension.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from ..layout import contiguous_stride, dense_stride
+from ..local_parts import CutParam
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -60,29 +66,64 @@ class FlatShard(Tensor):
     Args:
         local: 1-D; not copied.
         start: of the first element, counted in the order of ``stride``.
-        shape: of the whole tensor.
-        stride: of the whole tensor, dense.
+        part_shape: of the whole tensor, or of the part of it that this tensor rank has.
+        part_stride: of the same, dense.
+        cut: where that part is in the whole tensor; None if it is the whole.
     """
 
     local: Tensor
     start: int
+    part_shape: tuple[int, ...]
+    part_stride: tuple[int, ...]
+    cut: CutParam | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, start: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> FlatShard:
+    def __new__(
+        cls,
+        local: Tensor,
+        start: int,
+        part_shape: tuple[int, ...],
+        part_stride: tuple[int, ...],
+        cut: CutParam | None = None,
+    ) -> FlatShard:
+        shape, stride = part_shape, part_stride
+        if cut is not None:  # the ranks agree on the whole's shape, and each has strides of its own
+            shape, stride = cut.shape, contiguous_stride(cut.shape)
         return Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=local.dtype, device=local.device, requires_grad=False
         )
 
-    def __init__(self, local: Tensor, start: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-        self.local, self.start = local, start
+    def __init__(
+        self,
+        local: Tensor,
+        start: int,
+        part_shape: tuple[int, ...],
+        part_stride: tuple[int, ...],
+        cut: CutParam | None = None,
+    ) -> None:
+        self.local, self.start, self.cut = local, start, cut
+        self.part_shape, self.part_stride = part_shape, part_stride
+
+    @classmethod
+    def of_part(cls, part: Tensor, cut: CutParam) -> FlatShard:
+        """All of this tensor rank's part of a tensor; not copied, unless it overlaps itself or has holes."""
+        if dense_stride(part.shape, part.stride()) != part.stride():
+            part = part.contiguous()
+        return cls(part.as_strided((part.numel(),), (1,)), 0, tuple(part.shape), part.stride(), cut)
+
+    def as_part(self) -> Tensor:
+        """All of a part, in its shape: a view."""
+        assert self.local.numel() == math.prod(self.part_shape), "a range of it has no shape"
+        return self.local.as_strided(self.part_shape, self.part_stride)
 
     def with_local(self, local: Tensor) -> FlatShard:
         """The same part of the same tensor, with other memory."""
-        return FlatShard(local, self.start, tuple(self.shape), self.stride())
+        return FlatShard(local, self.start, self.part_shape, self.part_stride, self.cut)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         end = self.start + self.local.numel()
-        return f"FlatShard([{self.start}, {end}) of {tuple(self.shape)}, {self.dtype}, {self.device})"
+        of = "" if self.cut is None else f"{self.part_shape} at {self.cut.part[0]} of dimension {self.cut.dim} of "
+        return f"FlatShard([{self.start}, {end}) of {of}{tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -121,16 +162,23 @@ class FlatShard(Tensor):
 
     def _memory_order(self) -> list[int]:
         """The dimensions, slowest first."""
-        shape, stride = self.shape, self.stride()
+        shape, stride = self.part_shape, self.part_stride
         # A dimension of size one has any stride, and is put where it does not separate others that lie together.
         return sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
 
     def _boxes(self) -> list[Box]:
-        order = self._memory_order()
+        """Those of the whole tensor, in the order in which they lie in ``local``."""
+        order, shape = self._memory_order(), self.part_shape
         back = [order.index(dim) for dim in range(len(order))]
-        in_memory_order = boxes(tuple(self.shape[dim] for dim in order), self.start, self.start + self.local.numel())
+        in_memory_order = boxes(tuple(shape[dim] for dim in order), self.start, self.start + self.local.numel())
+        first = [0] * len(shape)
+        if self.cut is not None:
+            first[self.cut.dim] = self.cut.part[0]
         return [
-            (tuple(offsets[place] for place in back), tuple(sizes[place] for place in back))
+            (
+                tuple(offsets[place] + ahead for place, ahead in zip(back, first, strict=True)),
+                tuple(sizes[place] for place in back),
+            )
             for offsets, sizes in in_memory_order
         ]
 

@@ -462,8 +462,9 @@ def _cut(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: 
 
 
 def _check_shape(value: Tensor, key: str, name: str, shape: tuple[int, ...]) -> None:
-    if tuple(value.shape) != shape:
+    own = value.part_shape if isinstance(value, FlatShard) else tuple(value.shape)
+    if own != shape:
         raise CheckpointError(
-            f"state {key!r} of parameter {name!r} has shape {tuple(value.shape)}, the parameter {shape}: this state is "
+            f"state {key!r} of parameter {name!r} has shape {own}, the parameter {shape}: this state is "
             "of another model"
         )

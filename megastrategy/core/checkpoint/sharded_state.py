@@ -1,7 +1,7 @@
 """Checkpoints that are directories: every rank writes its part with torch.distributed.checkpoint.
 
-Optimizer state is keyed by parameter name, as ``torch.distributed.checkpoint.state_dict`` has it, and every tensor in
-the directory is whole for whoever reads it: on another number of ranks, under FSDP, or with a consolidation tool.
+Every tensor in the directory is whole for whoever reads it: on another number of ranks, under FSDP, or with a
+consolidation tool. What an optimizer has in it is in :mod:`.sharded_optimizer`.
 """
 
 from __future__ import annotations
@@ -9,24 +9,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..collectives import Collectives
 from ..errors import CheckpointError
-from ..layout import BufferLayout, ParamSpec
-from ..param_shard import ParamShard
-from ..trials.elementwise import is_per_element
-from .flat_shard import FlatShard
-from .full_state import REMAINDER, per_element_keys, saved_name
-from .whole_state import as_saved, groups_as_saved
+from ..local_parts import dtensors_of, empty_like_part
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -39,56 +35,6 @@ NOT_TENSORS = "megatron_ddp_not_tensors"
 format of directories would flatten them: empty dictionaries are lost in it, and keys become strings."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
-
-
-# --- state -----------------------------------------------------------------------------------------------------------
-
-
-def sharded_state_dict(
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    stepped: Callable[[torch.nn.Parameter], Tensor | None],
-    params_by_id: Mapping[int, int],
-    shards: Mapping[int, ParamShard],
-    layout: BufferLayout,
-    known: set[str] | None,
-) -> dict[str, Any]:
-    """This rank's part of the state: the tensors themselves, or :class:`FlatShard` around them; nothing is copied.
-
-    Args:
-        optimizer: its state is keyed by what ``stepped`` returns.
-        names: of its parameters, by ``id``.
-        stepped: what is stepped in a parameter's place on this rank; None if all of it is elsewhere.
-        params_by_id, shards, layout: where the parameters are.
-        known: names of what has one number for each element; None if nobody knows them.
-    """
-    state: dict[str, dict[str, Any]] = {}
-    main_params: dict[str, Tensor] = {}
-    # None where another rank steps all of it, and writes it: a directory is the union of the ranks' parts.
-    every = [param for group in optimizer.param_groups for param in group["params"]]
-    tensors = {id(param): tensor for param in every if (tensor := stepped(param)) is not None}
-    cut = {key for key, index in params_by_id.items() if index in shards and shards[index].is_cut}
-    whole = as_saved(optimizer, {key: tensor for key, tensor in tensors.items() if key not in cut})
-    for param in (param for param in every if id(param) in tensors):
-        index = params_by_id.get(id(param))
-        values = optimizer.state.get(tensors[id(param)], {}) if id(param) in cut else whole.get(id(param), {})
-        shard = shards.get(index) if index is not None else None
-        if shard is not None and index is not None:
-            spec, sharded = layout.params[index], shard.is_cut
-
-            def wrap(value: Tensor, shard: ParamShard = shard, spec: ParamSpec = spec) -> Tensor:
-                whole = spec.numel == 0  # of no elements there is no part
-                return value.view(spec.shape) if whole else FlatShard(value, shard.start, spec.shape, spec.stride)
-
-            # A count is the same on all owners and written whole, by whichever of them the planner chooses.
-            per_element = {key for key, value in values.items() if is_per_element(key, value, shard.main.shape, known)}
-            values = {key: wrap(value) if sharded and key in per_element else value for key, value in values.items()}
-            if layout.is_stepped_apart(index):
-                main_params[saved_name(layout, index)] = wrap(shard.main) if sharded else shard.main
-        if values:
-            state[names[id(param)]] = dict(values)
-    groups = groups_as_saved(optimizer, names)
-    return {"state": state, "param_groups": groups} | ({"main_params": main_params} if main_params else {})
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -264,7 +210,7 @@ def is_directory_checkpoint(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Reads what the directory says that it holds, and checks that its files are whole.
+    """Reads what the directory says that it holds, and checks that its files and tensors are whole.
 
     Raises:
         CheckpointError: if it is no complete checkpoint.
@@ -285,7 +231,20 @@ def read_metadata(path: Path) -> Metadata:
         if size is None or size < end:
             problem = "is missing" if size is None else f"is cut off after {size:,} of {end:,} bytes"
             raise CheckpointError(f"{path} is not complete: {name} {problem}. Resume from another checkpoint")
+    for name, saved in metadata.state_dict_metadata.items():
+        # Saved without the other ranks, a part is alone in its directory, and no reader of the format would say so.
+        numel, there = math.prod(getattr(saved, "size", ())), _numel_of_chunks(saved)
+        if there < numel:
+            raise CheckpointError(
+                f"{path} is not complete: it has {there:,} of the {numel:,} elements of {name}, and another rank had "
+                "the rest. All ranks have to save together"
+            )
     return metadata
+
+
+def _numel_of_chunks(saved: Any) -> int:
+    chunks = getattr(saved, "chunks", None)  # of values that are no tensors there are none, and they are one
+    return 1 if chunks is None else sum(math.prod(chunk.sizes) for chunk in chunks)
 
 
 def directory_keys(path: Path) -> set[str]:
@@ -351,6 +310,25 @@ def read_directory(
     return nested
 
 
+def read_weights(path: Path, key: str, module: nn.Module) -> dict[str, Any]:
+    """Reads the state of a module under ``key``, whole but for tensor-parallel parameters: of these a rank reads its
+    part alone, as a DTensor. Not collective.
+
+    Raises:
+        CheckpointError: if the directory is not complete, or cannot be read.
+    """
+    params = dtensors_of(module, each_name=True)
+
+    def make(place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor:
+        param = params.get(str(place[1]))
+        # One of another shape is told of by whoever loads the state, with its name.
+        if param is None or len(place) > 2 or tuple(saved.size) != tuple(param.shape):
+            return torch.empty(saved.size, dtype=saved.properties.dtype)
+        return empty_like_part(param, saved.properties.dtype)
+
+    return read_directory(path, key, make)
+
+
 def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
     """Sets a value in nested dictionaries and lists, making them on the way."""
     here: Any = nested
@@ -365,84 +343,3 @@ def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
         elif following is None or step not in here:
             here[step] = fresh
         here = here[step]
-
-
-def _sizes_of_state(metadata: Any, key: str) -> dict[int, dict[str, Tensor]]:
-    """The tensors in the state of the optimizer under ``key``, without elements, each under a number of its own."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    sizes: dict[int, dict[str, Tensor]] = {}
-    for number, (name, place) in enumerate((metadata.planner_data or {}).items()):
-        saved = metadata.state_dict_metadata[name]
-        if isinstance(saved, TensorStorageMetadata) and tuple(map(str, place[:2])) == (key, "state"):
-            sizes[number] = {str(place[-1]): torch.empty(saved.size, device="meta")}
-    return sizes
-
-
-def read_optimizer(
-    path: Path,
-    key: str,
-    names: Iterable[str],
-    shards: Mapping[int, ParamShard],
-    layout: BufferLayout,
-    known: set[str] | None,
-    whole: Collection[int],
-    followed: Collection[int],
-) -> dict[str, Any]:
-    """An optimizer's state by parameter name, of which only this rank's parts are read: :class:`FlatShard` or whole.
-
-    Args:
-        path, key: of the directory, and of the optimizer in it.
-        names: of the optimizer's parameters.
-        shards, layout, known: as for :func:`sharded_state_dict`.
-        whole: parameters that are not cut, each of which has one owner.
-        followed: parameters that have shards, here or elsewhere; of others every rank reads all.
-
-    Raises:
-        CheckpointError: if the directory cannot be read, or a parameter in it is not in ``names``, or of another shape.
-    """
-    laid_out = {layout.params[index].name: (index, layout.params[index]) for index in followed}
-    present = {*names, *laid_out}
-    metadata = read_metadata(path)
-    per_element = per_element_keys(_sizes_of_state(metadata, key), known)
-
-    def make(place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
-        dtype, size = saved.properties.dtype, tuple(saved.size)
-        if place[1] not in ("state", "main_params"):
-            return torch.empty(size, dtype=dtype)
-        name, what = str(place[2]).removesuffix(REMAINDER), str(place[-1])
-        # Before anything is loaded: a rank that left out what it does not know would resume another optimizer.
-        if name not in present:
-            raise CheckpointError(f"{path} has state {what!r} of a parameter {name!r}, which the model does not have")
-        index, spec = laid_out.get(name, (None, None))
-        if index is None or spec is None:  # frozen now, or no shard was made yet
-            return torch.empty(size, dtype=dtype)
-        shard = shards.get(index)
-        if index in whole and shard is None:
-            return None
-        if place[1] == "state" and what not in per_element:
-            return torch.empty(size, dtype=dtype)
-        if layout.num_shards == 1 or index in whole:  # whatever the optimizer keeps, which need not be element-wise
-            same = size == spec.shape
-            return torch.empty_strided(size, spec.stride, dtype=dtype) if same else torch.empty(size, dtype=dtype)
-        if size != spec.shape:
-            raise CheckpointError(
-                f"{path} has state {what!r} of parameter {name!r} in shape {size}, the parameter has {spec.shape}: "
-                "it is of another model"
-            )
-        # Another rank's: not read at all, which is what directories are for.
-        if shard is None:
-            return None
-        return FlatShard(torch.empty(shard.end - shard.start, dtype=dtype), shard.start, spec.shape, spec.stride)
-
-    return read_directory(path, key, make)
-
-
-def check_same_groups(path: Path, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
-    """Raises CheckpointError, naming the first difference, if saved groups are not of the same parameters."""
-    if len(saved) != len(own):
-        raise CheckpointError(f"{path} has {len(saved)} parameter group(s), the optimizer {len(own)}")
-    for number, (group, names) in enumerate(zip(saved, own, strict=True)):
-        for name in sorted(set(names).symmetric_difference(group["params"])):
-            has, has_not = ("the optimizer", path) if name in names else (path, "the optimizer")
-            raise CheckpointError(f"parameter {name!r} is in group {number} of {has}, but not of {has_not}")
