@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from megastrategy.core import read_directory
+from megastrategy.errors import CheckpointError
+from megastrategy.tools.conversion import consolidate
 from tests.support.tensor_parallel import LanguageModel, adamw, meshes, plan, whole
 
 from .accelerate_loops import Worlds, make_accelerator
@@ -33,7 +36,13 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train(
-    sizes: dict[str, int], folder: str, resume: str | None = None, *, tied: bool = False, safe: bool = True
+    sizes: dict[str, int],
+    folder: str,
+    resume: str | None = None,
+    *,
+    tied: bool = False,
+    safe: bool = True,
+    plugin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """An epoch with accumulation and clipping, then the state, in a folder called after the sizes.
 
@@ -43,7 +52,8 @@ def train(
 
     options = {"gradient_accumulation_steps": 2}
     if sizes:
-        accelerator = make_accelerator("megatron_ddp", parallelism_config=ParallelismConfig(**sizes), **options)
+        config = ParallelismConfig(**sizes)
+        accelerator = make_accelerator("megatron_ddp", plugin, parallelism_config=config, **options)
     else:
         accelerator = make_accelerator("ddp", **options)
     module = make_model(tied)
@@ -116,6 +126,32 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(
     assert_close(together[0]["weights"], alone["weights"])
 
 
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
+    worlds: Worlds, tmp_path: Path, tied: bool
+) -> None:
+    folder, parts, plugin = str(tmp_path), str(tmp_path / "parts"), {"state_dict_type": "sharded"}
+    [alone] = worlds.run(train, {}, folder, size=1, tied=tied)
+    worlds.run(train, MESH, parts, size=4, tied=tied, plugin=plugin)
+    name = "tp_size=2 dp_shard_size=2"
+    directory = tmp_path / "parts" / name / "megatron_ddp"
+    assert len(list(directory.glob("*.distcp"))) == 4
+    weights = read_directory(directory, "model")
+    assert torch.equal(weights["head.weight"], weights["embed.weight"]) == tied
+    assert_close({key: weights[key] for key in alone["weights"]}, alone["weights"], "weights")
+    consolidate(directory, tmp_path / "one file")
+    state = torch.load(tmp_path / "one file", weights_only=True)["optimizer"]["state"]
+    assert_close(state, torch.load(tmp_path / "alone" / "optimizer.bin", weights_only=True)["state"], "optimizer")
+    # the mesh goes on from the directory as one process does from its files
+    [alone] = worlds.run(train, {}, folder, f"{folder}/alone", size=1, tied=tied)
+    together = worlds.run(train, MESH, parts, f"{parts}/{name}", size=4, tied=tied, plugin=plugin)
+    for own in together:
+        assert_close(own["weights"], alone["weights"], "resumed")
+    # and without a directory's option, on other tensor ranks
+    together = worlds.run(train, {"tp_size": 2}, folder, f"{parts}/{name}", size=2, tied=tied)
+    assert_close(together[0]["weights"], alone["weights"], "on two ranks")
+
+
 def message(error: type[Exception], run: Any) -> str:
     with pytest.raises(error) as caught:
         run()
@@ -134,7 +170,6 @@ def refusals() -> dict[str, str]:
     found = {
         "context": message(ValueError, lambda: on(cp_size=2)),
         "sequence": message(ValueError, lambda: on(sp_size=2)),
-        "parts": message(ValueError, lambda: on({"state_dict_type": "sharded"}, tp_size=2)),
         "plain": message(ValueError, lambda: on(tp_size=2).prepare(plain)),
     }
     module = make_model(tied=False)
@@ -146,7 +181,6 @@ def refusals() -> dict[str, str]:
 REFUSED = {
     "context": "ParallelismConfig(cp_size=2) asks for context parallelism",
     "sequence": "ParallelismConfig(sp_size=2) asks for sequence parallelism over devices",
-    "parts": "contradicts MegatronDDPPlugin(state_dict_type='sharded')",
     "plain": "has no tensor-parallel parameter",
     "no sizes": "ParallelismConfig(tp_size=2, dp_shard_size=...)",
 }
@@ -157,6 +191,34 @@ def test_what_cannot_be_is_refused_by_name(worlds: Worlds) -> None:
         assert found.keys() == REFUSED.keys()
         for what, text in REFUSED.items():
             assert text in found[what]
+
+
+def load_what_does_not_fit(folder: str) -> dict[str, str]:
+    from accelerate.parallelism_config import ParallelismConfig
+
+    plugin = {"state_dict_type": "sharded"}
+    found = {}
+    for what, width in (("saved", 16), ("mis-sized", 8), ("missing", 16)):
+        accelerator = make_accelerator("megatron_ddp", plugin, parallelism_config=ParallelismConfig(**MESH))
+        module = Model(64, tied=False, width=width)
+        if what == "missing":
+            module.more = nn.Linear(2, 2)
+        parallelize_module(module, accelerator.torch_device_mesh["tp"], plan(sequence_parallel=True))
+        accelerator.prepare(module, adamw(module.parameters()))
+        before = weights_of(module)
+        if what == "saved":
+            accelerator.save_state(folder)
+        else:
+            found[what] = message(CheckpointError, lambda accelerator=accelerator: accelerator.load_state(folder))
+        for name, value in weights_of(module).items():
+            assert torch.equal(value, before[name])
+    return found
+
+
+def test_a_directory_that_does_not_fit_is_refused_by_name(worlds: Worlds, tmp_path: Path) -> None:
+    for found in worlds.run(load_what_does_not_fit, str(tmp_path), size=4):
+        assert "'embed.weight' has shape (64, 16) there, (64, 8) in the model" in found["mis-sized"]
+        assert "'more.weight' is missing there" in found["missing"]
 
 
 # --- Transformers ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,10 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from megastrategy.core import read_directory
+from megastrategy.errors import CheckpointError
 from megastrategy.fabric import MegatronDDPStrategy
+from megastrategy.tools.conversion import consolidate
 from tests.support.tensor_parallel import LanguageModel, adamw, plan, whole
 
 from .rank_processes import Ranks
@@ -66,8 +69,9 @@ def train(strategy: Any, folder: str, resume: str | None = None, *, by_hand: boo
     return {"losses": losses, "norms": norms}
 
 
-def train_on_mesh(folder: str, resume: str | None = None, by_hand: bool = False) -> dict[str, Any]:
-    strategy = MegatronDDPStrategy(tensor_parallel_size=2, parallelize_fn=None if by_hand else parallelize)
+def train_on_mesh(folder: str, resume: str | None = None, by_hand: bool = False, **options: Any) -> dict[str, Any]:
+    parallelize_fn = None if by_hand else parallelize
+    strategy = MegatronDDPStrategy(tensor_parallel_size=2, parallelize_fn=parallelize_fn, **options)
     return train(strategy, folder, resume, by_hand=by_hand)
 
 
@@ -112,6 +116,69 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(
     assert not torch.equal(four["model"]["norm.weight"], read(tmp_path / "4 ranks, 1 epochs")["model"]["norm.weight"])
 
 
+# --- directories -----------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
+    one: Ranks, mesh: Ranks, tmp_path: Path
+) -> None:
+    folder, parts = str(tmp_path), str(tmp_path / "parts")
+    one.run(train, "ddp", folder)
+    mesh.run(train_on_mesh, parts, state_dict_type="sharded")
+    directory = tmp_path / "parts" / "4 ranks, 1 epochs"
+    assert len(list(directory.glob("*.distcp"))) == 4
+    expected = read(tmp_path / "1 ranks, 1 epochs")
+    assert_close(read_directory(directory, "model"), dict(expected["model"]), "weights")
+    consolidate(directory, tmp_path / "one file")
+    assert_close(read(tmp_path / "one file")["optimizer"], expected["optimizer"], "optimizer")
+    # one process goes on from the file, and so do the mesh and one process from the directory
+    one.run(train, "ddp", folder, f"{folder}/1 ranks, 1 epochs")
+    mesh.run(train_on_mesh, parts, str(directory), state_dict_type="sharded")
+    one.run(train_in_one_process, parts, str(directory))
+    expected = read(tmp_path / "1 ranks, 2 epochs")
+    for name in ("4 ranks, 2 epochs", "1 ranks, 2 epochs"):
+        assert_close(read_directory(tmp_path / "parts" / name, "model"), dict(expected["model"]), name)
+    for own in mesh.run(load_in_bf16, str(directory)):
+        assert own == "the fp32 weights"
+
+
+def train_in_one_process(folder: str, resume: str) -> dict[str, Any]:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=MegatronDDPStrategy(state_dict_type="sharded"))
+    fabric.launch()
+    module = make_module()
+    model, optimizer = fabric.setup(module, adamw(module.parameters()))
+    state = {"model": model, "optimizer": optimizer, "epochs": 0}
+    fabric.load(resume, state)
+    for number, [tokens] in enumerate(loader(2 * BATCH_SIZE)):
+        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+            fabric.backward(module.loss(model(tokens), tokens) / 2)
+        if number % 2 == 1:
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.save(f"{folder}/1 ranks, 2 epochs", state)
+    return {}
+
+
+def load_in_bf16(directory: str) -> str:
+    """fp32 weights of a directory become main params, of which each rank has read its part."""
+    strategy = MegatronDDPStrategy(tensor_parallel_size=2, parallelize_fn=parallelize)
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, precision="bf16-true")
+    fabric.launch()
+    module = make_module()
+    model = fabric.setup(module)
+    optimizer = fabric.setup_optimizers(adamw(model.parameters()))
+    fabric.load(directory, {"model": model, "optimizer": optimizer})
+    main_params = optimizer.main_params()
+    saved = read_directory(Path(directory), "model")
+    rounded = {name: whole(param) for name, param in module.named_parameters()}
+    for name, value in saved.items():
+        assert torch.equal(rounded[name], value.bfloat16()), name
+        assert not fabric.is_global_zero or torch.equal(main_params[name], value), name
+    assert not fabric.is_global_zero or main_params.keys() == saved.keys()
+    return "the fp32 weights"
+
+
 # --- one mesh, many questions ----------------------------------------------------------------------------------------
 
 
@@ -122,9 +189,9 @@ def message(error: type[Exception], run: Any) -> str:
 
 
 class Pair(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
@@ -143,7 +210,6 @@ def refusals() -> dict[str, str]:
 
     found = {
         "none": message(ValueError, lambda: on(0)),
-        "parts": message(ValueError, lambda: on(2, state_dict_type="sharded")),
         "three": message(ValueError, lambda: on(3)),
         "nothing to cut": message(ValueError, lambda: on(1, parallelize_fn=cut_pair)),
         "returns nothing": message(TypeError, lambda: on(2, parallelize_fn=lambda module, mesh: None).setup(Pair())),
@@ -156,7 +222,6 @@ def refusals() -> dict[str, str]:
 
 REFUSED = {
     "none": "tensor_parallel_size=0: expected at least one rank",
-    "parts": "tensor_parallel_size=2 contradicts state_dict_type='sharded'",
     "three": "tensor_parallel_size=3 does not divide the 4 ranks",
     "nothing to cut": "tensor_parallel_size is 1: there is nothing to parallelise over",
     "returns nothing": "parallelize_fn returned NoneType",
@@ -169,6 +234,31 @@ def test_what_cannot_be_is_refused(mesh: Ranks) -> None:
         assert found.keys() == REFUSED.keys()
         for what, text in REFUSED.items():
             assert text in found[what]
+
+
+def load_what_does_not_fit(folder: str) -> dict[str, str]:
+    strategy = MegatronDDPStrategy(tensor_parallel_size=2, parallelize_fn=cut_pair, state_dict_type="sharded")
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy)
+    fabric.launch()
+    model, wide = fabric.setup(Pair()), fabric.setup(Pair(32))
+    fabric.save(f"{folder}/pair", {"model": model})
+    fabric.save(f"{folder}/half", {"model": model}, filter={"model": lambda name, value: name != "down.weight"})
+    before = {name: whole(param) for name, param in model.named_parameters()}
+    found = {
+        "missing": message(CheckpointError, lambda: fabric.load(f"{folder}/half", {"model": model})),
+        "mis-sized": message(CheckpointError, lambda: fabric.load(f"{folder}/pair", {"model": wide})),
+        "extra": message(CheckpointError, lambda: fabric.load(f"{folder}/pair", {"model": fabric.setup(Pair().up)})),
+    }
+    for name, param in model.named_parameters():
+        assert torch.equal(whole(param), before[name])
+    return found
+
+
+def test_a_directory_that_does_not_fit_is_refused_by_name(mesh: Ranks, tmp_path: Path) -> None:
+    for found in mesh.run(load_what_does_not_fit, str(tmp_path)):
+        assert "'down.weight' is missing there" in found["missing"]
+        assert "'up.weight' has shape (16, 8) there, (32, 8) in the model" in found["mis-sized"]
+        assert "'down.weight' is there, and not in the model" in found["extra"]
 
 
 def made_on_meta() -> dict[str, Any]:
