@@ -28,6 +28,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy._checkpoints.files import load_file, save_file
 from tests.support.optimizers import MatricesAndRest
 from tests.support.ports import free_port
+from tests.support.tensor_parallel import whole
 from tests.support.whole_params import by_dimensions
 
 from .fits import make_strategy, make_trainer
@@ -66,13 +67,16 @@ def recorded(folder: Path, rank: int) -> list[tuple[int, float]]:
 
 
 class Module(pl.LightningModule):
+    num_batches = SIZE
+    """In a step: each rank has another one."""
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.net, self.folder = make_model(), folder
 
     def training_step(self, unused: Any, batch_idx: int) -> Tensor:
         step, rank = self.global_step, self.global_rank
-        loss = self.net(batch(step, rank)).square().mean()
+        loss = self.net(batch(step, rank % self.num_batches)).square().mean()
         record(self.folder, rank, step, loss.detach())
         return loss
 
@@ -82,12 +86,26 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
+class Cut(Module):
+    """Tensor-parallel over both ranks, which have the same batches."""
+
+    num_batches = 1
+
+    def configure_model(self) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        assert self.device_mesh is not None
+        parallelize_module(
+            self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+
+
 def with_trainer(
-    folder: Path, num_steps: int, kind: type[Module] = Module, state_dict_type: str = "full"
+    folder: Path, num_steps: int, kind: type[Module] = Module, state_dict_type: str = "full", **options: Any
 ) -> dict[str, Tensor]:
     """As a user has it: the newest file, a last one beside it, and resuming by itself."""
     saver = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=1, save_last=True)
-    strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE, state_dict_type=state_dict_type)
+    strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE, state_dict_type=state_dict_type, **options)
     trainer = make_trainer(
         strategy, callbacks=[saver], enable_checkpointing=True, max_steps=num_steps, max_epochs=-1, log_every_n_steps=50
     )
@@ -99,6 +117,12 @@ def with_trainer(
 def with_directories(folder: Path, num_steps: int) -> dict[str, Tensor]:
     """The same with sharded checkpoints, of which every rank writes a part."""
     return with_trainer(folder, num_steps, state_dict_type="sharded")
+
+
+def with_tensor_ranks(folder: Path, num_steps: int) -> dict[str, Tensor]:
+    """The same of a model that both ranks share, of which each writes its parts."""
+    weights = with_trainer(folder, num_steps, Cut, "sharded", tensor_parallel_size=SIZE)
+    return {name: whole(value) for name, value in weights.items()}
 
 
 def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:

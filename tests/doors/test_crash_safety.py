@@ -29,6 +29,7 @@ from .kill_runs import (
     with_directories,
     with_loop,
     with_owners,
+    with_tensor_ranks,
     with_trainer,
 )
 from .python_processes import run_python
@@ -39,7 +40,7 @@ Job = Callable[[Path, int], dict[str, Tensor]]
 LIMIT_S = 60.0
 """For one start, whose steps take hundredths of a second."""
 
-MAX_LOST = {with_trainer: 0, with_directories: 0, with_loop: 2, with_owners: 2}
+MAX_LOST = {with_trainer: 0, with_directories: 0, with_tensor_ranks: 0, with_loop: 2, with_owners: 2}
 """How many steps before the last one that any rank has begun may have to be done again: the Trainer saves after each
 and waits for the file; the loop saves after every second one and does not wait."""
 
@@ -110,7 +111,7 @@ def assert_same_weights(folder: Path, expected: Path) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("job", [with_trainer, with_directories, with_loop, with_owners])
+@pytest.mark.parametrize("job", [with_trainer, with_directories, with_tensor_ranks, with_loop, with_owners])
 def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job: Job, tmp_path: Path) -> None:
     """Losses of all steps and the last weights to the bit; the rank that is left says why it ends.
 
