@@ -165,16 +165,13 @@ def cut_like(param: Any, whole: Tensor) -> Tensor:
         dim = placement.dim % param.dim()
         start, end = cut_of(param.shape[dim], param.device_mesh.get_local_rank(), param.device_mesh.size())
         part = whole.narrow(dim, start, end - start)
-    return _as_part_of(param, part)
+    cut: Tensor = type(param).from_local(
+        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return cut
 
 
 def empty_like_part(param: Any, dtype: torch.dtype) -> Tensor:
     """A DTensor that is cut as ``param`` is, with memory for this rank's part alone, on the host."""
-    return _as_part_of(param, torch.empty_like(param.to_local().detach(), dtype=dtype, device="cpu"))
-
-
-def _as_part_of(param: Any, part: Tensor) -> Tensor:
-    made: Tensor = type(param).from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    return made
+    # Not by from_local(), which moves its tensor to the mesh's device: all weights would be there twice.
+    return torch.empty_like(param.detach(), dtype=dtype, device="cpu")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._checkpoints.files import load_file
-from ..core import EXTRA_FILE, NOT_TENSORS, CheckpointError, is_directory_checkpoint
+from ..core import EXTRA_FILE, NOT_TENSORS, CheckpointError, describe_hole, is_directory_checkpoint
 from .trusting import directory_reader, load_planner, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
@@ -181,6 +181,9 @@ def read_directory_parts(
         parts.models[""] = found
     else:
         _sort_out(parts, found)
+    # the name that Lightning's ModelParallelStrategy has for it
+    if parts.writer == "Trainer" and "model" not in parts.models and "state_dict" in parts.models:
+        parts.models["model"] = parts.models.pop("state_dict")
     for key, optimizer in parts.optimizers.items():
         optimizer.setdefault("state", {})  # an empty dictionary leaves no trace in the format
         if main_params := optimizer.pop("main_params", None):
@@ -211,6 +214,8 @@ def read_metadata(path: Path, trust: bool = False) -> Metadata:
         if not file.is_file() or file.stat().st_size < nbytes:
             state = f"has {file.stat().st_size:,} bytes of {nbytes:,}" if file.is_file() else "is missing"
             raise CheckpointError(f"{path} is not complete: {name} {state}. Copy it again, or use another checkpoint")
+    if hole := describe_hole(metadata):
+        raise CheckpointError(f"{path} is not complete: {hole}")
     return metadata
 
 

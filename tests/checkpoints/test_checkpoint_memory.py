@@ -59,9 +59,9 @@ class AllocationWatch(ThreadMode):
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """A shard has the shape of the whole tensor, and the memory of its part."""
+    """A shard, or a DTensor, has the shape of the whole tensor, and the memory of its part."""
     leaves = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta]
-    return [leaf.local if isinstance(leaf, FlatShard) else leaf for leaf in leaves]
+    return [leaf.local if isinstance(leaf, FlatShard) else getattr(leaf, "_local_tensor", leaf) for leaf in leaves]
 
 
 def id_of(tensor: Tensor) -> int:

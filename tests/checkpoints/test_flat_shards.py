@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megastrategy.core.checkpoint.flat_shard import FlatShard, boxes
+from megastrategy.core.local_parts import CutParam, cut_of
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 5)])
@@ -40,6 +41,30 @@ def test_a_shard_of_a_channels_last_tensor_is_found_by_its_place() -> None:
             slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
             assert seen[slices].eq(-1).all()
             seen[slices] = part
+    assert torch.equal(seen, whole)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
+def test_shards_of_a_tensor_ranks_parts_fill_the_whole_once(dim: int, num_parts: int) -> None:
+    """Uneven parts, and empty ones; each in a memory order of its own, as a transposed layer has it."""
+    whole = torch.arange(4 * 7 * 3.0).view(4, 7, 3)
+    seen = torch.full_like(whole, -1)
+    for rank in range(num_parts):
+        cut = CutParam(tuple(whole.shape), dim, cut_of(whole.shape[dim], rank, num_parts))
+        part = cut.cut(whole).transpose(0, 2).contiguous().transpose(0, 2)
+        in_memory = part.as_strided((part.numel(),), (1,))
+        for start, end in [(0, part.numel() // 3), (part.numel() // 3, part.numel())]:
+            shard = FlatShard(in_memory[start:end], start, cut.part_shape, part.stride(), cut)
+            assert shard.shape == whole.shape
+            for item in shard.__create_write_items__("weight", shard):
+                chunk = item.tensor_data.chunk
+                slices = tuple(
+                    slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)
+                )
+                assert seen[slices].eq(-1).all()
+                seen[slices] = shard.__get_tensor_shard__(item.index)
+        assert torch.equal(FlatShard.of_part(part, cut).as_part(), part)
     assert torch.equal(seen, whole)
 
 

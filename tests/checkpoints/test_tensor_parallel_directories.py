@@ -15,8 +15,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core import CheckpointError, host_collectives, read_directory, read_weights, save_directory
+from megastrategy.tools.contents import inspect_checkpoint
+from megastrategy.tools.conversion import consolidate, convert
+from megastrategy.tools.param_names import names_from
+from megastrategy.tools.parts import read_file
+from tests.checkpoints.test_checkpoint_memory import AllocationWatch
 from tests.support.processes import run_processes
 from tests.support.sharded_training import assert_same
 from tests.support.tensor_parallel import meshes, whole
@@ -46,6 +53,9 @@ def write(world: World, folder: Path, kinds: list[Kind]) -> None:
     for kind in kinds:
         run, path = Run(world, kind, mesh), folder / str(world) / str(kind)
         run.train(BEFORE)
+        if kind.dtype != torch.float32:  # of a frozen parameter, for when it is trained
+            fixed = whole(run.module.fixed.weight).float() * (1 + 2.0**-12)
+            run.optimizer.load_main_params({"fixed.weight": fixed})
         save_directory(run.state(), {}, path / "directory", host_collectives())
         saved = run.whole()
         if dist.get_rank() == 0:
@@ -93,7 +103,7 @@ def check_contents(path: Path, kind: Kind) -> None:
     assert_same(optimizer["state"], state, strides=False)
     assert "up.bias" in state, "frozen after a step"
     assert ("fixed.weight" in state) == (kind.optimizer is adagrad), "frozen from the start"
-    assert bool(saved["main_params"]) == (kind.dtype != torch.float32)
+    assert len(saved["main_params"]) == (0 if kind.dtype == torch.float32 else len(saved["weights"]) - 1), "tied once"
 
 
 @functools.cache
@@ -143,6 +153,22 @@ def test_the_directory_holds_each_element_once(folder: Path) -> None:
         by_file[info.relative_path] = by_file.get(info.relative_path, 0) + info.length
     assert len(by_file) == 4
     assert max(by_file.values()) < nbytes / 2, "every rank writes its part"
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS, ids=str)
+def test_the_tool_makes_a_file_of_it_and_a_directory_of_that(folder: Path, tmp_path: Path, kind: Kind) -> None:
+    path = written(folder, World(2, 2), tuple(FEW_KINDS)) / "2x2" / str(kind)
+    saved = torch.load(path / "whole.pt", weights_only=True)
+    [weights] = inspect_checkpoint(path / "directory").models.values()
+    assert {entry.owner: entry.shape for entry in weights} == {n: tuple(v.shape) for n, v in saved["weights"].items()}
+    consolidate(path / "directory", tmp_path / "file")
+    file = torch.load(tmp_path / "file", weights_only=True)
+    assert_same(dict(file["model"]), saved["weights"])
+    assert_same(file["optimizer"], saved["optimizer"])
+    assert_same(file.get("megatron_ddp_main_params", {}).get("optimizer", {}), saved["main_params"])
+    convert(read_file(tmp_path / "file"), names_from(path / "directory"), tmp_path / "again")
+    for key in ("model", "optimizer"):
+        assert_same(read_directory(tmp_path / "again", key), read_directory(path / "directory", key))
 
 
 def ranges_of_replicas() -> dict[str, tuple[int, int]]:
@@ -229,6 +255,44 @@ def test_fully_shard_with_tensor_parallelism_reads_ours_and_we_read_its(tmp_path
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
+LAYERS, ROW = 8, 256
+
+
+def load_watched(path: Path) -> dict[str, int]:
+    """The most bytes that reading weights and optimizer made at once, and what stays of each."""
+    mesh = meshes(2)
+    module = nn.Sequential(*[nn.Linear(ROW, ROW, bias=False) for _ in range(LAYERS)])
+    styles = {str(number): [ColwiseParallel(), RowwiseParallel()][number % 2] for number in range(LAYERS)}
+    parallelize_module(module, mesh["tp"], styles)
+    model = DistributedDataParallel(module, process_group=mesh.get_group("dp"))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+    model(torch.ones(2, ROW)).sum().backward()
+    optimizer.step()
+    state = {"model": module.state_dict(), "optimizer": optimizer.sharded_state_dict()}
+    found = {}
+    with AllocationWatch() as watch:
+        save_directory(state, {}, path, host_collectives())
+        found["saving"] = watch.peak
+    with AllocationWatch() as watch:
+        weights = read_weights(path, "model", module)
+        found["weights"] = watch.peak
+    del weights
+    with AllocationWatch() as watch:
+        optimizer.load_sharded(path)
+        found["optimizer"], found["kept"] = watch.peak, watch.alive
+    return found
+
+
+def test_a_rank_reads_its_part_and_no_more(tmp_path: Path) -> None:
+    """The bytes of every storage that comes into being meanwhile: half of the model on each of two tensor ranks."""
+    part = 4 * ROW * ROW // 2
+    slack = 0.25 * part  # for the plans of the reader and the writer
+    for found in run_processes(2, load_watched, tmp_path / "directory"):
+        assert found["saving"] <= slack, "parts are written from where they are"
+        assert found["weights"] <= LAYERS * part + slack
+        assert found["optimizer"] <= 2 * LAYERS * part + slack
+        assert found["kept"] >= 2 * LAYERS * part
+
 
 # --- what does not fit -----------------------------------------------------------------------------------------------
 
@@ -266,6 +330,8 @@ def load_strange(path: Path) -> None:
     for name, message in messages.items():
         with pytest.raises(CheckpointError, match=message):
             run.optimizer.load_sharded(path / name)
+    with pytest.raises(CheckpointError, match=r"is not complete: it has .* and another rank had the rest"):
+        inspect_checkpoint(path / "one_rank")
     weights = read_weights(path / "weights", "model", run.module)
     assert weights["up.weight"].shape == (43, 3)
     with pytest.raises(RuntimeError, match=r"norm\.bias"):

@@ -231,20 +231,29 @@ def read_metadata(path: Path) -> Metadata:
         if size is None or size < end:
             problem = "is missing" if size is None else f"is cut off after {size:,} of {end:,} bytes"
             raise CheckpointError(f"{path} is not complete: {name} {problem}. Resume from another checkpoint")
-    for name, saved in metadata.state_dict_metadata.items():
-        # Saved without the other ranks, a part is alone in its directory, and no reader of the format would say so.
-        numel, there = math.prod(getattr(saved, "size", ())), _numel_of_chunks(saved)
-        if there < numel:
-            raise CheckpointError(
-                f"{path} is not complete: it has {there:,} of the {numel:,} elements of {name}, and another rank had "
-                "the rest. All ranks have to save together"
-            )
+    if hole := describe_hole(metadata):
+        raise CheckpointError(f"{path} is not complete: {hole}")
     return metadata
 
 
-def _numel_of_chunks(saved: Any) -> int:
-    chunks = getattr(saved, "chunks", None)  # of values that are no tensors there are none, and they are one
-    return 1 if chunks is None else sum(math.prod(chunk.sizes) for chunk in chunks)
+def describe_hole(metadata: Metadata) -> str:
+    """Says which tensor is not all in the directory, and why; empty if none.
+
+    A part that one rank saves without the others is alone in its directory. The format has no word for that, and its
+    readers leave whatever was in memory in the place of the rest.
+    """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    for name, saved in metadata.state_dict_metadata.items():
+        if not isinstance(saved, TensorStorageMetadata):
+            continue
+        numel, there = math.prod(saved.size), sum(math.prod(chunk.sizes) for chunk in saved.chunks)
+        if there < numel:
+            return (
+                f"it has {there:,} of the {numel:,} elements of {name}, and another rank had the rest. All ranks have "
+                "to save together"
+            )
+    return ""
 
 
 def directory_keys(path: Path) -> set[str]:
