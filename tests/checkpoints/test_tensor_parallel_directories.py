@@ -187,6 +187,32 @@ def test_tensor_ranks_divide_what_they_have_whole_at_other_places() -> None:
     assert ranges[2]["mix.weight"] != ranges[3]["mix.weight"]
 
 
+# --- by torch's own calls --------------------------------------------------------------------------------------------
+
+
+def save_in_the_background(path: Path) -> None:
+    """As a plain loop has it; what was saved does not change when training goes on. Weights are read in place."""
+    mesh = meshes(2)
+    for kind in (Kind(), Kind("pooled", torch.bfloat16)):
+        run = Run(World(2, 2), kind, mesh)
+        run.train(BEFORE)
+        saved = run.whole()
+        group = dist.new_group(backend="gloo")
+        pending = dcp.async_save(run.state(), checkpoint_id=path / str(kind), process_group=group)
+        run.train(AFTER)
+        pending.result()
+        again = Run(World(2, 2), kind, mesh, seed=8)
+        dcp.load({"model": again.module.state_dict()}, checkpoint_id=path / str(kind))
+        again.optimizer.load_sharded(path / str(kind))
+        assert_same(again.whole(), saved)
+        again.train(AFTER)
+        assert_same(again.weights(), run.weights())
+
+
+def test_torchs_own_calls_save_in_the_background_and_load_in_place(tmp_path: Path) -> None:
+    run_processes(4, save_in_the_background, tmp_path)
+
+
 # --- FSDP2 with torch's tensor parallelism ---------------------------------------------------------------------------
 
 

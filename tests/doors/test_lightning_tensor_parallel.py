@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -24,6 +26,7 @@ from megastrategy import MegatronDDPStrategy
 from megastrategy.core import read_directory
 from megastrategy.errors import CheckpointError
 from megastrategy.tools.conversion import consolidate
+from tests.support.sharded_training import assert_same
 from tests.support.tensor_parallel import LanguageModel, adamw, plan
 
 from .rank_processes import Ranks
@@ -63,7 +66,9 @@ def loader(batch_size: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(tokens), batch_size=batch_size)
 
 
-def fit(strategy: Any, devices: int, batch_size: int, folder: str, epochs: int, resume: str | None) -> dict[str, Any]:
+def fit(
+    strategy: Any, devices: int, batch_size: int, folder: str, epochs: int, resume: str | None, **options: Any
+) -> dict[str, Any]:
     """Trains, and saves a checkpoint called after the number of devices and epochs."""
     module = LitModel()
     trainer = pl.Trainer(
@@ -77,6 +82,7 @@ def fit(strategy: Any, devices: int, batch_size: int, folder: str, epochs: int, 
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(module, loader(batch_size), loader(batch_size), ckpt_path=resume)
     trainer.save_checkpoint(f"{folder}/{devices} devices, {epochs} epochs.ckpt")
@@ -179,6 +185,30 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     mesh.run(fit_on_mesh, folder, 2, f"{parts}/1 devices, 1 epochs.ckpt")
     resumed = read(tmp_path / "4 devices, 2 epochs.ckpt")["state_dict"]
     assert_close(resumed, expected["state_dict"], "from one process")
+
+
+class SavesEachStep(pl.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}")
+
+
+def fit_saving_each_step(folder: Path) -> None:
+    for name, plugins in (("at once", []), ("in the background", [AsyncCheckpointIO()])):
+        strategy = MegatronDDPStrategy(tensor_parallel_size=2, state_dict_type="sharded")
+        options = {"plugins": plugins, "callbacks": [SavesEachStep(folder / name)]}
+        fit(strategy, 4, BATCH_SIZE, str(folder / name), 1, None, **options)
+
+
+def test_what_is_saved_in_the_background_is_what_is_saved_at_once(mesh: Ranks, tmp_path: Path) -> None:
+    mesh.run(fit_saving_each_step, tmp_path)
+    names = [path.name for path in (tmp_path / "at once").iterdir() if path.name.isdigit()]
+    assert len(names) > 2
+    for name, key in itertools.product(names, ("model", "optimizer_0")):
+        one, other = (read_directory(tmp_path / way / name, key) for way in ("at once", "in the background"))
+        assert_same(other, one, name)
 
 
 def num_chunks(directory: Path, name: str) -> int:
