@@ -410,7 +410,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.
 
         The keys are ``state``, ``param_groups`` and, for 16-bit weights, ``main_params``. Nothing is copied or sent;
-        tensors are the optimizer's own.
+        tensors are the optimizer's own. Of a tensor-parallel parameter it is a part of the whole's, too.
         """
         impl = self._impl
         # Whoever writes them reads the device, which may wait for a rank that is gone.

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megastrategy.core import read_directory
@@ -177,6 +179,50 @@ def load_in_bf16(directory: str) -> str:
         assert not fabric.is_global_zero or torch.equal(main_params[name], value), name
     assert not fabric.is_global_zero or main_params.keys() == saved.keys()
     return "the fp32 weights"
+
+
+def fully_sharded(module: nn.Module, mesh: Any) -> nn.Module:
+    """As a user has it for Lightning's strategy."""
+    return fully_shard(parallelize(module, mesh), mesh=mesh["data_parallel"])
+
+
+def go_on(is_ours: bool, source: str | None, target: str) -> dict[str, torch.Tensor]:
+    """Trains two steps, or loads; saves, and returns the weights after two more."""
+    sizes = {"tensor_parallel_size": 2}
+    strategy: Any = MegatronDDPStrategy(parallelize_fn=parallelize, state_dict_type="sharded", **sizes)
+    if not is_ours:
+        strategy = ModelParallelStrategy(parallelize_fn=fully_sharded, data_parallel_size=2, **sizes)
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy)
+    fabric.launch()
+    module = make_module()
+    module.temperature = nn.Parameter(torch.tensor([0.5]))  # fully_shard refuses scalars
+    model = fabric.setup(module)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, foreach=False))
+    data = list(fabric.setup_dataloaders(loader(BATCH_SIZE)))
+
+    def step(batches: list[Any]) -> None:
+        for [tokens] in batches:
+            fabric.backward(module.loss(model(tokens), tokens))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    state = {"model": model, "optimizer": optimizer, "steps": 0}
+    if source is None:
+        step(data[:2])
+        state["steps"] = 2
+    else:
+        fabric.load(source, state)
+    assert state["steps"] == 2
+    fabric.save(target, state)
+    step(data[2:4])
+    return {name: whole(param) for name, param in module.named_parameters()}
+
+
+def test_model_parallel_strategys_directory_goes_on_here_and_ours_there(mesh: Ranks, tmp_path: Path) -> None:
+    first, ours, again = (str(tmp_path / name) for name in ("first", "ours", "again"))
+    expected = mesh.run(go_on, False, None, first)[0]
+    assert_close(mesh.run(go_on, True, first, ours)[0], expected, "theirs, by ours")
+    assert_close(mesh.run(go_on, False, ours, again)[0], expected, "ours, by theirs")
 
 
 # --- one mesh, many questions ----------------------------------------------------------------------------------------
