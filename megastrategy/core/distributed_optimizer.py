@@ -416,8 +416,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Whoever writes them reads the device, which may wait for a rank that is gone.
         impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
         impl.split_state()
-        parts = tensor_parts(impl)
-        is_first = impl.engine.collectives.is_rank_zero and parts.writes_replicas
+        parts, tensor_ranks = tensor_parts(impl), impl.engine.local_parts.ranks
+        is_first = impl.engine.collectives.is_rank_zero and (tensor_ranks is None or tensor_ranks.is_rank_zero)
         of_others = set() if is_first else {id(param) for param in impl.strangers.params}
 
         def stepped(param: Parameter) -> Tensor | None:

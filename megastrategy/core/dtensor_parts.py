@@ -195,11 +195,14 @@ class DTensorParts(LocalParts):
         if self.ranks is not None:
             self.ranks.broadcast_all([self.of(tensor) for tensor in tensors if not self.is_cut(tensor)])
 
-    def check_ranks_agree(self, named: Mapping[str, Parameter], options: Sequence[object]) -> None:
+    def check_ranks_agree(
+        self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
+    ) -> None:
         if self.ranks is not None:
             rows = [[name, list(p.shape), str(p.dtype), self._placement(p)] for name, p in named.items()]
             what = "parameter (name, whole shape, dtype, placement)"
-            check_all_agree({what: rows, "option (name, value)": options}, self.ranks)
+            where = "place (name, bucket, first element)"
+            check_all_agree({what: rows, "option (name, value)": options, where: places}, self.ranks)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.ranks is not None and not self._has_seen_batch:

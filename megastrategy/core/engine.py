@@ -234,7 +234,8 @@ class Engine:
         joining = [param for _, param in others if param.requires_grad]
         part_of = self.local_parts.of
         whole = [param for param in joining if part_of(param) is param]
-        chunks = weight_chunks(self.module, whole, self.config)
+        # Where weights happen to lie is each rank's own, and tensor ranks have one layout.
+        chunks = weight_chunks(self.module, whole, self.config) if self.local_parts.ranks is None else {}
         specs = [
             param_spec(name, part_of(param), self.config, chunks.get(id(param)), self.local_parts.room(param))
             for name, param in others
@@ -247,7 +248,7 @@ class Engine:
             is_sharded = layout.num_shards > 1
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
             layout = agree_on_layout(layout, self.config, self.collectives)
-            self.local_parts.check_ranks_agree(dict(others), option_rows(self.config))
+            self.local_parts.check_ranks_agree(dict(others), option_rows(self.config), layout.describe_places())
         self.params += joining
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
         self.watch.look(self.params)

@@ -324,16 +324,17 @@ class BufferLayout:
         specs: list[list[object]] = [
             [s.name, list(s.shape), list(s.stride), str(s.dtype), str(s.grad_dtype)] for s in self.params
         ]
-        places: list[list[object]] = [
-            [s.name, slot.bucket, slot.start] for s, slot in zip(self.params, self.slots, strict=True)
-        ]
         return {
             "parameter (name, shape, stride, dtype, gradient dtype)": specs,
             CHUNKS: [[s.name, *dataclasses.astuple(s.chunk)] for s in self.params if s.chunk is not None],
             "number of ranks and of shards": [[self.dp_size, self.num_shards]],
-            "place (name, bucket, first element)": places,
+            "place (name, bucket, first element)": self.describe_places(),
             "bucket (index, buffer, start, end)": [[b.index, b.buffer, b.start, b.end] for b in self.buckets],
         }
+
+    def describe_places(self) -> list[list[object]]:
+        """The rows of :meth:`describe` that tensor ranks agree on, too."""
+        return [[s.name, slot.bucket, slot.start] for s, slot in zip(self.params, self.slots, strict=True)]
 
 
 def digest(description: Mapping[str, object]) -> bytes:

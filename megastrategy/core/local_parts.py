@@ -136,7 +136,9 @@ class LocalParts:
     def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Those of the tensors that every tensor rank has whole become the first one's. Collective over them."""
 
-    def check_ranks_agree(self, named: Mapping[str, Parameter], options: Sequence[object]) -> None:
+    def check_ranks_agree(
+        self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
+    ) -> None:
         """Raises LayoutMismatchError, on all of them, if the tensor ranks hold other models. Collective over them."""
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

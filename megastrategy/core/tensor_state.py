@@ -90,8 +90,7 @@ def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[st
 def tensor_parts(impl: ShardedStep) -> TensorParts:
     """Tells what this tensor rank writes into a directory, and reads from it."""
     local_parts = impl.engine.local_parts
-    cut = local_parts.cut_params(dict(impl.engine.module.named_parameters()))
-    return TensorParts(cut, writes_replicas=local_parts.ranks is None or local_parts.ranks.is_rank_zero)
+    return TensorParts(local_parts.cut_params(dict(impl.engine.module.named_parameters())))
 
 
 def _cut_by_saved_name(impl: ShardedStep) -> dict[str, CutParam]:

@@ -106,11 +106,11 @@ ROOMS = (
         "tests/checkpoints/test_tensor_parallel_checkpoints.py",
     ),
     Breakage(
-        "every tensor rank writes its shards of what all of them have",
-        "core/checkpoint/sharded_optimizer.py",
-        " and cut is None and not tensor_parts.writes_replicas:",
-        " and cut is None and len(names) < 0:",
-        "tests/checkpoints/test_tensor_parallel_directories.py",
+        "tensor ranks lay out what they have, of whatever size",
+        "core/dtensor_parts.py",
+        "        return largest * (int(param.numel()) // rows)\n",
+        "        return largest * 0\n",
+        "tests/ranks/test_tensor_parallel_layouts.py",
     ),
     Breakage(
         "a tensor rank's part is written where the whole begins",

@@ -5,9 +5,8 @@ It is keyed by parameter name, as ``torch.distributed.checkpoint.state_dict`` ha
 [Note: parts of parts]
 A tensor-parallel parameter is cut twice: each tensor rank has a box of it, and of that box each data-parallel rank of
 this tensor rank has a range. What is written are boxes of the whole parameter, so that nobody who reads it has to know
-either number of ranks. A parameter that tensor ranks have whole is divided by each of them among its data-parallel
-ranks, and not alike, since layouts are of local parts, which may differ in size. Its shards are therefore written by
-the first tensor rank alone. What is not divided at all is the same on all of them, and written by any.
+either number of ranks. A parameter that tensor ranks have whole is divided by all of them alike (local_parts' [Note:
+one layout on all tensor ranks]): each offers the same chunks, and torch's planner has one of them write each.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ class TensorParts:
 
     Attributes:
         cut: these, by name.
-        writes_replicas: whether this rank writes its shards of all others; see [Note: parts of parts].
     """
 
     cut: Mapping[str, CutParam]
-    writes_replicas: bool
 
     def placed(self, main_params: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Main params of parameters that have no shards, of which this rank has all of its part."""
@@ -85,10 +82,6 @@ def sharded_state_dict(
         shard = shards.get(index) if index is not None else None
         spec = layout.params[index] if index is not None and shard is not None else None
         cut = tensor_parts.cut.get(name)
-        # Other tensor ranks may have their shards of it elsewhere, and chunks that overlap are no tensor. What is not
-        # divided is the same chunk on all of them, and the planner takes one.
-        if id(param) in flat and cut is None and not tensor_parts.writes_replicas:
-            continue
         # A count is the same on all owners and written whole, by whichever of them the planner chooses.
         shape = shard.main.shape if shard is not None else cut.part_shape if cut is not None else ()
         state[name] = {
