@@ -5,13 +5,10 @@ Does nothing where every rank is a data-parallel one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -19,7 +16,17 @@ from torch.optim import Optimizer
 from .._checkpoints.files import trainable_weights
 from ..core import DistributedDataParallel
 from .fabric_strategy import FabricStrategy, unwrapped
-from .meshes import DATA, check_tensor_parallel_size, load_weights, make_mesh, sampler_ranks, whole_weights
+from .meshes import (
+    DATA,
+    check_tensor_parallel_size,
+    empty_init_context,
+    is_on_meta,
+    load_weights,
+    make_mesh,
+    materialise,
+    sampler_ranks,
+    whole_weights,
+)
 from .signature import ALL_REDUCE_OPTION
 
 if TYPE_CHECKING:
@@ -68,14 +75,10 @@ class FabricTensorParallelStrategy(FabricStrategy):
         if self._parallelize_fn is None or not empty_init:
             context: AbstractContextManager[Any] = super().module_init_context(empty_init)
             return context
-        # A model that no device has room for gets memory once it is cut, as under ModelParallelStrategy.
-        stack = ExitStack()
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(self.precision.module_init_context())
-        return stack
+        return empty_init_context(self.precision.module_init_context())
 
     def module_to_device(self, module: Module) -> None:
-        if self._parallelize_fn is None or not _is_on_meta(module):
+        if self._parallelize_fn is None or not is_on_meta(module):
             super().module_to_device(module)
 
     def setup_module(self, module: Module) -> DistributedDataParallel:  # type: ignore[override]
@@ -85,8 +88,8 @@ class FabricTensorParallelStrategy(FabricStrategy):
             module = self._parallelize_fn(module, self._device_mesh)
             if not isinstance(module, Module):
                 raise TypeError(f"parallelize_fn returned {type(module).__name__}: expected the module")
-            if _is_on_meta(module):
-                _materialise(module, self.root_device)
+            if is_on_meta(module):
+                materialise(module, self.root_device)
         return super().setup_module(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -120,26 +123,3 @@ class FabricTensorParallelStrategy(FabricStrategy):
             return
         load_weights(unwrapped(module), state_dict, strict)
         self._load_main_params_of(module, trainable_weights(unwrapped(module), state_dict))
-
-
-def _is_on_meta(module: Module) -> bool:
-    return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
-
-
-def _materialise(module: Module, device: torch.device) -> None:
-    """Gives a module on meta memory, and the values that ``reset_parameters`` of its submodules chooses."""
-    module.to_empty(device=device)
-    without = set[str]()
-    for child in module.modules():
-        own = itertools.chain(child.parameters(recurse=False), child.buffers(recurse=False))
-        if next(own, None) is None:
-            continue
-        if callable(reset := getattr(child, "reset_parameters", None)):
-            reset()
-        else:
-            without.add(type(child).__name__)
-    if without:
-        rank_zero_warn(
-            f"{', '.join(sorted(without))} have no reset_parameters() method: their parameters and buffers, made on "
-            "meta, have memory and no values now. Load or set them before training"
-        )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 
@@ -74,6 +77,38 @@ def load_weights(module: Module, weights: Mapping[str, Any], strict: bool) -> No
         if isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == params[name].shape:
             parts[name] = cut_like(params[name], value)
     set_model_state_dict(module, parts, options=StateDictOptions(strict=strict))
+
+
+@contextmanager
+def empty_init_context(precision: AbstractContextManager[Any]) -> Iterator[None]:
+    """Makes what is made in it on meta: a model that no device has room for gets memory once it is cut, as under
+    Lightning's ModelParallelStrategy. ``precision``: the plugin's context."""
+    with torch.device("meta"), precision:
+        yield
+
+
+def is_on_meta(module: Module) -> bool:
+    """Whether a parameter or buffer of the module has no memory yet."""
+    return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
+
+
+def materialise(module: Module, device: torch.device) -> None:
+    """Gives a module on meta memory, and the values that ``reset_parameters`` of its submodules chooses."""
+    module.to_empty(device=device)
+    without = set[str]()
+    for child in module.modules():
+        own = itertools.chain(child.parameters(recurse=False), child.buffers(recurse=False))
+        if next(own, None) is None:
+            continue
+        if callable(reset := getattr(child, "reset_parameters", None)):
+            reset()
+        else:
+            without.add(type(child).__name__)
+    if without:
+        rank_zero_warn(
+            f"{', '.join(sorted(without))} have no reset_parameters() method: their parameters and buffers, made on "
+            "meta, have memory and no values now. Load or set them before training"
+        )
 
 
 _NEAR = 200

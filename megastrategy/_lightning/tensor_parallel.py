@@ -6,7 +6,8 @@ Does nothing where every rank is a data-parallel one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,12 @@ from ..core import DistributedDataParallel, one_listener
 from .meshes import (
     DATA,
     check_tensor_parallel_size,
+    empty_init_context,
     is_loss_parallel,
+    is_on_meta,
     load_weights,
     make_mesh,
+    materialise,
     sampler_ranks,
     whole_weights,
 )
@@ -29,6 +33,7 @@ from .signature import ALL_REDUCE_OPTION
 from .trainer_strategy import TrainerStrategy
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("megastrategy")
@@ -63,6 +68,20 @@ class TensorParallelStrategy(TrainerStrategy):
             kwargs: dict[str, Any] = super().distributed_sampler_kwargs
             return kwargs
         return sampler_ranks(mesh)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # trainer.init_module(empty_init=True) enters it
+        on_meta = self.tensor_parallel_size > 1 and empty_init
+        own = self.precision_plugin.tensor_init_context
+        with empty_init_context(own()) if on_meta else super().tensor_init_context(empty_init):
+            yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        # configure_model has cut what was made on meta, so that memory for the parts alone is needed.
+        if self._device_mesh is not None and self.model is not None and is_on_meta(self.model):
+            materialise(self.model, self.root_device)
+        super().setup(trainer)
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         if (mesh := self._device_mesh) is None:

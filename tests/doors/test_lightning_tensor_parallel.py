@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,7 +28,7 @@ from megastrategy.core import read_directory
 from megastrategy.errors import CheckpointError
 from megastrategy.tools.conversion import consolidate
 from tests.support.sharded_training import assert_same
-from tests.support.tensor_parallel import LanguageModel, adamw, plan
+from tests.support.tensor_parallel import LanguageModel, adamw, plan, whole
 
 from .rank_processes import Ranks
 
@@ -351,6 +352,52 @@ def test_loss_parallel_is_open_in_backward(one: Ranks, mesh: Ranks, kind: type[P
     by_rank = mesh.run(fit_losses, kind, None, 4, BATCH_SIZE)
     means = [sum(pair) / 2 for pair in zip(by_rank[0], by_rank[2], strict=True)]
     assert means == pytest.approx(alone, rel=1e-5)
+
+
+class MadeOnMeta(LitModel):
+    """Gives its embedding values as a user may, when the model is set up; the other modules have had theirs."""
+
+    def on_train_start(self) -> None:
+        weight = self.model.head.weight
+        self.part, self.spread = tuple(weight._local_tensor.shape), float(whole(weight).std())
+        nn.init.constant_(self.model.embed.weight, 0.5)
+        nn.init.constant_(self.model.temperature, 1.0)
+
+    def on_train_end(self) -> None:
+        self.embed = whole(self.model.embed.weight)
+
+
+def fit_from_meta() -> dict[str, Any]:
+    trainer = pl.Trainer(
+        strategy=MegatronDDPStrategy(tensor_parallel_size=2),
+        accelerator="cpu",
+        devices=4,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with trainer.init_module(empty_init=True):
+        module = MadeOnMeta()
+    was_on_meta = all(tensor.is_meta for tensor in module.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        trainer.fit(module, loader(BATCH_SIZE))
+    told = [str(one.message) for one in caught if "have no reset_parameters() method" in str(one.message)]
+    return {"meta": was_on_meta, "part": module.part, "spread": module.spread, "embed": module.embed, "told": told}
+
+
+def test_a_module_made_on_meta_gets_memory_for_its_parts(mesh: Ranks) -> None:
+    outcomes = mesh.run(fit_from_meta)
+    [told] = outcomes[0]["told"]
+    assert told.startswith("LanguageModel have no"), "its temperature; the layers have one"
+    for own in outcomes:
+        assert own["meta"]
+        assert own["part"] == (32, 16)
+        assert own["spread"] > 0.1, "reset_parameters chose the values of a layer"
+        assert torch.equal(own["embed"], outcomes[0]["embed"])
+        moved = (own["embed"] - 0.5).abs()
+        assert 1e-3 < moved.max() < 1e-2, "one step of AdamW from what on_train_start chose"
 
 
 def refused(folder: str) -> list[str]:
