@@ -83,6 +83,17 @@ class TensorParallelStrategy(TrainerStrategy):
             materialise(self.model, self.root_device)
         super().setup(trainer)
 
+    def teardown(self) -> None:
+        # A module whose configure_model raised is on meta still. Lightning moves it to the host here, which cannot be,
+        # and that error would stand in the place of the user's.
+        module = self._lightning_module
+        if self._device_mesh is not None and module is not None and is_on_meta(module):
+            self._lightning_module = None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         if (mesh := self._device_mesh) is None:
             return super()._setup_model(model)
@@ -130,7 +141,11 @@ class TensorParallelStrategy(TrainerStrategy):
         load_weights(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return {} if self._parts_are_lost() else super().optimizer_state(optimizer)
+        """Returns the whole state on rank 0, and nothing elsewhere. Collective."""
+        if self._parts_are_lost():
+            return {}
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        return state if self._device_mesh is None or self.is_global_zero else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if not self._parts_are_lost():

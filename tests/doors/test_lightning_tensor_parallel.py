@@ -367,8 +367,13 @@ class MadeOnMeta(LitModel):
         self.embed = whole(self.model.embed.weight)
 
 
-def fit_from_meta() -> dict[str, Any]:
-    trainer = pl.Trainer(
+class NotCut(LitModel):
+    def configure_model(self) -> None:
+        raise LookupError("no plan for this model")
+
+
+def one_step() -> pl.Trainer:
+    return pl.Trainer(
         strategy=MegatronDDPStrategy(tensor_parallel_size=2),
         accelerator="cpu",
         devices=4,
@@ -378,6 +383,23 @@ def fit_from_meta() -> dict[str, Any]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+def raised_on_meta() -> str:
+    trainer = one_step()
+    with trainer.init_module(empty_init=True):
+        module = NotCut()
+    with pytest.raises(LookupError) as caught:
+        trainer.fit(module, loader(BATCH_SIZE))
+    return str(caught.value)
+
+
+def test_what_configure_model_raises_is_told_of_a_module_on_meta(mesh: Ranks) -> None:
+    assert mesh.run(raised_on_meta) == ["no plan for this model"] * 4
+
+
+def fit_from_meta() -> dict[str, Any]:
+    trainer = one_step()
     with trainer.init_module(empty_init=True):
         module = MadeOnMeta()
     was_on_meta = all(tensor.is_meta for tensor in module.parameters())

@@ -1,7 +1,9 @@
-"""For tests of what not every machine has: interpreters with a few packages more, and commands that may not be had."""
+"""For tests of what not every machine has: interpreters with a few packages more, sources of other projects, and
+commands that may not be had."""
 
 from __future__ import annotations
 
+import shutil
 import site
 import subprocess
 import sys
@@ -14,6 +16,9 @@ import pytest
 
 CANNOT_BE_HAD = 75
 """The status of scripts that need what this machine has not: EX_TEMPFAIL of sysexits.h."""
+
+ANSWERS_WITHIN_S = 120.0
+"""A firewall may drop what git sends, and would have the test wait for as long as it may."""
 
 
 def python_with(folder: Path, *requirements: str, imports: str) -> Path:
@@ -35,6 +40,30 @@ def python_with(folder: Path, *requirements: str, imports: str) -> Path:
     if done.returncode:
         pytest.skip(f"pip cannot install {' '.join(requirements)} here: {done.stderr.strip().splitlines()[-1]}")
     return python
+
+
+def sources_of(folder: Path, repository: str, version: str, *paths: str) -> Path:
+    """A checkout in ``folder`` of these folders of a public repository (``"https://..."``), as they are at a tag.
+
+    Skips the test where git cannot get it. Nothing of it is kept. A machine that reaches a mirror alone tells git so:
+    ``git config --global url.MIRROR.insteadOf REPOSITORY``.
+    """
+    if shutil.which("git") is None:
+        pytest.skip("there is no git here")
+    checkout = folder / repository.rpartition("/")[2]
+    # of these folders alone: a whole repository may have hundreds of MB
+    few = ("--depth=1", "--filter=blob:none", "--sparse", f"--branch={version}")
+    clone = ["git", "-c", "advice.detachedHead=false", "clone", "--quiet", *few, repository, checkout]
+    for command in clone, ["git", "-C", checkout, "sparse-checkout", "set", *paths]:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWERS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"{repository} does not answer within {ANSWERS_WITHIN_S:.0f} s")
+        if done.returncode:
+            pytest.skip(f"git cannot get {version} of {repository} here: {done.stderr.strip().splitlines()[-1]}")
+    missing = [path for path in paths if not (checkout / path).is_dir()]
+    assert not missing, f"{version} of {repository} has no {', '.join(missing)}"
+    return checkout
 
 
 def run_or_skip(command: Sequence[str | Path], needs: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,48 @@
+"""Take the place of Lightning's ModelParallelStrategy in its own tests, by the same name and arguments.
+
+A user writes ``tensor_parallel_size`` and leaves the number of data-parallel ranks out. These tests leave both out as
+well, or say "auto", which means all ranks of a node as tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from megastrategy import fabric, lightning
+
+Size = int | Literal["auto"]
+
+
+class _BothSizes:
+    """``save_distributed_checkpoint``: Lightning's default, a directory, is asked for by tests that look at one."""
+
+    tensor_parallel_size: int
+    num_processes: int
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[..., Any] | None = None,
+        data_parallel_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
+        save_distributed_checkpoint: bool = True,
+        **options: Any,
+    ) -> None:
+        if parallelize_fn is not None:
+            options["parallelize_fn"] = parallelize_fn
+        self._asked = tensor_parallel_size
+        # one rank is no mesh, and would refuse to parallelise: what is asked for is known when there are ranks
+        super().__init__(tensor_parallel_size=2 if tensor_parallel_size == "auto" else tensor_parallel_size, **options)
+
+    def setup_environment(self) -> None:
+        if self._asked == "auto":
+            self.tensor_parallel_size = self.num_processes
+        super().setup_environment()  # type: ignore[misc]
+
+
+class TrainerStrategy(_BothSizes, lightning.MegatronDDPStrategy):
+    pass
+
+
+class FabricStrategy(_BothSizes, fabric.MegatronDDPStrategy):
+    pass
