@@ -18,10 +18,10 @@ def _is_call_of(node: ast.AST | None, name: str) -> bool:
 class _OnCpus(ast.NodeTransformer):
     """Asks for CPUs where a GPU is asked for, and for no GPUs where some are needed."""
 
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:  # noqa: N802 - ast's name
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.Constant("cpu") if node.value in ("cuda", "gpu") else node
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802 - ast's name
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if _is_call_of(node, "device"):
             del node.args[1:]  # CPUs have no numbers
@@ -33,13 +33,13 @@ class _OnCpus(ast.NodeTransformer):
 class _WithoutSharding(ast.NodeTransformer):
     """Leaves the statements out that call ``fully_shard``, and its import."""
 
-    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:  # noqa: N802 - ast's name
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
         return None if _is_call_of(node.value, SHARDING) else node
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:  # noqa: N802 - ast's name
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
         return None if _is_call_of(node.value, SHARDING) else node
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:  # noqa: N802 - ast's name
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
         node.names = [alias for alias in node.names if alias.name != SHARDING]
         return node if node.names else None
 
@@ -52,14 +52,14 @@ class _WithStrategy(ast.NodeTransformer):
     name: str
     takes_both_sizes: bool
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:  # noqa: N802 - ast's name
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | list[ast.stmt]:
         if all(alias.name != STRATEGY for alias in node.names):
             return node
         ours = ast.ImportFrom(self.module, [ast.alias(self.name, STRATEGY)], 0)
         node.names = [alias for alias in node.names if alias.name != STRATEGY]
         return [node, ours] if node.names else ours
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802 - ast's name
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if _is_call_of(node, STRATEGY) and not self.takes_both_sizes:
             node.keywords = [item for item in node.keywords if item.arg != "data_parallel_size"]
@@ -74,10 +74,10 @@ class _CutInstead(ast.NodeTransformer):
     """Cuts over tensor ranks what Lightning's tests only shard over data-parallel ones, and does not ask whether
     parameters are DTensors of both dimensions, as FSDP2's are."""
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802 - ast's name
+    def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.Name(CUT, node.ctx) if node.id == ONLY_SHARDED else node
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802 - ast's name
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         # The function that does both calls it by its name, after the other.
         if not _is_call_of(node, ONLY_SHARDED):
             self.generic_visit(node)
@@ -88,7 +88,7 @@ class _CutInstead(ast.NodeTransformer):
                 tensor.value, data.value = data.value, tensor.value
         return node
 
-    def visit_Assert(self, node: ast.Assert) -> ast.AST | None:  # noqa: N802 - ast's name
+    def visit_Assert(self, node: ast.Assert) -> ast.AST | None:
         text = ast.unparse(node.test) + "\n"
         return None if any(part in text for part in OF_BOTH_DIMENSIONS) else self.generic_visit(node)
 

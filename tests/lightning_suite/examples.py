@@ -57,7 +57,7 @@ def fit(folder: str) -> dict[str, Any]:
     with _imported(folder) as example:
         found: dict[str, Any] = {"losses": [], "batches": []}
 
-        class Recorded(example.train.Llama3):  # type: ignore[misg, name-defined]
+        class Recorded(example.train.Llama3):  # type: ignore[misc, name-defined]
             def on_train_start(self) -> None:
                 found["on_meta_before"] = on_meta
                 super().on_train_start()
@@ -82,9 +82,12 @@ def fit(folder: str) -> dict[str, Any]:
             return module
 
         example.train.Llama3 = make
-        example.train.L.Trainer, trainer = functools.partial(
-            example.train.L.Trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False
-        ), example.train.L.Trainer
+        example.train.L.Trainer, trainer = (
+            functools.partial(
+                example.train.L.Trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False
+            ),
+            example.train.L.Trainer,
+        )
         try:
             example.train.train()
         finally:

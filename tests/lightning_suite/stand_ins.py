@@ -15,7 +15,7 @@ Size = int | Literal["auto"]
 
 
 class _BothSizes:
-    """``save_distributed_checkpoint``: Lightning's default, a directory, is asked for by tests that look at one."""
+    """``save_distributed_checkpoint`` is not passed on: a tensor-parallel model is saved as one file."""
 
     tensor_parallel_size: int
     num_processes: int
@@ -31,7 +31,7 @@ class _BothSizes:
         if parallelize_fn is not None:
             options["parallelize_fn"] = parallelize_fn
         self._asked = tensor_parallel_size
-        # one rank is no mesh, and would refuse to parallelise: what is asked for is known when there are ranks
+        # what "auto" means is known when there are ranks
         super().__init__(tensor_parallel_size=2 if tensor_parallel_size == "auto" else tensor_parallel_size, **options)
 
     def setup_environment(self) -> None:
@@ -46,3 +46,10 @@ class TrainerStrategy(_BothSizes, lightning.MegatronDDPStrategy):
 
 class FabricStrategy(_BothSizes, fabric.MegatronDDPStrategy):
     pass
+
+
+class FabricAllReduceStrategy(FabricStrategy):
+    """With gradients that every rank has, as the tests read them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, use_distributed_optimizer=False, **options)

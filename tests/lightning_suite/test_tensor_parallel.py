@@ -5,6 +5,7 @@ They are fetched from Lightning's repository, changed by :mod:`.edits` and nothi
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import Tensor
 from ..doors.rank_processes import Ranks
 from ..support.extra_packages import sources_of
 from . import examples
-from .edits import for_cpus, for_ours
+from .edits import for_cpus, for_ours, for_tensor_ranks, ranks_of_tests
+from .on_ranks import cases_of, outcome_of
 
 pytestmark = pytest.mark.long
 
@@ -103,3 +105,87 @@ def test_the_example_of_fabric_trains_and_saves_as_one_process(
     assert saved["iteration"] == len(together[0]["losses"]) - 1
     for name, weight in together[0]["weights"].items():
         assert torch.equal(saved["model"][name], weight)
+
+
+# --- their tests -----------------------------------------------------------------------------------------------------
+
+DIRECTORY = "looks into the directory that Lightning's strategy saves by default"
+ONE_TENSOR_RANK = "asks for a mesh with one tensor rank: device_mesh is None then"
+STAND_IN = "looks at .grad, for which something stands in after a reduce-scatter"
+WRAPPED = "has names by one wrapper, and here are two"
+OTHERWISE = {
+    "pytorch": {
+        "test_setup_device_mesh": ("AssertionError: assert False", ONE_TENSOR_RANK),
+        "test_strategy_state_dict[True]": ("assert 0 > 0", DIRECTORY),
+        "test_save_load_sharded_state_dict": ("NotADirectoryError", DIRECTORY),
+    },
+    "fabric": {
+        "test_setup_device_mesh": ("parallelize_fn is given and tensor_parallel_size is 1", ONE_TENSOR_RANK),
+        "test_fsdp2_tensor_parallel[True]": ("isinstance(ReducedGrad", STAND_IN),
+        "test_fsdp2_tensor_parallel[False]": ("isinstance(ReducedGrad", STAND_IN),
+        "test_train_save_load[32-true]": ("NotADirectoryError", DIRECTORY),
+        "test_train_save_load[bf16-mixed]": ("NotADirectoryError", DIRECTORY),
+        "test_save_sharded_and_consolidate_and_load": ("NotADirectoryError", DIRECTORY),
+        "test_save_filter": ("DID NOT RAISE NotImplementedError", DIRECTORY),
+        "test_save_full_state_dict": (
+            "KeyError: '_forward_module.w1.weight'",
+            WRAPPED,
+        ),
+        "test_load_full_state_dict_into_sharded_model": ("assert False", "compares NaNs, on CPUs with theirs too"),
+    },
+}
+"""Which tests do not pass: what they say, and why."""
+WITHOUT_TENSOR_RANKS = ("test_model_parallel_single_file_checkpoint_with_compile",)
+"""On one device: nothing is parallel."""
+STRATEGIES = {"pytorch": "TrainerStrategy", "fabric": "FabricStrategy"}
+
+
+def edited_tests(lightning: Path, which: str, folder: Path, strategy: str) -> Path:
+    """A copy of their tests, of which one file is edited."""
+    tests = lightning / TESTS[which]
+    shutil.copytree(tests, folder / tests.name)
+    shutil.copy(lightning / "pyproject.toml", folder)
+    file = folder / tests.name / "strategies" / "test_model_parallel_integration.py"
+    source = for_tensor_ranks(for_cpus(file.read_text("utf-8")))
+    module = f"{__package__}.stand_ins"
+    file.write_text(for_ours(source, module, strategy, takes_both_sizes=True), "utf-8")
+    return file
+
+
+def outcomes_by_rank(file: Path, case: str, size: int) -> list[str]:
+    ranks = Ranks(size)
+    try:
+        return ranks.run(outcome_of, str(file), case, str(file.parents[2]))
+    finally:
+        ranks.close()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("which", ["pytorch", "fabric"])
+def test_their_tests_pass_but_for_these(lightning: Path, one: Ranks, tmp_path: Path, which: str) -> None:
+    file = edited_tests(lightning, which, tmp_path, STRATEGIES[which])
+    sizes = ranks_of_tests((lightning / TESTS[which] / "strategies" / file.name).read_text("utf-8"))
+    [cases] = one.run(cases_of, str(file))
+    assert len(cases) >= 18
+    assert OTHERWISE[which].keys() <= set(cases)
+    differ = {}
+    for case in cases:
+        test, _, _ = case.partition("[")
+        if test in WITHOUT_TENSOR_RANKS:
+            continue
+        outcomes = outcomes_by_rank(file, case, sizes[test])
+        if case in OTHERWISE[which]:
+            text, why = OTHERWISE[which][case]
+            # a test may ask one thing of the first rank and another of the rest
+            as_expected = any(outcome.startswith("failed") and text in outcome for outcome in outcomes)
+        else:
+            as_expected, why = all(outcome == "passed" for outcome in outcomes), "it should pass"
+        if not as_expected:
+            differ[case] = why, outcomes
+    assert not differ
+
+
+def test_gradients_that_all_ranks_have_are_dtensors(lightning: Path, tmp_path: Path) -> None:
+    file = edited_tests(lightning, "fabric", tmp_path, "FabricAllReduceStrategy")
+    for case in ("test_fsdp2_tensor_parallel[True]", "test_fsdp2_tensor_parallel[False]"):
+        assert outcomes_by_rank(file, case, 4) == ["passed"] * 4

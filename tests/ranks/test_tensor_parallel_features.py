@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
+import torch._inductor.metrics
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.counters import payload_received_bytes
@@ -18,6 +21,7 @@ from tests.support.processes import run_processes
 from tests.support.tensor_parallel import Case, Trainee, meshes, tokens_of, train_alone, train_on
 
 STEPS = range(4)
+HAS_COMPILER = any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
 
 
 def differences(mesh: Any, change: Any) -> float:
@@ -48,6 +52,20 @@ def compile_module(trainee: Trainee) -> None:
     trainee.module.compile(backend="aot_eager")
 
 
+def compile_by_inductor(trainee: Trainee) -> None:
+    """Of the wrapped model, as users write it."""
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1  # else each rank starts processes for it
+    torch._inductor.metrics.reset()
+    trainee.model.compile()
+
+
+def inductor(mesh: Any, cache: str) -> tuple[float, int]:
+    """How far weights are from those of training without, and how many kernels were made."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    return differences(mesh, compile_by_inductor), torch._inductor.metrics.generated_kernel_count
+
+
 def dp_bytes(mesh: Any) -> tuple[float, int]:
     """Bytes that this rank receives a step for its data-parallel ranks alone, and its number of parameters."""
     trainee = Trainee.make(mesh, Case(clip_norm=None, options=(("find_unused_parameters", False),)))
@@ -71,9 +89,10 @@ def dp_bytes(mesh: Any) -> tuple[float, int]:
     return (received[True] - received[False]) / len(STEPS), numel
 
 
-def answers() -> dict[str, Any]:
+def answers(cache: str) -> dict[str, Any]:
     mesh = meshes(2)
     return {
+        "inductor": inductor(mesh, cache) if HAS_COMPILER else None,
         "non-reentrant": differences(mesh, recompute(False)),
         "reentrant": differences(mesh, recompute(True)),
         "compiled": differences(mesh, compile_module),
@@ -82,14 +101,22 @@ def answers() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def answered() -> list[dict[str, Any]]:
-    return run_processes(4, answers, timeout_s=600.0)
+def answered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_processes(4, answers, str(tmp_path_factory.mktemp("inductor")), timeout_s=600.0)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["non-reentrant", "reentrant", "compiled"])
 def test_recomputed_and_compiled_models_train_to_the_same_weights(answered: list[dict[str, Any]], how: str) -> None:
     assert max(answer[how] for answer in answered) <= 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_COMPILER, reason="torch's inductor needs a C++ compiler: g++, clang++ or what CXX names")
+def test_a_model_that_inductor_has_compiled_trains_to_the_same_weights(answered: list[dict[str, Any]]) -> None:
+    for difference, num_kernels in (answer["inductor"] for answer in answered):
+        assert num_kernels >= 4, "of a forward and a backward, cut where ranks meet"
+        assert difference <= 1e-6
 
 
 @pytest.mark.long
