@@ -53,6 +53,9 @@ class TensorParallel:
     use_distributed: bool
     device: torch.device
     unwrap_model: Callable[..., Module]
+    is_main_process: bool
+    is_local_main_process: bool
+    project_configuration: Any
 
     megatron_ddp_plugin: MegatronDDPPlugin
     megatron_ddp_config: DistributedDataParallelConfig
@@ -110,28 +113,43 @@ class TensorParallel:
         return init_device_mesh(self.device.type, (1, mesh.size()), mesh_dim_names=("dp", "tp"))["dp"].get_group()
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Returns as accelerate's does; of a tensor-parallel model whole weights, on the main process. Collective then.
+        """Returns as accelerate's does; of a tensor-parallel model whole weights, on the host, where they are saved: on
+        the main process, and with ``save_on_each_node`` on every node's. Collective then.
 
         Other processes get an empty dictionary.
         """
         inner = self.unwrap_model(model)
         if not dtensors_of(inner):
             return super().get_state_dict(model, unwrap)  # type: ignore[misc]
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        # a tied weight is one tensor again, of which accelerate keeps one name, in an OrderedDict alone
-        whole = OrderedDict(get_model_state_dict(inner, options=options))
-        first: dict[int, str] = {}
-        for name, param in inner.named_parameters(remove_duplicate=False):
-            if name in whole:
-                whole[name] = whole[first.setdefault(id(param), name)]
-        return whole
+        on_each_node = self.project_configuration.save_on_each_node
+        return whole_state(inner, keeps=self.is_main_process or (on_each_node and self.is_local_main_process))
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """Loads as accelerate's does; a tensor-parallel model takes its parts of whole weights."""
         with _showing_ties_alone([model for model in self._models if dtensors_of(model)]):
             return super().load_state(*args, **kwargs)  # type: ignore[misc]
+
+
+def whole_state(module: Module, *, keeps: bool) -> OrderedDict[str, Any]:
+    """The module's state with whole weights, copied to the host, if this rank keeps it; empty if not. Collective.
+
+    torch's own gives it to rank 0 alone, or to all ranks.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    whole: OrderedDict[str, Any] = OrderedDict()
+    parts: dict[str, Any] = get_model_state_dict(module)
+    for name, value in parts.items():
+        # all ranks take part for every name, and hold one whole weight at a time
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        if keeps:
+            whole[name] = full.to("cpu", copy=True) if isinstance(full, Tensor) else full
+    # a tied weight is one tensor again, of which accelerate keeps one name, in an OrderedDict alone
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name in whole:
+            whole[name] = whole[first.setdefault(id(param), name)]
+    return whole
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 from .._checkpoints.files import save_file
 from ..core import DistributedOptimizer, dtensors_of
 from .checkpoint import MAIN_PARAMS_FILE, load_main_params
-from .tensor_parallel import TensorParallel, take_whole_states
+from .tensor_parallel import TensorParallel, take_whole_states, whole_state
 
 
 def wrap_trainer() -> None:
@@ -61,9 +61,9 @@ def _wrap_weights(trainer: Any) -> None:
     save_weights, load_weights = trainer._save, trainer._load_from_checkpoint
 
     def save_whole(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # on all ranks, of which one goes on; a model that Transformers has cut itself is gathered there
+        # on all ranks, of which one goes on, or one of each node; a model that Transformers has cut is gathered there
         if state_dict is None and _is_cut(self):
-            state_dict = self.accelerator.get_state_dict(self.model)
+            state_dict = whole_state(self.accelerator.unwrap_model(self.model), keeps=self.args.should_save)
         save_weights(self, output_dir, state_dict)
 
     def load_whole(self: Any, checkpoint: str, model: Any = None) -> None:

@@ -45,7 +45,7 @@ class RecordedModel:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return RecordedModel(
             layout.params,
-            model.config,
+            model.engine.config,
             layout.dp_size,
             model.device.type,
             platform.node(),

@@ -379,6 +379,17 @@ def test_checkpoints_that_accelerate_names(worlds: Worlds, tmp_path: Path) -> No
     assert worlds.run(save_twice, tmp_path) == [["checkpoint_10", "checkpoint_9"]] * 2
 
 
+def be_on_nodes_of(size: int) -> int:
+    """Lets accelerate take the processes for those of nodes with ``size`` each; returns the number of this one's."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    node, place = divmod(PartialState().process_index, size)
+    for kind in (PartialState, AcceleratorState):
+        if kind._shared_state:
+            kind._shared_state["local_process_index"] = place
+    return node
+
+
 def save_on_each_node(folder: Path) -> dict[str, Any]:
     """Each rank a node of its own, with a disk of its own."""
     import os
@@ -389,11 +400,7 @@ def save_on_each_node(folder: Path) -> dict[str, Any]:
 
     configuration = ProjectConfiguration(save_on_each_node=True)
     accelerator = make_accelerator("megatron_ddp", project_config=configuration)
-    accelerator.state.local_process_index = 0
-    accelerator.state._shared_state["local_process_index"] = 0
-    from accelerate.state import PartialState
-
-    PartialState._shared_state["local_process_index"] = 0
+    be_on_nodes_of(1)
     net = AwkwardNet().bfloat16()
     model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
     model(torch.ones(4, 5).bfloat16(), torch.arange(4)).float().square().mean().backward()

@@ -29,6 +29,7 @@ class Named(nn.Module):
         super().__init__()
         self.layer = nn.Linear(5, 3)
         self.vocabulary = 11
+        self.config = {"hidden_size": 5}
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
@@ -55,6 +56,8 @@ def look_at_model() -> None:
     assert accelerator.get_state_dict(model)["layer.bias"].data_ptr() == net.layer.bias.data_ptr()
     # its own methods and attributes
     assert model.vocabulary == 11
+    assert model.config == {"hidden_size": 5}, "as scripts for FSDP2 and tensor parallelism read it"
+    assert accelerator.prepare(nn.Linear(5, 3)).config.use_distributed_optimizer, "the engine's, where there is none"
     assert model.generate(inputs(accelerator)).shape == (4,)
     with pytest.raises(AttributeError, match="nothing"):
         model.nothing  # noqa: B018 - the access is the test

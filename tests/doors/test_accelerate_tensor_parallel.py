@@ -16,6 +16,7 @@ from megastrategy.tools.conversion import consolidate
 from tests.support.tensor_parallel import LanguageModel, adamw, meshes, plan, whole
 
 from .accelerate_loops import Worlds, make_accelerator
+from .test_accelerate_checkpoints import be_on_nodes_of
 from .test_lightning_tensor_parallel import BATCH_SIZE, assert_close, loader, num_chunks
 
 
@@ -152,6 +153,43 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     assert_close(together[0]["weights"], alone["weights"], "on two ranks")
 
 
+def save_on_each_node(folder: str) -> list[str]:
+    """Two nodes of two processes, each with a disk of its own. Returns what is there."""
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import ProjectConfiguration
+
+    accelerator = make_accelerator(
+        "megatron_ddp",
+        parallelism_config=ParallelismConfig(**MESH),
+        project_config=ProjectConfiguration(save_on_each_node=True),
+    )
+    disk = f"{folder}/node {be_on_nodes_of(2)}"
+    module = make_model(tied=False).bfloat16()
+    parallelize_module(module, accelerator.torch_device_mesh["tp"], plan(sequence_parallel=True))
+    model, optimizer = accelerator.prepare(module, adamw(module.parameters()))
+    torch.manual_seed(accelerator.process_index // 2)
+    accelerator.backward(model(torch.randint(64, (2, 8))))
+    optimizer.step()
+    accelerator.save_state(disk)
+    accelerator.save_model(model, f"{disk}/model")
+    weights = weights_of(module)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    accelerator.load_state(disk)  # each node from its own
+    assert_close(weights_of(module), weights)
+    return sorted(path.relative_to(disk).as_posix() for path in Path(disk).rglob("*") if path.is_file())
+
+
+def test_each_node_gets_whole_weights_and_states(worlds: Worlds, tmp_path: Path) -> None:
+    first, _, second, _ = worlds.run(save_on_each_node, str(tmp_path), size=4)
+    random_states = {f"random_states_{rank}.pkl" for rank in range(4)}
+    assert set(first) - random_states == set(second) - random_states
+    for name in set(first) - random_states:
+        one, other = ((tmp_path / node / name).read_bytes() for node in ("node 0", "node 1"))
+        assert one == other, name
+
+
 def message(error: type[Exception], run: Any) -> str:
     with pytest.raises(error) as caught:
         run()
@@ -250,8 +288,8 @@ def load_llama(folder: str, sizes: dict[str, int]) -> Any:
     return model
 
 
-def fit(folder: str, sizes: dict[str, int], resume: str | None = None) -> dict[str, Any]:
-    """Four steps of ``transformers.Trainer``, which saves after two and four."""
+def fit(folder: str, sizes: dict[str, int], resume: str | None = None, *, on_two_nodes: bool = False) -> dict[str, Any]:
+    """Four steps of ``transformers.Trainer``, which saves after two and four. ``on_two_nodes``: on the disk of each."""
     from accelerate.parallelism_config import ParallelismConfig
     from transformers import Trainer, TrainingArguments
 
@@ -276,8 +314,11 @@ def fit(folder: str, sizes: dict[str, int], resume: str | None = None) -> dict[s
             use_cpu=True,
             disable_tqdm=True,
             seed=7,
+            save_on_each_node=on_two_nodes,
             **({"parallelism_config": ParallelismConfig(**sizes)} if sizes == BY_TORCH else {}),
         )
+        if on_two_nodes:
+            arguments.output_dir = f"{folder}/node {be_on_nodes_of(2)}"
         tokens = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(5))
         data = [{"input_ids": sample, "labels": sample} for sample in tokens]
         trainer = Trainer(model, arguments, train_dataset=data)
@@ -310,3 +351,9 @@ def test_a_trainer_trains_and_saves_as_in_one_process(worlds: Worlds, tmp_path: 
     if sizes == BY_TORCH:
         resumed = worlds.run(fit, folder, sizes, f"{folder}/{sizes}/checkpoint-2", size=size)
         assert_close(resumed[0]["weights"], alone["weights"])
+        worlds.run(fit, folder, sizes, size=size, on_two_nodes=True)
+        one, other = (tmp_path / f"node {node}/checkpoint-4" for node in (0, 1))
+        # save_pretrained of Transformers writes on rank 0 alone, whatever it is told
+        assert_close(load_file(one / "model.safetensors"), expected)
+        for name in ("optimizer.pt", "scheduler.pt"):
+            assert (one / name).read_bytes() == (other / name).read_bytes(), name

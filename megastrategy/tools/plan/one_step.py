@@ -208,7 +208,7 @@ class OneStep:
         counters = {id(tensor): tensor.nbytes for tensor in state if tensor.dim() == 0}
         return ModelPlan(
             layout,
-            model.config,
+            model.engine.config,
             kept,
             dict(engine.owners.rank_of),
             sum(frozen.values()),
