@@ -27,6 +27,8 @@ SMALL = {"dim": 64, "n_layers": 2, "n_heads": 4, "multiple_of": 32, "max_seq_len
 def _imported(folder: str) -> Iterator[SimpleNamespace]:
     """The modules of an example by their names, with a small model, and batches that this process makes itself."""
     sys.path.insert(0, folder)
+    # They choose weights after the model is set up, without a seed, and each data-parallel rank chooses for itself.
+    torch.manual_seed(0)
     try:
         found = SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
         found.train.ModelArgs = _small_args(found.model)
