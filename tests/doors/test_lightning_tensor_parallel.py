@@ -365,6 +365,7 @@ class MadeOnMeta(LitModel):
 
     def on_train_end(self) -> None:
         self.embed = whole(self.model.embed.weight)
+        self.state = self.trainer.strategy.optimizer_state(self.optimizers(use_pl_optimizer=False))
 
 
 class NotCut(LitModel):
@@ -406,13 +407,16 @@ def fit_from_meta() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         trainer.fit(module, loader(BATCH_SIZE))
     told = [str(one.message) for one in caught if "have no reset_parameters() method" in str(one.message)]
-    return {"meta": was_on_meta, "part": module.part, "spread": module.spread, "embed": module.embed, "told": told}
+    found = {name: getattr(module, name) for name in ("part", "spread", "embed", "state")}
+    return {"meta": was_on_meta, "told": told, **found}
 
 
 def test_a_module_made_on_meta_gets_memory_for_its_parts(mesh: Ranks) -> None:
     outcomes = mesh.run(fit_from_meta)
     [told] = outcomes[0]["told"]
     assert told.startswith("LanguageModel have no"), "its temperature; the layers have one"
+    assert len(outcomes[0]["state"]["state"]) > 10
+    assert [own["state"] for own in outcomes[1:]] == [{}] * 3, "as under ModelParallelStrategy"
     for own in outcomes:
         assert own["meta"]
         assert own["part"] == (32, 16)

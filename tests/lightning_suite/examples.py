@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,7 +63,6 @@ def fit(folder: str) -> dict[str, Any]:
                 found["on_meta_before"] = on_meta
                 super().on_train_start()
                 found["start"] = _weights(self.model)
-                found["parts"] = {type(param).__name__ for param in self.model.parameters()}
 
             def training_step(self, batch: Tensor) -> Tensor:
                 found["batches"].append(batch.clone())
@@ -84,12 +82,9 @@ def fit(folder: str) -> dict[str, Any]:
             return module
 
         example.train.Llama3 = make
-        example.train.L.Trainer, trainer = (
-            functools.partial(
-                example.train.L.Trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False
-            ),
-            example.train.L.Trainer,
-        )
+        trainer = example.train.L.Trainer  # the package's, which others use after this
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        example.train.L.Trainer = functools.partial(trainer, **quiet)
         try:
             example.train.train()
         finally:
@@ -128,7 +123,7 @@ def loop(folder: str, to: str) -> dict[str, Any]:
 
         example.train.L = SimpleNamespace(Fabric=Recording)
         example.train.train()
-        return found | {"files": sorted(os.listdir(to))}
+        return found
 
 
 def alone(folder: str, start: dict[str, Tensor], batches: list[Tensor]) -> dict[str, Any]:

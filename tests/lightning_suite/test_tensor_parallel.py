@@ -127,10 +127,7 @@ OTHERWISE = {
         "test_train_save_load[bf16-mixed]": ("NotADirectoryError", DIRECTORY),
         "test_save_sharded_and_consolidate_and_load": ("NotADirectoryError", DIRECTORY),
         "test_save_filter": ("DID NOT RAISE NotImplementedError", DIRECTORY),
-        "test_save_full_state_dict": (
-            "KeyError: '_forward_module.w1.weight'",
-            WRAPPED,
-        ),
+        "test_save_full_state_dict": ("KeyError: '_forward_module.w1.weight'", WRAPPED),
         "test_load_full_state_dict_into_sharded_model": ("assert False", "compares NaNs, on CPUs with theirs too"),
     },
 }
