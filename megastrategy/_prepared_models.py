@@ -51,7 +51,7 @@ class PreparedModels(Generic[Model]):
         self.open()
         for key, reference in self._known:
             if key() is module and (model := reference()) is not None:
-                if model._config == config and model.engine.is_as_wrapped():
+                if model.ddp_config == config and model.engine.is_as_wrapped():
                     model.engine.broadcast_all()
                     return model
                 model.close()

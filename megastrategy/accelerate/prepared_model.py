@@ -51,8 +51,8 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
     @property
     def config(self) -> Any:
         """The module's, as models of Transformers have one: scripts for FSDP2 and tensor parallelism, under which
-        accelerate wraps nothing, read it from what was prepared. The engine's options where the module has none."""
-        return self.module.config if hasattr(self.module, "config") else self._config
+        accelerate wraps nothing, read it from what was prepared. ``ddp_config`` where the module has none."""
+        return self.module.config if hasattr(self.module, "config") else self.ddp_config
 
     def no_sync(self) -> Any:
         """Suspends synchronisation as the engine's does. ``LocalSGD`` is refused: parameters would not part."""
@@ -71,7 +71,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
         no forward. So they are sent on entering, and count as different afterwards, on all ranks alike.
         """
         self.check_open()
-        if self.require_forward_param_sync and self._config.broadcast_buffers:
+        if self.require_forward_param_sync and self.ddp_config.broadcast_buffers:
             self.engine.broadcast_buffers()
         self._has_uneven_batches = True
         try:

@@ -108,11 +108,11 @@ def _largest_bucket_bytes(model: Any) -> int:
 
 _ENGINES: dict[str, Callable[[Any], Any]] = {
     "process_group": lambda model: torch.distributed.group.WORLD,  # whose ranks are those of the engine's own groups
-    "find_unused_parameters": lambda model: model._config.find_unused_parameters,
-    "static_graph": lambda model: model._config.static_graph or model._static_graph_is_declared,
+    "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,
+    "static_graph": lambda model: model.ddp_config.static_graph or model._static_graph_is_declared,
     "_static_graph_delay_allreduce_enqueued": lambda model: True,  # no first backward has to be prepared
-    "forward_sync_buffers": lambda model: model._config.broadcast_buffers,
-    "broadcast_buffers": lambda model: model._config.broadcast_buffers,
+    "forward_sync_buffers": lambda model: model.ddp_config.broadcast_buffers,
+    "broadcast_buffers": lambda model: model.ddp_config.broadcast_buffers,
     "gradient_as_bucket_view": lambda model: True,
     "batched_grad_copy": lambda model: False,
     "device_type": lambda model: model.device.type,
@@ -123,7 +123,7 @@ _ENGINES: dict[str, Callable[[Any], Any]] = {
     "should_finalize_after_backward": lambda model: False,
     "parameters_to_ignore": lambda model: set(),
     "bucket_bytes_cap": _largest_bucket_bytes,
-    "bucket_bytes_cap_default": lambda model: model._config.bucket_size is None,
+    "bucket_bytes_cap_default": lambda model: model.ddp_config.bucket_size is None,
     "modules_buffers": lambda model: list(model.module.buffers()),
     "named_module_buffers": lambda model: dict(model.module.named_buffers()),
     "_module_parameters": lambda model: list(model.module.parameters()),

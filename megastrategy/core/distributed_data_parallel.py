@@ -74,13 +74,13 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self._config = config or DistributedDataParallelConfig()
+        self.ddp_config = config or DistributedDataParallelConfig()
         self.require_backward_grad_sync = True
         self._num_synced_forwards = 0  # that train; counted where replicas are to be checked
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
         self._engine: Engine | None = Engine(
             self,
-            self._config,
+            self.ddp_config,
             process_group=process_group,
             collectives=collectives,
             listener=listener,
@@ -106,8 +106,9 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def config(self) -> DistributedDataParallelConfig:
-        """The options that it was made with."""
-        return self._config
+        """The options that it was made with. A subclass may show its module's ``config`` here; ``ddp_config``, which is
+        Megatron-LM's name, has the engine's always."""
+        return self.ddp_config
 
     @property
     def is_closed(self) -> bool:
@@ -148,7 +149,7 @@ class DistributedDataParallel(nn.Module):
         engine.emit(EventKind.FORWARD_START, int(training))
         if training and not inside_backward():  # inside, it is recomputed by a checkpoint around the whole wrapper
             check_not_inside_torch_ddp(self)
-            if self._config.check_replicas_every_n_steps and self.require_backward_grad_sync:
+            if self.ddp_config.check_replicas_every_n_steps and self.require_backward_grad_sync:
                 self._check_replicas_if_due()
             if engine.collectives.size > 1:
                 reduced_by_step = engine.layout.num_shards > 1 and not engine.layout.is_pooled and engine.has_optimizer
@@ -158,7 +159,7 @@ class DistributedDataParallel(nn.Module):
             engine.local_parts.before_forward(args, kwargs)
         if engine.param_buffers is not None:
             engine.param_gather.before_forward()
-        if self._buffers_differ and self._config.broadcast_buffers:
+        if self._buffers_differ and self.ddp_config.broadcast_buffers:
             engine.broadcast_buffers()
         # Where nothing could be sent earlier, one graph is the better one.
         is_split = training and engine.sends_under_backward and len(engine.layout.buckets) > 1
@@ -312,7 +313,7 @@ class DistributedDataParallel(nn.Module):
         check_replicas(self.module, self.engine.local_parts, self.engine.collectives)
 
     def _check_replicas_if_due(self) -> None:
-        if self._num_synced_forwards and self._num_synced_forwards % self._config.check_replicas_every_n_steps == 0:
+        if self._num_synced_forwards and self._num_synced_forwards % self.ddp_config.check_replicas_every_n_steps == 0:
             self.check_replicas()
         self._num_synced_forwards += 1
 

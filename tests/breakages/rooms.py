@@ -188,7 +188,7 @@ ROOMS = (
     Breakage(
         "a prepared model has not the attributes of torch DDP",
         "accelerate/torch_ddp_by_name.py",
-        '    "find_unused_parameters": lambda model: model._config.find_unused_parameters,\n',
+        '    "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,\n',
         "",
         "tests/doors/test_accelerate_torch_attributes.py",
     ),
