@@ -1,0 +1,73 @@
+"""Engines in the same processes, which train the same and take turns: their step times, and ratios to one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from .measure import order_of_round
+from .processes import Rank
+from .results import Spread
+
+Step = Callable[[Tensor], Tensor]
+"""One step with a batch; returns the loss."""
+
+_TOLERANCE = 1e-4
+"""Relative, of the losses of all engines: they sum in other orders."""
+
+
+def time_in_turns(rank: Rank, engines: Mapping[str, Step], batches: Tensor, num_rounds: int) -> dict[str, Any]:
+    """Milliseconds a step by engine and round, of the slowest rank, and each engine's last loss. The first batch warms
+    an engine up in each of its turns."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    losses: dict[str, float] = {}
+    for number in range(num_rounds):
+        for name in order_of_round(list(engines), number):
+            rank.say(f"round {number + 1} of {num_rounds}: {name}")
+            engines[name](batches[0])
+            dist.barrier()
+            start = time.perf_counter()
+            for batch in batches[1:]:
+                loss = engines[name](batch)
+            spent = torch.tensor((time.perf_counter() - start) / (len(batches) - 1) * 1000.0, dtype=torch.float64)
+            dist.all_reduce(spent, dist.ReduceOp.MAX)
+            times[name].append(spent.item())
+            losses[name] = float(loss)
+    return {"times": times, "losses": losses}
+
+
+def report(measured: Mapping[str, Any], baseline: str, settings: Mapping[str, Any], path: Path) -> None:
+    """Prints a table, and writes it with what it was measured with as JSON.
+
+    Raises:
+        SystemExit: if the engines did not train the same.
+    """
+    times, losses = measured["times"], measured["losses"]
+    for name, loss in losses.items():
+        if abs(loss - losses[baseline]) > _TOLERANCE * abs(losses[baseline]):
+            raise SystemExit(f"{name} trained to a loss of {loss}, and {baseline} to {losses[baseline]}")
+    table = Table("engine", "ms a step", f"ratio to {baseline}")
+    figures = {}
+    for name, samples in times.items():
+        ratios = Spread.of([mine / theirs for mine, theirs in zip(samples, times[baseline], strict=True)])
+        spread = Spread.of(samples)
+        figures[name] = {"step_ms": dataclasses.asdict(spread), "ratio": dataclasses.asdict(ratios)}
+        table.add_row(name, _shown(spread, 0), _shown(ratios, 2))
+    Console().print(table)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {**settings, "torch": torch.__version__, "losses": losses, **figures}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _shown(spread: Spread, digits: int) -> str:
+    return f"{spread.median:.{digits}f} ({spread.q1:.{digits}f} to {spread.q3:.{digits}f})"
