@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 CANNOT_BE_HAD = 75
 """The status of scripts that need what this machine has not: EX_TEMPFAIL of sysexits.h."""
@@ -24,8 +25,8 @@ ANSWERS_WITHIN_S = 120.0
 def python_with(folder: Path, *requirements: str, imports: str) -> Path:
     """An interpreter that can import ``imports``: this one, or that of an environment in ``folder``.
 
-    Skips the test where pip cannot get the requirements. What this environment has is taken from it: the test is of the
-    same torch.
+    Skips the test where pip cannot get the requirements. What this environment has is taken from it, and torch always:
+    the test is of the same one, and its dependents are those that go with it.
     """
     if find_spec(imports) is not None:
         return Path(sys.executable)
@@ -36,7 +37,8 @@ def python_with(folder: Path, *requirements: str, imports: str) -> Path:
     # after its own; addsitedir and not the path alone, for packages that are installed in place
     outer = "; ".join(f"site.addsitedir({path!r})" for path in site.getsitepackages())
     (packages / "outer.pth").write_text(f"import site; {outer}\n")
-    done = subprocess.run([python, "-m", "pip", "install", "-q", *requirements], capture_output=True, text=True)
+    command = [python, "-m", "pip", "install", "-q", f"torch=={torch.__version__}", *requirements]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"pip cannot install {' '.join(requirements)} here: {done.stderr.strip().splitlines()[-1]}")
     return python

@@ -60,9 +60,11 @@ def run_script(
     ranks: int = 2,
     environment: Mapping[str, str] | None = None,
     before: tuple[str, ...] = (),
+    python: Path | None = None,
     timeout_s: float = HANG_S,
 ) -> Done:
-    """``python script arguments`` on each rank. ``before``: ``python -m`` this module with these arguments first."""
+    """``python script arguments`` on each rank. ``before``: ``python -m`` this module with these arguments first.
+    ``python``: another interpreter than this one."""
     base = outside_of_ranks() | {"PYTHONIOENCODING": "utf-8"}
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     base |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "NODE_RANK": "0", **(environment or {})}
@@ -72,8 +74,11 @@ def run_script(
     try:
         for rank in range(ranks):
             variables = base | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            start = _start_interpreter if FRESH_SCRIPTS else _start_fork
-            processes.append(start(argv, bool(before), cwd, variables, out.write, err.write))
+            if FRESH_SCRIPTS or python is not None:
+                command = [str(python or sys.executable), *(["-m"] if before else []), *argv]
+                processes.append(_start_interpreter(command, cwd, variables, out.write, err.write))
+            else:
+                processes.append(_start_fork(argv, bool(before), cwd, variables, out.write, err.write))
         printed = [pipe.read_to_the_end() for pipe in (out, err)]
         codes = [_wait(process, timeout_s) for process in processes]
     finally:
@@ -120,9 +125,8 @@ def _wait(process: Any, timeout_s: float) -> int:
 
 
 def _start_interpreter(
-    argv: list[str], is_module: bool, cwd: Path, environment: dict[str, str], out: Connection, err: Connection
+    command: list[str], cwd: Path, environment: dict[str, str], out: Connection, err: Connection
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, *(["-m"] if is_module else []), *argv]
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out.fileno(), stderr=err.fileno())
 
 

@@ -1,6 +1,6 @@
 """A plain loop for ``megastrategy plan``, which can also count its own allocations in a real run.
 
-python -m tests.tools.planned_script (gpt | frozen | conv | resnet | llava | bert | llama) [--count]
+python -m tests.tools.planned_script (gpt | frozen | conv | resnet | llava | bert | llama) [--count] [--without-onednn]
 """
 
 from __future__ import annotations
@@ -160,4 +160,5 @@ def main(name: str, counts: bool) -> None:
 
 
 if __name__ == "__main__":
+    torch.backends.mkldnn.set_flags("--without-onednn" not in sys.argv)
     main(sys.argv[1], "--count" in sys.argv)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
@@ -29,6 +29,7 @@ from megastrategy.tools.plan.scripts import PlanError, measure_script
 from tests.ranks.test_memory import bytes_of, wide
 from tests.support.ranks import run_ranks, with_instances
 from tests.support.scripts import run_script
+from tests.tools.planned_script import BATCH
 
 SCRIPT = Path(__file__).parent / "planned_script.py"
 
@@ -99,17 +100,24 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
         optimizer = train(model, 2, dtype)
         grads = [held for held in _held(model.engine.grad_buffers) if not isinstance(held, nn.Parameter)]
         held = [*grads, *model.module.parameters(), *_held(model.engine.param_buffers)]
-        held += [key for key in optimizer.state if isinstance(key, Tensor)]
-        held += [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
+        # As a step leaves it: neighbours in one piece, with the elements that align them, and a counter for each piece.
+        state = optimizer.optimizer.state
+        held += [*state, *(value for values in state.values() for value in values.values())]
         return bytes_of(held), bytes_of(grads)
 
     total, grads = run_ranks(size, run)[0]
     step = planned(size, config, dtype)
     memory = rank_memory(step)
-    assert memory.fixed_bytes - step.models[0].counter_bytes == total
+    assert memory.fixed_bytes == total
     assert memory.grad_bytes == grads
-    assert step.models[0].counter_bytes % 4 == 0
-    assert step.models[0].counter_bytes > 0
+
+
+def counted_peaks(cwd: Path, *arguments: str) -> list[int]:
+    """Of two steps on two real ranks, by the allocator."""
+    real = run_script(SCRIPT, *arguments, "--count", cwd=cwd)
+    peaks = [int(found) for found in re.findall(r"peak (\d+)", real.stdout)]
+    assert len(peaks) == 4, real.stderr
+    return peaks
 
 
 @pytest.mark.parametrize(
@@ -122,11 +130,9 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
     ],
 )
 def test_temporaries_are_those_that_the_allocator_counts(model: str, tmp_path: Path) -> None:
-    """The peak of forward and backward on two real ranks, kernels' own scratch included, within 1 %; the same with and
-    without values."""
-    real = run_script(SCRIPT, model, "--count", cwd=tmp_path)
-    peaks = [int(found) for found in re.findall(r"peak (\d+)", real.stdout)]
-    assert len(peaks) == 4, real.stderr
+    """The peak of forward and backward on two real ranks, within 1 % and the same with and without values. Kernels' own
+    scratch is in the allocator's count; it is less than that but for a ResNet under oneDNN."""
+    peaks = counted_peaks(tmp_path, model)
     found = {}
     for way in ("values", "shapes"):
         file = tmp_path / way
@@ -136,13 +142,25 @@ def test_temporaries_are_those_that_the_allocator_counts(model: str, tmp_path: P
         step = pickle.loads(file.read_bytes())
         assert isinstance(step, MeasuredStep), step
         found[way] = step
-    # oneDNN reorders what strided convolutions get: 1.2 MB of 49 are this CPU's kernels' own scratch.
-    rel = 0.03 if model == "resnet" else 0.01
-    assert found["values"].backward_peak_bytes == pytest.approx(max(peaks), rel=rel)
+    expected = max(peaks)
+    if model == "resnet":
+        # The most is in the backward of a convolution of 64 channels, 16 by 16, for which oneDNN holds the gradient,
+        # the input and the weights once more, in blocks of channels: no tensors of torch's, and of this CPU alone.
+        scratch = 2 * (BATCH * 64 * 16 * 16 * 4) + 64 * 64 * 3 * 3 * 4
+        assert 0 <= expected - found["values"].backward_peak_bytes <= scratch
+        expected = max(counted_peaks(tmp_path, model, "--without-onednn"))
+    assert found["values"].backward_peak_bytes == pytest.approx(expected, rel=0.01)
     assert dataclasses.replace(found["shapes"], computes=True) == found["values"]
 
 
-@pytest.mark.parametrize(("script", "says"), [("pass", "wrapped no model"), ("NO_STEP", "before its first optimizer")])
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("pass", "wrapped no model, so it does not train with megastrategy"),
+        ("NO_STEP", "before its first optimizer step: .* one in 512"),
+        ("LAUNCHED", "under megastrategy.launch those are wrapped that an Accelerator"),
+    ],
+)
 def test_a_script_without_a_step_is_told_what_to_do(script: str, says: str, tmp_path: Path) -> None:
     text = (
         "import torch, torch.distributed as dist, megastrategy as m\n"
@@ -150,11 +168,32 @@ def test_a_script_without_a_step_is_told_what_to_do(script: str, says: str, tmp_
         "m.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
     )
     path, file = tmp_path / "script.py", tmp_path / "step"
-    path.write_text(text if script == "NO_STEP" else script)
+    path.write_text(text if script == "NO_STEP" else "pass")
     program = ("megastrategy.tools.plan.one_step", "512", str(file), "shapes")
-    done = run_script(path, cwd=tmp_path, ranks=1, before=program)
+    launched = ("-m", "megastrategy.launch") if script == "LAUNCHED" else ()
+    done = run_script(path, cwd=tmp_path, ranks=1, before=(*program, *launched))
     assert done.returncode == 0, done.stderr
-    assert says in pickle.loads(file.read_bytes())
+    assert re.search(says, pickle.loads(file.read_bytes()))
+
+
+def test_a_script_of_accelerates_needs_no_word_of_the_cpu(tmp_path: Path) -> None:
+    """Without GPUs Accelerate makes no process group, unless it is told to train on the CPU: the planner tells it."""
+    path, file = tmp_path / "script.py", tmp_path / "step"
+    path.write_text(
+        "import torch, accelerate\n"
+        "accelerator = accelerate.Accelerator()\n"
+        "net = torch.nn.Linear(8, 8)\n"
+        "net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters()))\n"
+        "for _ in range(2):\n"
+        "    accelerator.backward(net(torch.ones(4, 8)).sum())\n"
+        "    optimizer.step()\n"
+    )
+    program = ("megastrategy.tools.plan.one_step", "8", str(file), "shapes", "-m", "megastrategy.launch")
+    done = run_script(path, cwd=tmp_path, ranks=1, before=program)
+    assert file.exists(), done.stderr
+    step = pickle.loads(file.read_bytes())
+    assert isinstance(step, MeasuredStep), step
+    assert step.models[0].layout.dp_size == 8
 
 
 def test_a_script_may_ask_for_ranks_that_do_not_exist_by_itself(tmp_path: Path) -> None:
@@ -196,6 +235,10 @@ def test_a_script_may_ask_for_ranks_that_do_not_exist_by_itself(tmp_path: Path) 
         ("raise AssertionError('Torch not compiled with CUDA enabled')", r"let it train on the CPU"),
         ("import urllib.request as r; r.urlopen('http://localhost:9')", r"It wants to download"),
         ("import sys; sys.exit(4)", r"ended with exit code 4: nothing was said$"),
+        ("raise ValueError('first\\nsecond')", r"exit code 1: ValueError: first$"),
+        ("input()", r"EOFError: .*say it by its arguments$"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", r"was ended by SIGKILL\. This machine's memory"),
+        ("1 +", r"SyntaxError: invalid syntax"),
     ],
 )
 @pytest.mark.sample(1)
@@ -241,7 +284,7 @@ def step_of(dp_size: int, numel: int, activation_bytes: int, **options: Any) -> 
     """A model of one parameter in fp32, stepped with Adam."""
     config = DistributedDataParallelConfig(**options)
     layout = build_layout([ParamSpec("weight", (numel,), (1,), torch.float32, torch.float32)], config, dp_size)
-    plan = ModelPlan(layout, config, {0: 2}, {}, frozen_bytes=0, buffer_bytes=0, counter_bytes=0)
+    plan = ModelPlan(layout, config, {0: 2}, {}, frozen_bytes=0, buffer_bytes=0, other_state_bytes=0)
     return MeasuredStep(dp_size, (plan,), 0, 0, activation_bytes, 0, computes=False, num_computed=0)
 
 
@@ -294,7 +337,12 @@ def test_numbers_and_sizes_are_read() -> None:
     [
         (["--ranks", "many", "x.py"], "such as 1,8,64"),
         (["--device-memory", "80", "x.py"], "such as 80GiB"),
+        (["--ranks", "1,99999999999", "x.py"], "up to 1,048,576"),
+        (["--device-memory", "-80GiB", "x.py"], "such as 80GiB"),
         (["nowhere.py"], "does not exist"),
+        (["/"], "the script / is no file"),
+        (["--split", "1-2", "x.py"], "--split needs --cards"),
+        (["--picture", "x.png", "x.py"], "--picture needs --cards"),
     ],
 )
 def test_a_wrong_command_line_is_told_before_anything_runs(arguments: list[str], says: str) -> None:

@@ -18,6 +18,8 @@ CLOSE_SHARE = 0.1
 fragments and kernels' scratch take some, and are counted by nobody here."""
 MOST_RANKS = 4096
 """More ranks than this are not proposed."""
+MOST_PLANNED = 2**20
+"""More ranks than this are a slip of the keyboard: torch's groups have no room for 2**31."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +175,7 @@ def _states(model: ModelPlan, layout: BufferLayout) -> dict[str, int]:
         "frozen_bytes": model.frozen_bytes + model.buffer_bytes,
         "grad_bytes": use.grad_bytes,
         "main_param_bytes": main_param_bytes,
-        "state_bytes": use.state_bytes - main_param_bytes + model.counter_bytes,
+        "state_bytes": use.state_bytes - main_param_bytes + model.other_state_bytes,
         "exchange_bytes": use.received_bytes,
     }
 
@@ -182,11 +184,13 @@ def parse_ranks(text: str) -> list[int]:
     """Reads ``1,8,64``.
 
     Raises:
-        ValueError: if these are not positive numbers.
+        ValueError: if these are not positive numbers, or more than anybody has.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{text!r}: expected numbers of ranks with commas between them, such as 1,8,64")
+    if not all(part.isdecimal() and 0 < int(part) <= MOST_PLANNED for part in parts):
+        raise ValueError(
+            f"{text!r}: expected numbers of ranks up to {MOST_PLANNED:,} with commas between them, such as 1,8,64"
+        )
     return sorted({int(part) for part in parts})
 
 

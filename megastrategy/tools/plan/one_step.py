@@ -12,7 +12,7 @@ import functools
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ...core import BufferLayout, DistributedDataParallel, DistributedDataParallelConfig, Event, EventKind, one_listener
+from ...core import (
+    BufferLayout,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Event,
+    EventKind,
+    memory_use,
+    one_listener,
+)
 from ..profiling import run_target
 from ..timeline import BEGINS_STEP, completes_step
 from .live_bytes import LiveBytes
@@ -40,7 +48,8 @@ class ModelPlan:
         rank_of: the owners of parameters that are stepped whole.
         frozen_bytes: of parameters that are not trained.
         buffer_bytes: of the module's buffers.
-        counter_bytes: of optimizer state that is one number a tensor.
+        other_state_bytes: of optimizer state that is no number for each element of a parameter: counters, factors, and
+            what is stepped along for the elements that align the next parameter.
     """
 
     layout: BufferLayout
@@ -49,7 +58,7 @@ class ModelPlan:
     rank_of: Mapping[int, int]
     frozen_bytes: int
     buffer_bytes: int
-    counter_bytes: int
+    other_state_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,10 +193,12 @@ class OneStep:
             outside = max(outside, live.peak_bytes(begin, start))
             begin = end
         inside = max((live.peak_bytes(start, end) for start, end in self._steps), default=0)
-        models = tuple(self._plan(number) for number in range(len(self._models)))
+        models = [self._plan(number) for number in range(len(self._models))]
+        if models:  # of all optimizers, once
+            models[0] = dataclasses.replace(models[0], other_state_bytes=self._state_bytes() - sum(map(_told, models)))
         return MeasuredStep(
             self._dp_size,
-            models,
+            tuple(models),
             self._input_bytes,
             self._saved_bytes,
             outside,
@@ -204,8 +215,6 @@ class OneStep:
         frozen = {id(p): p.nbytes for p in module.parameters() if id(p) not in engine.index_by_id}
         buffers = {id(b): b.nbytes for b in module.buffers()}
         kept = self._num_kept(engine)
-        state = [v for o in self._optimizers.values() for values in o.state.values() for v in _tensors(values)]
-        counters = {id(tensor): tensor.nbytes for tensor in state if tensor.dim() == 0}
         return ModelPlan(
             layout,
             model.engine.config,
@@ -213,8 +222,16 @@ class OneStep:
             dict(engine.owners.rank_of),
             sum(frozen.values()),
             sum(buffers.values()),
-            sum(counters.values()) if number == 0 else 0,  # of all optimizers, once
+            0,
         )
+
+    def _state_bytes(self) -> int:
+        """The memory of what optimizers keep and step, weights apart."""
+        weights: list[Tensor] = []
+        for model in self._models:
+            weights += [*model.module.parameters(), *_held(model.engine.param_buffers)]
+        state = [tensor for optimizer in self._optimizers.values() for tensor in _state_of(optimizer)]
+        return _covered_bytes([*weights, *state]) - _covered_bytes(weights)
 
     def _num_kept(self, engine: Any) -> dict[int, int]:
         kept: dict[int, int] = {}
@@ -231,6 +248,20 @@ class OneStep:
                     alike = [value for value in _tensors(values) if value.dim() > 0]
                     kept[index] = sum(value.numel() == tensor.numel() for value in alike)
         return kept
+
+
+def _told(model: ModelPlan) -> int:
+    """The bytes of optimizer state on rank 0, as its layout tells them."""
+    return memory_use(model.layout, 0, model.num_kept, model.rank_of).state_bytes
+
+
+def _covered_bytes(tensors: Iterable[Tensor]) -> int:
+    """The memory of the tensors' storages, overlaps counted once."""
+    total = reached = 0
+    for start, nbytes in sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors}):
+        total += max(0, start + nbytes - max(start, reached))
+        reached = max(reached, start + nbytes)
+    return total
 
 
 _COUNTED = (EventKind.FORWARD_START, EventKind.BACKWARD_START, EventKind.GRAD_READY, EventKind.BACKWARD_END)
@@ -274,6 +305,9 @@ def pretend_ranks(dp_size: int) -> None:
 
     for module in (dist, dist.distributed_c10d):
         module.init_process_group, module.new_group = init_fake, new_fake  # type: ignore[attr-defined]
+    if not torch.accelerator.is_available():
+        # As accelerate launch --cpu says it. Accelerate would otherwise look for GPUs, find none, and make no groups.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     # Not torchrun's own: Lightning would insist on as many devices as there are ranks.
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(dp_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
@@ -303,13 +337,24 @@ def main() -> None:
         run_target(command)
     if step.is_complete:
         write(step.measured())
-    elif not step.has_models:
-        write(
-            "the script wrapped no model, so it does not train with megastrategy: give it strategy='megatron_ddp', or "
-            "plan -m megastrategy.launch SCRIPT where it uses Accelerate"
-        )
     else:
-        write("the script ended before its first optimizer step: let it make one (a larger max_steps, more batches)")
+        write(_why_nothing(command, int(dp_size), has_models=step.has_models))
+
+
+def _why_nothing(command: list[str], dp_size: int, *, has_models: bool) -> str:
+    """Says why a script that ended well has made no step, and what to do."""
+    if has_models:
+        more = f"more batches, of which a rank has one in {dp_size}" if dp_size > 1 else "more batches"
+        return f"the script ended before its first optimizer step: let it make one (a larger max_steps, {more})"
+    if command[:2] == ["-m", "megastrategy.launch"]:
+        return (
+            "the script wrapped no model: under megastrategy.launch those are wrapped that an Accelerator, or a "
+            "Trainer of Transformers', prepares for training"
+        )
+    return (
+        "the script wrapped no model, so it does not train with megastrategy: give it strategy='megatron_ddp', or plan "
+        "-m megastrategy.launch SCRIPT where it uses Accelerate"
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,18 +58,34 @@ def _run(command: Sequence[str], dp_size: int, way: str) -> tuple[MeasuredStep |
             [*program, *command], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
         if not file.exists():
-            return None, _last_line(done)
+            return None, _how_it_ended(done)
         result = pickle.loads(file.read_bytes())
     if isinstance(result, MeasuredStep):
         return result, ""
     return None, str(result)
 
 
-def _last_line(done: subprocess.CompletedProcess[str]) -> str:
-    said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    reason = said[-1].strip() if said else "nothing was said"
+def _how_it_ended(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        hint = f". {_OUT_OF_MEMORY}" if name == "SIGKILL" else ""
+        return f"the script was ended by {name}{hint}"
+    reason = _reason([line for line in (done.stderr or done.stdout).splitlines() if line.strip()])
     hint = next((f". {hint}" for sign, hint in _HINTS if re.search(sign, done.stderr)), "")
     return f"the script ended with exit code {done.returncode}: {reason.rstrip('.') if hint else reason}{hint}"
+
+
+def _reason(said: Sequence[str]) -> str:
+    """The line that names the last exception, whose message may have more of them; or the last line."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in said]
+    traces = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    behind = lines[traces[-1] + 1 :] if traces else []
+    return next(
+        (line for line in behind if not line.startswith(" ")), lines[-1] if lines else "nothing was said"
+    ).strip()
+
+
+_OUT_OF_MEMORY = "This machine's memory does not hold what it makes itself: a smaller data set"
 
 
 _HINTS = (
@@ -84,9 +101,7 @@ _HINTS = (
     ),
     (r"FileNotFoundError", "Run it from the folder that its paths begin in, with the files that it reads"),
     (r"the following arguments are required|error: unrecognized arguments", "Its own arguments come after its name"),
-    (
-        r"MemoryError|DefaultCPUAllocator",
-        "This machine's memory does not hold what it makes itself: a smaller data set",
-    ),
+    (r"EOFError: EOF when reading a line", "It asks for input, which it does not get here: say it by its arguments"),
+    (r"MemoryError|DefaultCPUAllocator", _OUT_OF_MEMORY),
 )
 """By a pattern in what a failed script said, what to do about it."""
