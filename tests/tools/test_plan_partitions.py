@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,10 @@ from torch import nn
 
 import megastrategy
 from megastrategy.tools.commands import root
+from megastrategy.tools.plan import search as search_module
 from megastrategy.tools.plan.cards import KNOWN, Card, parse_cards
 from megastrategy.tools.plan.layers import measure_layers
-from megastrategy.tools.plan.partitions import NothingFitsError
+from megastrategy.tools.plan.partitions import NothingFitsError, plan_of
 from megastrategy.tools.plan.schedule import StageTimes, actions, step_ms
 from megastrategy.tools.plan.search import Candidate, Layer, Question, evaluate, search, waste
 from tests.tools.planned_script import counted_peak
@@ -149,9 +153,78 @@ def test_the_pruned_search_finds_what_trying_everything_finds(objective: Any, op
     assert 0 < fits < 25, "some fit, and some do not"
 
 
-def test_the_studys_number_of_candidates() -> None:
-    layers = [Layer(str(i), 1e9, 2e9, 1, 1, 1) for i in range(58)]
-    assert Question(layers, parse_cards("3090:2,2080ti:1,2080:1"), 4).num_candidates == 351_120
+def many_layers(number: int, seed: int = 0) -> list[Layer]:
+    """No two of them alike."""
+    draw = random.Random(seed)
+    return [
+        Layer(str(i), draw.uniform(1, 1.3) * 1e12, draw.uniform(2, 2.6) * 1e12, draw.randint(2, 4) * 10**8,
+              draw.randint(1, 2) * 10**8, draw.randint(1, 2) * 10**8, 10**7)
+        for i in range(number)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", ["time", "waste"])
+def test_the_studys_number_of_candidates_is_looked_at_in_5_s_of_one_core(objective: Any) -> None:
+    for seed in range(3):
+        question = Question(many_layers(58, seed), parse_cards("3090:2,2080ti:1,2080:1"), 4)
+        assert question.num_candidates == 351_120
+        assert len(list(question.orders())) == len(set(question.orders())) == 12
+        start = time.process_time()  # of all threads
+        found = search(question, objective)
+        assert time.process_time() - start < 5
+        assert found is not None
+
+
+def test_waste_is_least_where_the_command_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """T of every order and every cut, each asked for by itself, against ``--objective waste``."""
+    (tmp_path / "wasteful_project.py").write_text(
+        "import torch\nlayers = [torch.nn.Linear(64, 64) for _ in range(5)]\nsample = torch.ones(32, 64)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def plan(cards: Sequence[str], *options: str) -> Any:
+        sample = ["--batch", "wasteful_project:sample", "--microbatches", "3", "--json"]
+        done = CliRunner().invoke(
+            root, ["plan", "--cards", ",".join(cards), *sample, *options, "wasteful_project:layers"]
+        )
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    cards = ["large=0.0005GB@2TFLOPS:1", "middle=0.0004GB@3TFLOPS:1", "small=0.0003GB@1TFLOPS:1"]
+    found = plan(cards, "--objective", "waste")
+    given = [
+        plan(order, "--split", "-".join(map(str, split)))
+        for order in itertools.permutations(cards)
+        for split in [(a, b, 5 - a - b) for a in (1, 2, 3) for b in range(1, 5 - a)]
+    ]
+    assert len(given) == 36
+    fitting = [each for each in given if "it fits" in each["why"]]
+    assert 0 < len(fitting) < len(given)
+    assert found["waste"] == min(each["waste"] for each in fitting)
+
+
+def test_cards_of_a_kind_are_one_order_however_many() -> None:
+    """Twelve equal cards have 479,001,600 permutations, and one order."""
+    question = Question(many_layers(24), parse_cards("a100:12"), 8)
+    assert (question.num_orders, list(question.orders())) == (1, [tuple(question.cards)])
+    mixed = Question(many_layers(24), parse_cards("a100:4,h100:4"), 8)
+    assert mixed.num_orders == len(set(mixed.orders())) == len(list(mixed.orders())) == 70
+    found = search(Question(many_layers(58), parse_cards("a100:6"), 8), "waste")
+    assert found is not None
+    assert len(found.split) == 6
+
+
+def test_more_cuts_than_can_be_looked_at_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = Question(many_layers(24), parse_cards("a100:2,h100:2"), 8)
+    assert "not all were looked at" not in plan_of(question, "time").why
+    best = plan_of(question, "time")
+    monkeypatch.setattr(search_module, "MOST_PARTIAL", 3)
+    unsure = plan_of(question, "time")
+    assert "may be the best by time. Layers that are kept together are fewer cuts" in unsure.why
+    assert best.step_time <= unsure.step_time < 1.05 * best.step_time
+    monkeypatch.setattr(search_module, "MOST_ORDERS", 5)
+    assert "not all were looked at: 4 cards have 6 orders" in plan_of(question, "waste").why
 
 
 def blocks() -> tuple[list[nn.Module], torch.Tensor]:
@@ -183,6 +256,23 @@ def test_layers_are_measured_as_a_real_stage_allocates(frozen: list[int]) -> Non
         assert [layer.saved_bytes for layer in measured[:2]] == [0, 0]
     if frozen == [1, 2]:  # of a linear layer's two products in backward one is left
         assert 0.4 < measured[1].backward_flops / measured[3].backward_flops < 0.7
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ([nn.Linear(8, 8), "layer"], "layer 1 is a str: expected an nn.Module"),
+        ([nn.Linear(9, 9)], r"layer 0: Linear fails with the sample, float32 of \(2, 8\): RuntimeError: mat1 and mat2"),
+        ([nn.Linear(8, 9), nn.Linear(8, 8)], r"fails with what layer 0 returns, float32 of \(2, 9\)"),
+        ([nn.Embedding(8, 8)], r"layer 0: Embedding fails with the sample, float32"),
+        ([nn.LSTM(8, 8), nn.Linear(8, 8)], "layer 0: LSTM returns tuple: stages send one tensor"),
+    ],
+    ids=["no module", "the batch", "the layer before", "dtype", "tuple"],
+)
+def test_a_layer_that_cannot_be_measured_is_named(layers: list[Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says) as error:
+        measure_layers(layers, torch.ones(2, 8))
+    assert "\n" not in str(error.value)
 
 
 def test_plan_says_what_and_why() -> None:
@@ -269,12 +359,19 @@ def test_the_command_cuts_what_a_module_names(tmp_path: Path, monkeypatch: pytes
     given = CliRunner().invoke(root, [*options, *sample, "--split", "1-3", "--json", "planned_project:layers"])
     assert json.loads(given.output)["split_spec"] == [1, 3]
     for wrong, code, says in [
-        (["--split", "1-2"], 1, "has 3 layers: expected 4"),
+        (["--json", "--split", "1-2"], 1, "has 3 layers: expected 4"),
         (["--split", "many"], 2, "such as 9-22-6-1"),
         (["--frozen", "7"], 1, "layers from 0 to 3"),
         (["--slack", "1"], 1, "from 0 to below 1"),
         (["--picture", "no/such/folder.png"], 1, "cannot be written"),
         (["--picture", "cut.abc"], 1, "abc"),
+        (["--frozen", ""], 2, "'': expected the first and the last layer"),
+        (["--frozen", "3-1"], 2, "'3-1': expected the first and the last layer"),
+        (["--keep-together", "3-1"], 2, "'3-1': expected the first and the last layer"),
+        (["--slack", "nan"], 1, "from 0 to below 1"),
+        (["--ranks", "2"], 2, "--cards takes no --ranks"),
+        (["--profile", "."], 2, "--cards takes no --profile"),
+        (["-m"], 2, "--cards takes no --module"),
     ]:
         done = CliRunner().invoke(root, [*options, *sample, *wrong, "planned_project:layers"])
         assert done.exit_code == code, done.output
@@ -295,7 +392,53 @@ def test_the_command_cuts_what_a_module_names(tmp_path: Path, monkeypatch: pytes
         assert says in done.output
 
 
-@pytest.mark.parametrize(("text", "says"), [("9090", "is not known"), ("3090:0", "how many"), ("a=1@b", "how many")])
+@pytest.mark.parametrize(
+    ("text", "name", "says"),
+    [
+        ("def layers():\n    raise RuntimeError('no data\\ntoday')", "layers", r"RuntimeError: no data \(.*line 2\)"),
+        ("def layers(x):\n    return x", "layers", r"layers\(\) fails with TypeError: layers\(\) missing 1"),
+        ("import nowhere_to_be_found", "layers", r"No module named 'nowhere_to_be_found' \(.*line 1\)"),
+        ("layers = 1 +", "layers", r"importing .* fails with SyntaxError: .*line 1\)"),
+        ("import sys\nsys.exit(3)", "layers", r"fails with SystemExit: 3 \(.*line 2\)"),
+        ("layers = []", "layers", "0 layers"),
+        ("layers = 3", "layers", "is a int: expected a list of layers"),
+        ("layers = 3", "others", "has no others"),
+        ("layers = 3", "", "expected module:name"),
+    ],
+)
+def test_a_module_that_fails_is_told_in_one_line(
+    text: str, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"failing_project_{abs(hash((text, name)))}"
+    (tmp_path / f"{module}.py").write_text(f"{text}\n")
+    (tmp_path / f"batch_of_{module}.py").write_text("import torch\nsample = torch.ones(2, 8)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    options = ["plan", "--cards", "3090:1,2080:1", "--batch", f"batch_of_{module}:sample"]
+    done = CliRunner().invoke(root, [*options, f"{module}:{name}"])
+    assert done.exit_code in (1, 2)
+    assert done.stdout == "", "nothing for a program to read"
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert re.search(says, line)
+    for wrong, hint in [(f"{module}.py:x", f"write {module}:x"), (".:x", "module:name"), (":x", "module:name")]:
+        assert hint in CliRunner().invoke(root, [*options, wrong]).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "how many"),
+        ("9090", "is not known"),
+        ("3090:0", "how many"),
+        ("3090:-1", "how many"),
+        ("a=1GB", "how many"),
+        ("a=1@1TFLOPS", "such as 80GiB"),
+        ("a=-1GB@1TFLOPS", "such as 80GiB"),
+        ("a=1GB@b", "such as 200TFLOPS"),
+        ("a=1GB@0TFLOPS", "such as 200TFLOPS"),
+        ("a=1GB@1.2.3TFLOPS", "such as 200TFLOPS"),
+    ],
+)
 def test_cards_that_are_not_known(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_cards(text)

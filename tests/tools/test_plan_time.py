@@ -114,7 +114,15 @@ def test_what_a_profile_lacks_is_told(tmp_path: Path) -> None:
     without = RankEvents(0, [dataclasses.replace(profile(0).models[0], recorded=None)])
     with pytest.raises(ProfileError, match="no whole step was recorded on every rank"):
         measure([without])
+    for unread in ("no json", "[1, 2]", '{"rank": 0, "models": [{}]}'):
+        (tmp_path / "events.rank0.json").write_text(unread)
+        with pytest.raises(ProfileError, match="run megastrategy profile again"):
+            read_profile(tmp_path)
+    (tmp_path / "events.rank1.json").mkdir()
     (tmp_path / "events.rank0.json").write_text(json.dumps(profile(0).to_json()))
+    with pytest.raises(ProfileError, match="cannot be read: Is a directory"):
+        read_profile(tmp_path)
+    (tmp_path / "events.rank1.json").rmdir()
     assert read_profile(tmp_path) == [RankEvents.from_json(json.loads(json.dumps(profile(0).to_json())))]
 
 

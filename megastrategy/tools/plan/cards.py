@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+from .links import parse_flops
 from .memory import parse_bytes
 
 
@@ -43,12 +44,12 @@ def parse_cards(text: str) -> list[Card]:
     """
     cards: list[Card] = []
     for part in text.split(","):
-        match = re.fullmatch(r"([\w-]+)(?:=([^@:]+)@([\d.]+)TFLOPS)?(?::(\d+))?", part.strip())
+        match = re.fullmatch(r"([\w-]+)(?:=([^@:]+)@([^@:]+))?(?::([0-9]+))?", part.strip())
         if match is None or match[4] == "0":
             raise ValueError(f"{part!r}: expected a card and how many, such as 3090:2, or mine=24GB@35.6TFLOPS:2")
-        name, memory, tflops, number = match.groups()
+        name, memory, speed, number = match.groups()
         if memory is not None:
-            card = Card(name, parse_bytes(memory), float(tflops) * 1e12)
+            card = Card(name, parse_bytes(memory), parse_flops(speed))
         elif name.lower() in KNOWN:
             card = KNOWN[name.lower()]
         else:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 from torch import Tensor, nn
 
 from .cards import Card, parse_cards
+from .layers import first_line
 from .links import parse_flops, parse_link
 from .memory import parse_bytes, parse_ranks
 from .one_step import MeasuredStep
@@ -58,7 +62,10 @@ from .timing import Training, of_operations, of_profile, predict, time_json, tim
 @click.option("--keep-together", "together", multiple=True, metavar="FIRST-LAST", help="With --cards: layers not cut.")
 @click.argument("script", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def plan_command(script: str | None, arguments: tuple[str, ...], cards: str | None, **options: Any) -> None:
+@click.pass_context
+def plan_command(
+    context: click.Context, /, script: str | None, arguments: tuple[str, ...], cards: str | None, **options: Any
+) -> None:
     """Say whether SCRIPT fits, on each number of ranks: its first step is run here, without devices and peers.
 
     Nothing in the script changes: a plain loop with megastrategy, Lightning or Fabric with "megatron_ddp", or
@@ -72,6 +79,7 @@ def plan_command(script: str | None, arguments: tuple[str, ...], cards: str | No
     """
     if script is None and (cards is not None or options["profile"] is None):
         raise click.UsageError("Missing argument 'SCRIPT'.")
+    _check_given(context, cuts=cards is not None)
     try:
         if cards is not None:
             assert script is not None, "looked at above"
@@ -80,6 +88,23 @@ def plan_command(script: str | None, arguments: tuple[str, ...], cards: str | No
             _plan_ranks(script, arguments, **options)
     except (PlanError, ProfileError) as error:
         raise click.ClickException(str(error)) from error
+
+
+_OF_RANKS = ("ranks", "memory", "link", "node_link", "flops", "profile", "computes", "is_module", "arguments")
+_OF_CARDS = ("batch", "microbatches", "objective", "schedule", "slack", "frozen", "split", "picture", "together")
+
+
+def _check_given(context: click.Context, *, cuts: bool) -> None:
+    """Raises for options of the other question, which would be left out in silence; tells of those after the script."""
+    spelled = {param.name: param.opts[0] for param in context.command.params}
+    for name in _OF_RANKS if cuts else _OF_CARDS:
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE and context.params[name]:
+            given = "what stands after module:layers" if name == "arguments" else spelled[name]
+            raise click.UsageError(f"--cards takes no {given}" if cuts else f"{given} needs --cards")
+    options = {option for param in context.command.params for option in param.opts if option.startswith("--")}
+    for argument in context.params["arguments"]:
+        if argument.split("=")[0] in options:
+            click.echo(f"note: {argument} stands after the script, so it is the script's own", err=True)
 
 
 def _plan_ranks(
@@ -106,7 +131,8 @@ def _plan_ranks(
         raise click.UsageError(str(error)) from error
     _check_speed_options(link, node_link, flops, profile)
     if script is not None and not is_module and not Path(script).is_file():
-        raise click.UsageError(f"the script {script} does not exist")
+        what = "is no file" if Path(script).exists() else "does not exist"
+        raise click.UsageError(f"the script {script} {what}")
     steps: list[MeasuredStep] = []
     if script is not None:
         steps = measure_script(script, arguments, sizes, is_module=is_module, computes=computes)
@@ -222,34 +248,60 @@ def _layers(text: str) -> list[int]:
     """Reads ``0-23,30``; "none" is none."""
     layers: list[int] = []
     for part in text.split(",") if text != "none" else ():
-        first, last = _group(part if "-" in part else f"{part}-{part}")
+        first, last = _group(part if "-" in part else f"{part}-{part}", text)
         layers += range(first, last + 1)
     return layers
 
 
-def _group(text: str) -> tuple[int, int]:
+def _group(text: str, whole: str | None = None) -> tuple[int, int]:
     first, _, last = text.partition("-")
-    if not (first.isdecimal() and last.isdecimal()):
-        raise ValueError(f"{text!r}: expected the first and the last layer of a group, such as 24-25")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ValueError(
+            f"{(text if whole is None else whole)!r}: expected the first and the last layer, such as 24-25"
+        )
     return int(first), int(last)
 
 
 def _load(spec: str) -> Any:
     """Loads ``module:name``; calls it if it is a function."""
     module_name, _, name = spec.partition(":")
-    if not name:
+    if not (all(part.isidentifier() for part in module_name.split(".")) and name.isidentifier()):
         raise click.UsageError(f"{spec!r}: expected module:name, such as my_project:layers")
+    if module_name.endswith(".py"):
+        raise click.UsageError(f"{spec!r} names a file: write {module_name.removesuffix('.py')}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # where python -m looks first
+    with _told(f"importing {module_name}"):
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            # A module that it imports itself is another mistake.
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise click.UsageError(f"there is no module {module_name} (in {os.getcwd()})") from error
+    if not hasattr(module, name):
+        raise click.UsageError(f"the module {module_name} has no {name}")
+    value = getattr(module, name)
+    if not callable(value) or isinstance(value, nn.Module):
+        return value
+    with _told(f"{spec}()"):
+        return value()
+
+
+@contextlib.contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Says in a line what fails in the user's own code, and where."""
     try:
-        value = getattr(importlib.import_module(module_name), name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name:
-            raise
-        raise click.UsageError(f"there is no module {module_name} (in {os.getcwd()})") from error
-    except AttributeError as error:
-        raise click.UsageError(f"the module {module_name} has no {name}") from error
-    return value() if callable(value) and not isinstance(value, nn.Module) else value
+        yield
+    except click.UsageError:
+        raise
+    # A module that exits would end the command without a word.
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next((f" ({f.filename}, line {f.lineno})" for f in reversed(frames) if f.filename != __file__), "")
+        if isinstance(error, SyntaxError):
+            where = f" ({error.filename}, line {error.lineno})"
+        raise PlanError(f"{what} fails with {first_line(error)}{where}") from error
 
 
 def _print(*renderables: Any) -> None:

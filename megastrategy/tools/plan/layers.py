@@ -14,6 +14,20 @@ from .live_bytes import LiveBytes
 from .search import Layer
 
 
+class LayerError(ValueError):
+    """Says which layer cannot be measured, and why."""
+
+
+def first_line(error: BaseException) -> str:
+    """What is said of an exception in a line."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0].strip()}" if said else type(error).__name__
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def measure_layers(
     layers: Sequence[nn.Module], sample: Tensor, frozen: Collection[int] | None = None, *, state_tensors: int = 2
 ) -> list[Layer]:
@@ -26,19 +40,28 @@ def measure_layers(
         state_tensors: how many numbers the optimizer keeps for each element (Adam: 2).
 
     Raises:
-        ValueError: if a layer does not return one tensor, or a frozen layer is not there.
+        ValueError: if a layer is none, fails, or does not return one tensor, or a frozen layer is not there.
     """
     if wrong := [number for number in frozen or () if not 0 <= number < len(layers)]:
         raise ValueError(f"frozen has {wrong[0]}: expected layers from 0 to {len(layers) - 1}")
     found: list[Layer] = []
     x, is_behind_trained, is_saved = sample, False, False
     for number, layer in enumerate(layers):
+        if not isinstance(layer, nn.Module):
+            raise ValueError(f"layer {number} is a {type(layer).__name__}: expected an nn.Module")
         params = list(layer.parameters())
         with _frozen(params, frozen is not None, number in (frozen or ())):
             is_trained = any(param.requires_grad for param in params)
             name = f"{number}: {type(layer).__name__}"
             fixed_bytes = _fixed_bytes(layer, state_tensors)
-            measured, out, saved = _measure(name, layer, x, needs_input_grad=is_behind_trained)
+            try:
+                measured, out, saved = _measure(name, layer, x, needs_input_grad=is_behind_trained)
+            except LayerError:
+                raise
+            except Exception as error:
+                given = f"{_dtype(x)} of {tuple(x.shape)}"
+                where = "the sample" if number == 0 else f"what layer {number - 1} returns"
+                raise LayerError(f"layer {name} fails with {where}, {given}: {first_line(error)}") from error
         # What a layer returns and the next saves, too, is one tensor.
         saved_bytes = sum(saved.values()) - (x.nbytes if is_saved and _key(x) in saved else 0)
         found.append(dataclasses.replace(measured, saved_bytes=saved_bytes, fixed_bytes=fixed_bytes))
@@ -82,7 +105,7 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 out = layer(own)
         if not isinstance(out, Tensor):
-            raise ValueError(f"layer {name} returns {type(out).__name__}: stages send one tensor to each other")
+            raise LayerError(f"layer {name} returns {type(out).__name__}: stages send one tensor to each other")
         forward_flops = float(flops.get_total_flops())
         # A layer whose output depends on nothing that is trained has no backward.
         if out.requires_grad:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .cards import Card
 from .layers import measure_layers
 from .schedule import Schedule, Span, timeline
-from .search import Candidate, Objective, Question, evaluate, search, stage_times
+from .search import Candidate, Objective, Question, TooManyError, evaluate, search, stage_times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +90,20 @@ def _of_split(question: Question, split: Sequence[int]) -> Plan:
     given = evaluate(question, question.cards, split)
     full = [card for card, peak in zip(question.cards, given.peak_bytes, strict=True) if peak > card.memory_bytes]
     fits = f"it does not fit the memory of {', '.join(card.name for card in full)}" if full else "it fits"
-    fastest = search(question, "time")
+    fastest, unsure = _search(question, "time")
     than = "nothing that fits is known to be better" if fastest is None else f"the fastest is {_said(fastest)}"
-    return _plan(question, given, f"as you gave it; {fits}; {than}")
+    return _plan(question, given, f"as you gave it; {fits}; {than}{unsure}")
+
+
+def _search(question: Question, objective: Objective) -> tuple[Candidate | None, str]:
+    """The best candidate; and what is to be said where better ones may not have been looked at."""
+    try:
+        return search(question, objective), ""
+    except TooManyError as error:
+        said = (
+            f" (the best that was found; not all were looked at: {error}. Layers that are kept together are fewer cuts)"
+        )
+        return error.best, said
 
 
 def _plan(question: Question, found: Candidate, why: str) -> Plan:
@@ -108,25 +119,25 @@ def plan_of(question: Question, objective: Objective) -> Plan:
     Raises:
         NothingFitsError: if no partition fits.
     """
-    fastest, fullest = search(question, "time"), search(question, "waste")
+    (fastest, unsure), (fullest, unsure_of_waste) = _search(question, "time"), _search(question, "waste")
     if fastest is None or fullest is None:
         largest = max(question.layers, key=lambda layer: layer.fixed_bytes + layer.saved_bytes)
         memory = sum(card.memory_bytes for card in question.cards)
         need = sum(layer.fixed_bytes for layer in question.layers)
         raise NothingFitsError(
-            f"none of {question.num_candidates:,} partitions fits: weights, gradients and optimizer take {need:,} "
-            f"bytes of {memory:,}, and layer {largest.name} with what it saves "
+            f"none of {question.num_candidates:,} partitions fits{unsure}: weights, gradients and optimizer take "
+            f"{need:,} bytes of {memory:,}, and layer {largest.name} with what it saves "
             f"{largest.fixed_bytes + largest.saved_bytes:,}. Take smaller microbatches, freeze layers, or add cards"
         )
     best = fastest if objective == "time" else fullest
-    return _plan(question, best, _why(question, fastest, fullest))
+    return _plan(question, best, _why(question, f"{_said(fastest)}{unsure}", fastest, fullest, unsure_of_waste))
 
 
-def _why(question: Question, fastest: Candidate, fullest: Candidate) -> str:
+def _why(question: Question, said: str, fastest: Candidate, fullest: Candidate, unsure: str) -> str:
     return (
-        f"best of {question.num_candidates:,} orders and partitions. By time {_said(fastest)}; by waste "
-        f"{_said(fullest)}, which takes {fullest.step_ms / fastest.step_ms:.2f} times as long: T is low where cards "
-        "are full, not where a step is fast"
+        f"best of {question.num_candidates:,} orders and partitions. By time {said}; by waste "
+        f"{_said(fullest)}{unsure}, which takes {fullest.step_ms / fastest.step_ms:.2f} times as long: T is low where "
+        "cards are full, not where a step is fast"
     )
 
 

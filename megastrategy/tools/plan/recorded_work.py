@@ -77,6 +77,8 @@ def read_profile(folder: Path) -> list[RankEvents]:
         ranks = [RankEvents.from_json(json.loads(file.read_text(encoding="utf-8"))) for file in files]
     except (ValueError, KeyError, TypeError) as error:
         raise ProfileError(f"{folder} was not written by this version: run megastrategy profile again") from error
+    except OSError as error:
+        raise ProfileError(f"{error.filename} cannot be read: {error.strerror}") from error
     return sorted(ranks, key=lambda rank: rank.rank)
 
 

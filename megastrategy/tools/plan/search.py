@@ -5,13 +5,16 @@ cards: ``T = sum_i compute_i / capacity_i * (1 - peak_i / capacity_i)`` over the
 
 [Note: exact pruning]
 Partitions are grown stage by stage, all of an order at once, as columns of tensors. Three things drop one for good.
-Its stage does not fit: memory only grows with layers. Its terms of T are no less than the best T: terms are not
-negative. Its bound on time is no less than the best time. For stage k with microbatch time ``c_k = f_k + b_k``, ``P_k``
-and ``D_k`` the sums of c before and behind it, and ``n_k`` microbatches ahead of its first backward, a step takes at
-least ``P_k + m c_k + max(0, D_k - (n_k - 1) f_k)``: the first microbatch comes after the forwards before k, the last
-leaves by the backwards before k, and the first backward comes no sooner than everything behind has done it. Layers that
-have no stage yet count with the fastest card that is left. What remains is simulated in the order of its bounds, until
-a bound is no less than the best.
+Its stage does not fit: memory only grows with layers. Its terms of T, and the least that those to come can be with all
+that is left in their memory, are no less than the best T. Its bound on time is no less than the best time. For stage k
+with microbatch time ``c_k = f_k + b_k``, ``P_k`` and ``D_k`` the sums of c before and behind it, and ``n_k``
+microbatches ahead of its first backward, a step takes at least ``P_k + m c_k + max(0, D_k - (n_k - 1) f_k)``: the first
+microbatch comes after the forwards before k, the last leaves by the backwards before k, and the first backward comes no
+sooner than everything behind has done it. Layers that have no stage yet count with the fastest card that is left. What
+remains is simulated in the order of its bounds, until a bound is no less than the best.
+
+A bound drops little before something good is known. So each order is first grown with few partitions, the most
+promising of each stage: whatever that finds is a limit for the whole search, and no more.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -29,6 +33,23 @@ from .cards import Card
 from .schedule import Schedule, StageTimes, num_in_flight, step_ms
 
 Objective = Literal["time", "waste"]
+
+MOST_ORDERS = 100_000
+"""More are not all looked at: of ten cards that all differ there are 36 times as many."""
+MOST_PARTIAL = 2_000_000
+"""Partitions that are grown at once, which take 1 GB. Where more of them cannot be dropped, not all are looked at."""
+BEAM = 256
+"""Partitions of a stage that are kept to find a limit, and orders in which that is done."""
+
+
+class TooManyError(ValueError):
+    """Says why the best of so many cuts is not known for sure.
+
+    Attributes:
+        best: of those that were looked at; None if none of them fits.
+    """
+
+    best: Candidate | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +121,25 @@ class Question:
     @property
     def num_candidates(self) -> int:
         """The number of orders and partitions, whether they fit or not."""
-        return len(self.orders()) * math.comb(len(self.cuts), len(self.cards) - 1)
+        return self.num_orders * math.comb(len(self.cuts), len(self.cards) - 1)
 
-    def orders(self) -> list[tuple[Card, ...]]:
-        """Every order of the cards, once: cards of a kind are alike."""
-        return list(dict.fromkeys(itertools.permutations(self.cards)))
+    @property
+    def num_orders(self) -> int:
+        """The number of orders of the cards: cards of a kind are alike."""
+        alike = Counter(self.cards).values()
+        return math.factorial(len(self.cards)) // math.prod(map(math.factorial, alike))
+
+    def orders(self) -> Iterator[tuple[Card, ...]]:
+        """Yields every order of the cards, once."""
+
+        def rest(left: Counter[Card]) -> Iterator[tuple[Card, ...]]:
+            kinds = [card for card, number in left.items() if number]
+            if not kinds:
+                yield ()
+            for card in kinds:
+                yield from ((card, *others) for others in rest(left - Counter([card])))
+
+        return rest(Counter(self.cards))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +202,34 @@ def _peak_bytes(question: Question, stage: int, num_stages: int, start: int, end
 
 
 def search(question: Question, objective: Objective = "time") -> Candidate | None:
-    """The best candidate that fits; None if none does. See [Note: exact pruning]."""
+    """The best candidate that fits; None if none does. See [Note: exact pruning].
+
+    Raises:
+        TooManyError: if there are too many to be sure.
+    """
     tables = _Tables.of(question)
-    best: Candidate | None = None
-    for order in question.orders():
-        for split in _Grown(question, tables, order, objective).splits(best):
+    # First what is found soon, as a limit; then everything that may be better.
+    soon = ((order, BEAM) for order in itertools.islice(question.orders(), BEAM))
+    best = _best_of(soon, question, tables, objective, None)
+    try:
+        if question.num_orders > MOST_ORDERS:
+            raise TooManyError(f"{len(question.cards)} cards have {question.num_orders:,} orders")
+        return _best_of(((order, None) for order in question.orders()), question, tables, objective, best)
+    except TooManyError as error:
+        error.best = best
+        raise
+
+
+def _best_of(
+    orders: Iterable[tuple[tuple[Card, ...], int | None]],
+    question: Question,
+    tables: _Tables,
+    objective: Objective,
+    best: Candidate | None,
+) -> Candidate | None:
+    """The best of ``best`` and these orders, with the most partitions that are grown of each."""
+    for order, most in orders:
+        for split in _Grown(question, tables, order, objective, most).splits(best):
             found = evaluate(question, order, split)
             if best is None or _value(found, objective) < _value(best, objective):
                 best = found
@@ -223,34 +281,83 @@ class _Tables:
 _ROUNDING = 1e-9
 
 
-class _Grown:
-    """Grows the partitions of one order of cards."""
+@dataclasses.dataclass(frozen=True)
+class _Partial:
+    """Partitions of the first layers into the first stages, a row each.
 
-    def __init__(self, question: Question, tables: _Tables, order: Sequence[Card], objective: Objective) -> None:
+    Attributes:
+        starts: where each stage begins, and the next.
+        forward, work: milliseconds of each stage.
+        waste: T of these stages.
+        bound: the least that all of it can take.
+    """
+
+    starts: Tensor
+    forward: Tensor
+    work: Tensor
+    waste: Tensor
+    bound: Tensor
+
+    def rows(self, which: Tensor) -> _Partial:
+        return _Partial(self.starts[which], self.forward[which], self.work[which], self.waste[which], self.bound[which])
+
+    def pieces(self, size: int) -> Iterator[_Partial]:
+        return (self.rows(rows) for rows in torch.arange(len(self.bound)).split(size))
+
+    @staticmethod
+    def joined(pieces: Sequence[_Partial]) -> _Partial:
+        names = [field.name for field in dataclasses.fields(_Partial)]
+        return _Partial(*(torch.cat([getattr(piece, name) for piece in pieces]) for name in names))
+
+
+class _Grown:
+    """Grows the partitions of one order of cards; with ``most`` no more than so many of a stage."""
+
+    def __init__(
+        self, question: Question, tables: _Tables, order: Sequence[Card], objective: Objective, most: int | None
+    ) -> None:
         self._question, self._tables, self._order, self._objective = question, tables, order, objective
+        self._most = most
 
     def splits(self, best: Candidate | None) -> Iterator[tuple[int, ...]]:
         """Yields what may be better than ``best``, the most promising first; for time, what is known to be no better
         than what was yielded before is left out."""
         limit = float("inf") if best is None else _value(best, self._objective)
-        starts = torch.zeros(1, 1, dtype=torch.int64)
-        forward = work = torch.zeros(1, 0, dtype=torch.float64)
-        waste = torch.zeros(1, dtype=torch.float64)
+        empty = torch.zeros(1, 0, dtype=torch.float64)
+        grown = _Partial(torch.zeros(1, 1, dtype=torch.int64), empty, empty, *torch.zeros(2, 1, dtype=torch.float64))
         for stage in range(len(self._order)):
-            rows, ends = self._next_ends(starts[:, -1], stage)
-            begin = starts[rows, -1]
-            peak = self._peaks(stage, begin, ends)
-            card, tables = self._order[stage], self._tables
-            waste = waste[rows] + _weight(card) * (1 - peak / card.memory_bytes)
-            own_forward = (tables.forward[ends] - tables.forward[begin]) / card.flops * 1e3
-            own_work = own_forward + (tables.backward[ends] - tables.backward[begin]) / card.flops * 1e3
-            starts = torch.cat([starts[rows], ends[:, None]], 1)
-            forward = torch.cat([forward[rows], own_forward[:, None]], 1)
-            work = torch.cat([work[rows], own_work[:, None]], 1)
-            bound = waste if self._objective == "waste" else self._bound(forward, work, ends)
-            stay = (peak <= card.memory_bytes * (1 - self._question.slack)) & (bound <= limit * (1 + _ROUNDING))
-            starts, forward, work, waste, bound = starts[stay], forward[stay], work[stay], waste[stay], bound[stay]
-        yield from self._in_order(starts, bound, limit)
+            # In pieces, of which hardly anything may stay.
+            kept, num_kept = [], 0
+            for piece in grown.pieces(max(1, MOST_PARTIAL // len(self._question.layers))):
+                kept.append(self._next(piece, stage, limit))
+                num_kept += len(kept[-1].bound)
+                if self._most is None and num_kept > MOST_PARTIAL:
+                    raise TooManyError(
+                        f"more than {MOST_PARTIAL:,} partitions of the first {stage + 1} of {len(self._order)} stages "
+                        f"may be the best by {self._objective}"
+                    )
+            grown = _Partial.joined(kept)
+            if self._most is not None:
+                grown = grown.rows(torch.argsort(grown.bound, stable=True)[: self._most])
+        yield from self._in_order(grown.starts, grown.bound, limit)
+
+    def _next(self, grown: _Partial, stage: int, limit: float) -> _Partial:
+        """What may be better than ``limit`` with one stage more."""
+        rows, ends = self._next_ends(grown.starts[:, -1], stage)
+        begin = grown.starts[rows, -1]
+        peak = self._peaks(stage, begin, ends)
+        card, tables = self._order[stage], self._tables
+        waste = grown.waste[rows] + _weight(card) * (1 - peak / card.memory_bytes)
+        own_forward = (tables.forward[ends] - tables.forward[begin]) / card.flops * 1e3
+        own_work = own_forward + (tables.backward[ends] - tables.backward[begin]) / card.flops * 1e3
+        starts = torch.cat([grown.starts[rows], ends[:, None]], 1)
+        forward = torch.cat([grown.forward[rows], own_forward[:, None]], 1)
+        work = torch.cat([grown.work[rows], own_work[:, None]], 1)
+        bound = (
+            self._waste_bound(waste, ends, stage) if self._objective == "waste" else self._bound(forward, work, ends)
+        )
+        stay = (peak <= card.memory_bytes * (1 - self._question.slack)) & (bound <= limit * (1 + _ROUNDING))
+        return _Partial(starts, forward, work, waste, bound).rows(stay)
 
     def _in_order(self, starts: Tensor, bound: Tensor, limit: float) -> Iterator[tuple[int, ...]]:
         for row in torch.argsort(bound, stable=True).tolist():
@@ -277,6 +384,20 @@ class _Grown:
         fixed, saved = tables.fixed[ends] - tables.fixed[begin], tables.saved[ends] - tables.saved[begin]
         crossing = tables.inputs[begin] + tables.inputs[ends]
         return fixed + ahead * saved + tables.peaks[begin, ends] + m * crossing
+
+    def _waste_bound(self, waste: Tensor, ends: Tensor, stage: int) -> Tensor:
+        """The least T of these stages and those to come: no card is fuller than it may be, and all that is left takes
+        no more than with the most microbatches ahead, and every stage's peak and receive buffers the largest."""
+        question, tables, rest = self._question, self._tables, self._order[stage + 1 :]
+        if not rest:
+            return waste
+        m, layers = question.num_microbatches, len(question.layers)
+        ahead = num_in_flight(question.schedule, stage + 1, len(self._order), m)
+        fixed, saved = tables.fixed[-1] - tables.fixed[ends], tables.saved[-1] - tables.saved[ends]
+        of_each = tables.peaks[ends, layers] + 2 * m * tables.inputs.amax()
+        nbytes = fixed + ahead * saved + len(rest) * of_each
+        emptied = sum(map(_weight, rest)) - max(_weight(card) / card.memory_bytes for card in rest) * nbytes
+        return waste + emptied.clamp_min(sum(map(_weight, rest)) * question.slack)
 
     def _bound(self, forward: Tensor, work: Tensor, ends: Tensor) -> Tensor:
         question, tables, num_stages = self._question, self._tables, len(self._order)
