@@ -155,9 +155,24 @@ def got(mesh: Any, how: Any, mode: Mode) -> tuple[dict[str, Tensor | None], dict
     return gathered, local, counts[0], counts[1]
 
 
+def changed_without_a_sync(mesh: Any, mode: Mode) -> list[float]:
+    """Norms of gradients that no backward has reduced: halved by unscaling, then clipped, then after that."""
+    trainee = Trainee.make(mesh, Case(mode, accumulate=2))
+    trainee.backward(0, 0)
+    norms = [trainee.optimizer.grad_norm() * 0.5]
+    assert trainee.optimizer.unscale_grads_(torch.tensor([0.5])).item() == 0.0
+    norms += [trainee.optimizer.clip_grad_norm_(1e-3), trainee.optimizer.grad_norm()]
+    trainee.model.close()
+    return [norm.item() for norm in norms]
+
+
+UNREDUCED: tuple[Mode, ...] = ("all-reduce", "flattened")
+
+
 def answers() -> dict[str, Any]:
     mesh = meshes(2)
-    return {f"{how.__name__}, {mode}": got(mesh, how, mode) for how, modes in HOWS.items() for mode in modes}
+    answers = {f"{how.__name__}, {mode}": got(mesh, how, mode) for how, modes in HOWS.items() for mode in modes}
+    return answers | {f"changed, {mode}": changed_without_a_sync(mesh, mode) for mode in UNREDUCED}
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +202,12 @@ def test_a_backward_adds_up_over_tensor_ranks_once_a_bucket(answered: list[dict[
             _, _, theirs, ours = answer[f"thrice, {mode}"]
             assert theirs <= 1, f"{mode}: a bucket with one such gradient leaves it to torch"
             assert ours > 0
+
+
+def test_gradients_that_nobody_has_reduced_are_scaled_themselves(answered: list[dict[str, Any]]) -> None:
+    """As under torch DDP, where each rank clips and steps what it has; a data-parallel rank alone never has to sync."""
+    for answer in answered:
+        for mode in UNREDUCED:
+            halved, norm, clipped = answer[f"changed, {mode}"]
+            assert norm == pytest.approx(halved, rel=1e-6), mode
+            assert clipped == pytest.approx(1e-3, rel=1e-3), mode
