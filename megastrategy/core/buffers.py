@@ -130,6 +130,23 @@ class GradBuffers(ABC):
             param.grad_dtype = spec.grad_dtype
         self._place(first, grads)
 
+    def follow_swaps(self) -> list[int]:
+        """Returns the parameters inside of which torch has put another tensor, and takes these in.
+
+        ``Module.to`` does so with DTensors, also where nothing is to be moved. What autograd knew of the parameter is
+        lost then, its hooks among it.
+        """
+        if not self.local_parts.has_parts:
+            return []
+        swapped = [i for i, param in enumerate(self.params) if self.local_parts.of(param) is not self._parts[i]]
+        for index in swapped:
+            param = self.params[index]
+            self._parts[index] = self.local_parts.of(param)
+            grad, param.grad = param.grad, None
+            param.grad_dtype = self.layout.params[index].grad_dtype
+            param.grad = grad
+        return swapped
+
     @abstractmethod
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
         """Makes room for the parameters from ``first`` on, whose gradients so far are ``grads``."""

@@ -88,6 +88,18 @@ class ContiguousGradBuffers(GradBuffers):
                 copy_grad_(self._get_view(index), grad)
                 self.params[index].grad, self.has_grad[index] = self.views[index], True
 
+    def follow_swaps(self) -> list[int]:
+        swapped = super().follow_swaps()
+        for index in swapped:
+            # A DTensor's own address says nothing: its gradient may have been given other memory, too.
+            param, view, memory = self.params[index], self._get_view(index), self._slice(index)
+            if (part := self.local_parts.of(view).detach()).data_ptr() != memory.data_ptr():
+                self.views[index] = self._view(index)
+                if param.grad is view:
+                    memory.copy_(part)
+                    param.grad = self.views[index]
+        return swapped
+
     def bucket(self, bucket: int) -> Tensor:
         """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
         place = self.layout.buckets[bucket]

@@ -201,6 +201,7 @@ class Engine:
             check_module(self.module, type(self._wrapper))
             self.local_parts.check(self.module)
             self.watch.look(self.params)
+        self.reducer.follow_swaps()
         if any(param.requires_grad for param in self.watch.frozen):
             self.include_trainable()
 

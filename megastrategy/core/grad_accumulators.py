@@ -84,6 +84,10 @@ class GradAccumulators:
         if any(node.metadata.get(_MARK) is stale for node in self._nodes):
             self._retake(before)
 
+    def retake(self) -> None:
+        """Takes the nodes anew, since some are of tensors that are in no parameter any more."""
+        self._retake(self._stream)
+
     def drop(self) -> None:
         """Lets go of all nodes and parameters."""
         self._unhook()

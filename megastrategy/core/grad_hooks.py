@@ -68,6 +68,12 @@ class GradHooks:
             if next(reversed(hooks), None) != handle.id and handle.id in hooks:
                 hooks[handle.id] = hooks.pop(handle.id)
 
+    @staticmethod
+    def revive(params: Sequence[Parameter]) -> None:
+        """Tells autograd of all hooks of these parameters again, others' too, of which it has forgotten."""
+        for param in params:
+            param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+
     def remove(self) -> None:
         """Tells the reducer of nothing more."""
         for handle in self._handles:

@@ -163,6 +163,12 @@ class Reducer:
         self._backwards.forget()
         self._forward_decision = None
 
+    def follow_swaps(self) -> None:
+        """Watches parameters again inside of which torch has put another tensor since the last forward."""
+        if swapped := self.buffers.follow_swaps():
+            self._hooks.revive([self._params[index] for index in swapped])
+            self._accumulators.retake()
+
     def drop_unfinished(self) -> None:
         """Drops what a backward that ended in an exception left behind, when all that it had launched has ended."""
         if self._phase is not BackwardPhase.IDLE or self._is_unfinished:

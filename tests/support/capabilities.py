@@ -89,6 +89,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_module_watch.py",
         "*/test_tensor_parallel*.py",
         "ranks/test_sums_over_tensor_ranks.py",
+        "ranks/test_swapped_parameters.py",
         "doors/test_fabric_tensor_parallel.py",
         "doors/test_accelerate_tensor_parallel.py",
         "ranks/test_tensor_groups.py",
