@@ -141,11 +141,12 @@ class TensorParallelStrategy(TrainerStrategy):
         load_weights(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Returns the whole state on rank 0, and nothing elsewhere. Collective."""
+        """Returns the whole state on rank 0, and nothing elsewhere; for a directory this rank's part. Collective."""
         if self._parts_are_lost():
             return {}
         state: dict[str, Any] = super().optimizer_state(optimizer)
-        return state if self._device_mesh is None or self.is_global_zero else {}
+        is_here = self._device_mesh is None or self.is_global_zero or self.state_dict_type == "sharded"
+        return state if is_here else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if not self._parts_are_lost():
