@@ -309,6 +309,20 @@ def test_what_cannot_be_is_said_by_name(wrong: dict[str, Any], says: str) -> Non
         megastrategy.plan(layers, x, **options)
 
 
+def test_a_cut_has_its_time_under_each_schedule() -> None:
+    """Equal stages, so that they are those of the papers."""
+    layers = [Layer(str(i), 1e12, 2e12, 1, 1, 1) for i in range(8)]
+    cards = parse_cards("card=1GB@1TFLOPS:4")
+    plan = plan_of(Question(layers, cards, 8), "time")
+    assert plan.split_spec == (2, 2, 2, 2)
+    f, b, m = 2000.0, 4000.0, 8
+    assert plan.step_times == pytest.approx(
+        {"1f1b": (m + 3) * (f + b), "gpipe": (m + 3) * (f + b), "interleaved": m * (f + b) + 3 * (f + b) / 2}
+    )
+    assert plan.step_times["1f1b"] == plan.step_time
+    assert "interleaved" not in plan_of(Question(layers, cards, 7), "time").step_times
+
+
 def test_a_given_split_is_told_beside_the_fastest() -> None:
     layers, x = blocks()
     devices = parse_cards("big=1GB@20TFLOPS:1,small=1GB@10TFLOPS:1")
@@ -379,6 +393,7 @@ def test_the_command_cuts_what_a_module_names(tmp_path: Path, monkeypatch: pytes
     table = CliRunner().invoke(root, [*options, *sample, "planned_project:layers"])
     assert "ms a step" in table.output
     assert "T = " in table.output
+    assert re.search(r"by schedule: 1f1b [\d.]+ ms, gpipe [\d.]+ ms", table.output)
     for wrong, says in [
         (["planned_project:layers"], "needs --batch"),
         (["--batch", "planned_project:nothing", "planned_project:layers"], "has no nothing"),

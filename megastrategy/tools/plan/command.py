@@ -221,7 +221,8 @@ def _plan_partitions(
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(found), indent=2))
     else:
-        _print(partition_table(found, devices), found.why)
+        by_schedule = ", ".join(f"{schedule} {ms:,.1f} ms" for schedule, ms in found.step_times.items())
+        _print(partition_table(found, devices), found.why, f"this cut by schedule: {by_schedule}")
 
 
 def _draw(found: Plan, devices: Sequence[Card], picture: Path) -> None:

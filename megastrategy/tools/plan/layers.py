@@ -19,7 +19,7 @@ class LayerError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """What is said of an exception in a line."""
+    """Says an exception in a line."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0].strip()}" if said else type(error).__name__
 

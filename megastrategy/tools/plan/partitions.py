@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from .cards import Card
 from .layers import measure_layers
-from .schedule import Schedule, Span, timeline
+from .schedule import Schedule, Span, step_ms, timeline
 from .search import Candidate, Objective, Question, TooManyError, evaluate, search, stage_times
 
 
@@ -24,6 +24,8 @@ class Plan:
         step_time: of the simulated step, in milliseconds; an estimate from operations, see :class:`.Card`.
         waste: the study's weighted memory waste ratio T.
         why: what it was compared with.
+        step_times: of this cut by schedule, in milliseconds, whether or not it fits so: GPipe holds more microbatches.
+            "interleaved" has each card's layers in two halves, and is there where they and the microbatches divide so.
         timeline: of the simulated step, what each stage does when; the tuples are card, action, start and end.
     """
 
@@ -33,6 +35,7 @@ class Plan:
     step_time: float
     waste: float
     why: str
+    step_times: Mapping[str, float] = dataclasses.field(default_factory=dict)
     timeline: tuple[Span, ...] = dataclasses.field(default=(), repr=False)
 
 
@@ -110,7 +113,19 @@ def _plan(question: Question, found: Candidate, why: str) -> Plan:
     times = stage_times(question, found.order, found.split)
     spans = timeline(times, question.num_microbatches, question.schedule)
     names = tuple(card.name for card in found.order)
-    return Plan(tuple(found.split), names, found.peak_bytes, found.step_ms, found.waste, why, tuple(spans))
+    by_schedule = _by_schedule(question, found)
+    return Plan(tuple(found.split), names, found.peak_bytes, found.step_ms, found.waste, why, by_schedule, tuple(spans))
+
+
+def _by_schedule(question: Question, found: Candidate) -> dict[str, float]:
+    m, num_cards = question.num_microbatches, len(found.order)
+    stages = stage_times(question, found.order, found.split)
+    times = {schedule: step_ms(stages, m, schedule) for schedule in ("1f1b", "gpipe")}
+    if num_cards > 1 and min(found.split) > 1 and m % num_cards == 0:
+        halves = [*(n // 2 for n in found.split), *(n - n // 2 for n in found.split)]
+        stages = stage_times(question, [*found.order, *found.order], halves)
+        times["interleaved"] = step_ms(stages, m, "interleaved", num_cards=num_cards)
+    return times
 
 
 def plan_of(question: Question, objective: Objective) -> Plan:

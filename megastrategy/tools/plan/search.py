@@ -342,7 +342,7 @@ class _Grown:
         yield from self._in_order(grown.starts, grown.bound, limit)
 
     def _next(self, grown: _Partial, stage: int, limit: float) -> _Partial:
-        """What may be better than ``limit`` with one stage more."""
+        """Grows by one stage, and keeps what may be better than ``limit``."""
         rows, ends = self._next_ends(grown.starts[:, -1], stage)
         begin = grown.starts[rows, -1]
         peak = self._peaks(stage, begin, ends)
