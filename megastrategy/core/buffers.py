@@ -242,6 +242,18 @@ class GradBuffers(ABC):
     def adopt_written(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is the truth
         """Takes in what the user did to ``.grad`` after a reduce-scatter: a tensor written there, or None."""
 
+    def cut_grads(self, params: Iterable[int]) -> None:
+        """Makes every ``.grad`` cut as its parameter is. Collective over the tensor ranks where any is not."""
+        if not self.local_parts.has_parts:
+            return
+        # What no backward has reduced is as autograd left it. Clipped or unscaled would be a copy of it, and not what
+        # is stepped.
+        grads = ((index, self.params[index].grad) for index in params)
+        other = [i for i, g in grads if g is not None and not self.local_parts.is_cut_alike(self.params[i], g)]
+        for index, part in zip(other, self.local_parts.grads_of([self.params[i] for i in other]), strict=True):
+            assert part is not None, "it has one"
+            self.params[index].grad = self.local_parts.as_grad(self.params[index], part)
+
     def detach_unused(self) -> None:  # noqa: B027 - nothing to do where .grad is autograd's own
         """Ends a backward without synchronisation: ``.grad`` is None where no gradient arrived, as in torch."""
 

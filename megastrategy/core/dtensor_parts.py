@@ -158,14 +158,6 @@ class DTensorParts(LocalParts):
             added_up |= {place: part.view(local[place].shape) for place, part in zip(places, parts, strict=True)}
         return [added_up[i] if i in added_up else self.grad_of(param) for i, param in enumerate(params)]
 
-    def cut_grads(self, params: Iterable[Parameter]) -> None:
-        # What no backward has reduced is as autograd left it. Clipped or unscaled would be a copy, and not what is
-        # stepped.
-        other = [param for param in params if param.grad is not None and not self.is_cut_alike(param, param.grad)]
-        for param, grad in zip(other, self.grads_of(other), strict=True):
-            assert grad is not None, "it has one"
-            param.grad = self.as_grad(param, grad)
-
     def may_be_sum(self, param: Any) -> bool:
         return self.ranks is not None and isinstance(param, DTensor) and param.placements[0].is_replicate()
 

@@ -108,10 +108,6 @@ class LocalParts:
         """The same of several. What is a sum over the tensor ranks comes in one collective."""
         return [self.grad_of(param) for param in params]
 
-    def cut_grads(self, params: Iterable[Parameter]) -> None:
-        """Makes every ``.grad`` cut as its parameter is, so that :meth:`grad_of` is its memory. Collective over the
-        tensor ranks where any is not."""
-
     def may_be_sum(self, param: Parameter) -> bool:
         """Whether gradients of the parameter may be sums over the tensor ranks."""
         return False

@@ -74,6 +74,11 @@ PAST_AUTOGRAD = (
     "multiply each loss by its number of tokens over the mean number"
 )
 
+OTHER_TENSOR_RANKS = (
+    "the ranks of a tensor group counted other tokens of one batch: call loss_tokens(n) with the number of the whole "
+    "loss on each of them, also where each has a part of the sequence or of the vocabulary"
+)
+
 
 class LossTokens:
     """Weighs the gradients of one reducer, and keeps the sums of its window. Does nothing before the first count.
@@ -213,14 +218,23 @@ class LossTokens:
         """The state of this rank's window, for the others."""
         return self._counting or Counting.NOT_COUNTED
 
-    def finish(self, collectives: Collectives) -> None:
-        """Corrects what was reduced. Collective, if all ranks count."""
+    def finish(self, collectives: Collectives, tensor_ranks: Collectives | None) -> None:
+        """Corrects what was reduced. Collective, if all ranks count.
+
+        Raises:
+            LossTokensError: on all ranks, if ``tensor_ranks`` counted other tokens: what each of them has whole of the
+                model would be weighed otherwise on each, and part.
+        """
         if self._counting is not Counting.COUNTED:
             return
         sums = _SUMS.pack(self._tokens, self._num_losses)
         before, after = collectives.rank * len(sums), (collectives.size - collectives.rank - 1) * len(sums)
         # Each rank has a place of its own, where the others send zeros: one exchange, and sums in the order of ranks.
         every = bytes(collectives.max_of_bytes([*bytes(before), *sums, *bytes(after)]))
+        if tensor_ranks is not None:
+            largest = tensor_ranks.max_of_bytes([*every, *(255 - byte for byte in every)])
+            if any(sum(pair) != 255 for pair in zip(largest[: len(every)], largest[len(every) :], strict=True)):
+                raise LossTokensError(OTHER_TENSOR_RANKS)
         for tokens, num_losses in _SUMS.iter_unpack(every):
             self._reduced_tokens += tokens
             self._num_reduced_losses += num_losses

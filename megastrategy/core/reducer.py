@@ -323,7 +323,7 @@ class Reducer:
                 self._wait_for_launched(publish=True)
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
-                self._tokens.finish(self._collectives)
+                self._tokens.finish(self._collectives, self._tensor_ranks)
             self._kept[:] = self.buffers.has_grad
         finally:
             self._phase = BackwardPhase.IDLE

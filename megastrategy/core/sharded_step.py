@@ -163,7 +163,7 @@ class ShardedStep(OptimizerShards):
         if self.sharded:
             self.engine.grad_buffers.adopt_written(self.param_indices())
         else:
-            self.engine.local_parts.cut_grads(self.engine.params[index] for index in self.param_indices())
+            self.engine.grad_buffers.cut_grads(self.param_indices())
             self.engine.reducer.finish_on_this_rank()
 
     def step_whole(self, arguments: StepArguments) -> Any:

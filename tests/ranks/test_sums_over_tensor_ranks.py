@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from megastrategy.errors import LossTokensError
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import Case, Mode, Trainee, make_module, meshes, tokens_of, whole
 
@@ -166,12 +167,27 @@ def changed_without_a_sync(mesh: Any, mode: Mode) -> list[float]:
     return [norm.item() for norm in norms]
 
 
+def counted_apart(mesh: Any) -> str:
+    """Each tensor rank counts tokens of its own."""
+    trainee = Trainee.make(mesh, Case())
+    trainee.model.loss_tokens(8 + mesh.get_local_rank("tp"))
+    with pytest.raises(LossTokensError) as raised:
+        trainee.backward(0, 0)
+    trainee.model.loss_tokens(8 + mesh.get_local_rank("dp"))  # dropped, and gone on with
+    trainee.backward(0, 0)
+    trainee.optimizer.step()
+    trainee.model.check_replicas()
+    trainee.model.close()
+    return str(raised.value)
+
+
 UNREDUCED: tuple[Mode, ...] = ("all-reduce", "flattened")
 
 
 def answers() -> dict[str, Any]:
     mesh = meshes(2)
     answers = {f"{how.__name__}, {mode}": got(mesh, how, mode) for how, modes in HOWS.items() for mode in modes}
+    answers["counted apart"] = counted_apart(mesh)
     return answers | {f"changed, {mode}": changed_without_a_sync(mesh, mode) for mode in UNREDUCED}
 
 
@@ -211,3 +227,8 @@ def test_gradients_that_nobody_has_reduced_are_scaled_themselves(answered: list[
             halved, norm, clipped = answer[f"changed, {mode}"]
             assert norm == pytest.approx(halved, rel=1e-6), mode
             assert clipped == pytest.approx(1e-3, rel=1e-3), mode
+
+
+def test_tensor_ranks_count_the_tokens_of_a_batch_alike(answered: list[dict[str, Any]]) -> None:
+    for answer in answered:
+        assert "tensor group counted other tokens" in answer["counted apart"]
