@@ -67,8 +67,13 @@ def inductor(mesh: Any, cache: str) -> tuple[float, int]:
 
 
 def dp_bytes(mesh: Any) -> tuple[float, int]:
-    """Bytes that this rank receives a step for its data-parallel ranks alone, and its number of parameters."""
-    trainee = Trainee.make(mesh, Case(clip_norm=None, options=(("find_unused_parameters", False),)))
+    """Bytes that this rank receives a step for its data-parallel ranks alone, and its number of parameters.
+
+    Without sequence parallelism, whose sums over the tensor ranks come with a synchronised backward, too.
+    """
+    trainee = Trainee.make(
+        mesh, Case("reduce-scatter", False, clip_norm=None, options=(("find_unused_parameters", False),))
+    )
     trainee.train(STEPS)
     received = {}
     for synced in (False, True):
