@@ -21,6 +21,7 @@ from .core.errors import (
     ParameterChangedError,
     ReducedGradError,
     ReplicaMismatchError,
+    StageError,
     UnusedParameterError,
 )
 
@@ -42,5 +43,6 @@ __all__ = [
     "ParameterChangedError",
     "ReducedGradError",
     "ReplicaMismatchError",
+    "StageError",
     "UnusedParameterError",
 ]

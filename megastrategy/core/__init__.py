@@ -25,7 +25,7 @@ from .checkpoint.sharded_state import (
 )
 from .clip_grads import norms_over_owners, scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
-from .collectives.process_groups import private_group
+from .collectives.process_groups import private_group, subgroup
 from .comm_hooks import describe_translation
 from .config import DistributedDataParallelConfig, config_from_arguments, field_names
 from .distributed_data_parallel import DistributedDataParallel
@@ -38,6 +38,8 @@ from .layout import Bucket, BufferLayout, ParamSpec, build_layout
 from .local_parts import cut_like, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
 from .rebucketing.arrival_order import better_layout_order
+from .staged_backwards import StagedBackwards
+from .stages import Copies, StagedModule
 from .strangers import describe_unreduced
 from .trials.known_findings import KnownFindings
 
@@ -49,6 +51,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "Collectives",
+    "Copies",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
@@ -61,6 +64,8 @@ __all__ = [
     "MemoryUse",
     "NotOnAllRanksError",
     "ParamSpec",
+    "StagedBackwards",
+    "StagedModule",
     "adapt_scaler",
     "better_layout_order",
     "build_layout",
@@ -87,6 +92,7 @@ __all__ = [
     "replace_path",
     "save_directory",
     "scale_to_norm_",
+    "subgroup",
     "sync_directory",
     "to_host",
     "total_grad_norm",

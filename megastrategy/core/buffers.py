@@ -198,6 +198,15 @@ class GradBuffers(ABC):
         """Elements ``[start, end)`` of the bucket's buffer, in this rank's shard, after a reduction: a 1-D view."""
         raise NotImplementedError("parameters are sharded only where gradients are scattered")
 
+    def own_bucket_of(self, param: int) -> Tensor:
+        """This rank's part of the reduced bucket of a parameter that lies there alone: 1-D, to be written."""
+        bucket = self.layout.buckets[self.layout.slots[param].bucket]
+        if self.layout.num_shards > 1:
+            return self.reduced(bucket.index, *self.layout.shard_range(bucket, self._dp_rank))
+        grad = self.params[param].grad
+        assert grad is not None, "some rank has used it"
+        return grad.detach().as_strided((grad.numel(),), (1,))
+
     def take_over(self, other: GradBuffers, shards: Mapping[int, Tensor]) -> None:
         """Takes the place of ``other``, of another layout, in which gradients were reduced and scattered; ``shards``,
         by parameter: this rank's parts here."""

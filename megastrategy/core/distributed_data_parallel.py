@@ -169,7 +169,7 @@ class DistributedDataParallel(nn.Module):
     def _end_forward(self, engine: Engine, training: bool, outputs: Any) -> Any:
         sync = self.require_backward_grad_sync
         self._buffers_differ = training and sync
-        if training:
+        if training and engine.staged is None:  # else there is nothing that a backward would still compute
             engine.reducer.after_forward(outputs, sync)
         engine.emit(EventKind.FORWARD_END, int(training))
         return outputs
@@ -275,11 +275,7 @@ class DistributedDataParallel(nn.Module):
         if (engine := self._engine) is None:
             super().zero_grad(set_to_none)
             return
-        every = range(len(engine.params))
-        if set_to_none:
-            engine.grad_buffers.clear(every)
-        else:
-            engine.grad_buffers.zero(every)
+        engine.zero_grads(range(len(engine.params)), set_to_none=set_to_none)
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole reduced gradient of a parameter: its shape, the gradient dtype, memory of its own; None if it has

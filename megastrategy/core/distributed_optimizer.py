@@ -228,10 +228,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or, with ``set_to_none=False``, zeroes) the gradients of this optimizer's parameters."""
         impl = self._impl
-        if set_to_none:
-            impl.engine.grad_buffers.clear(impl.param_indices())
-        else:
-            impl.engine.grad_buffers.zero(impl.param_indices())
+        impl.engine.zero_grads(impl.param_indices(), set_to_none=set_to_none)
         impl.strangers.zero(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -239,7 +236,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         every rank. Collective."""
         impl = self._impl
         impl.finish_grads()
-        if not impl.sharded and not impl.engine.local_parts.has_parts:
+        parts = impl.engine.local_parts
+        if not impl.sharded and not parts.has_parts and parts.ranks is None:
             params = [param for group in self.param_groups for param in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         grads = impl.owned_grads()

@@ -69,7 +69,7 @@ class DTensorParts(LocalParts):
         group = self.mesh.get_group()
         made = private_group(group, device)
         self._own_group = made if made is not group else None
-        self.ranks = make_collectives(made, device)
+        self.ranks = self.tensor_ranks = make_collectives(made, device)
 
     def check(self, module: nn.Module) -> None:
         if (kind := getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)) is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -35,6 +36,8 @@ from .pooled_buffers import PooledGradBuffers
 from .rebucketing.planner import BucketPlanner
 from .rebucketing.shard_holder import ShardHolder
 from .reducer import Reducer
+from .staged_backwards import StagedBackwards
+from .stages import StagedModule, StageParts
 from .trials.known_findings import KnownFindings
 from .weight_chunks import weight_chunks
 
@@ -91,7 +94,11 @@ class Engine:
         # before any collective: a rank that refuses its module must not leave others waiting in one for it alone
         check_module(self.module, type(wrapper))
         self.device = common_device(self.module)
-        self.local_parts = _find_local_parts(self.module, process_group)
+        staged = [child for child in self.module.modules() if isinstance(child, StagedModule)]
+        if len(staged) > 1:
+            raise ValueError("there are two pipelines in the module: one schedule is expected, of one chain of layers")
+        self.staged_module = staged[0] if staged else None
+        self.local_parts = _find_local_parts(self.module, process_group, self.staged_module)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
             group = private_group(process_group, self.device)
@@ -129,6 +136,7 @@ class Engine:
             ):
                 self._buffer_collectives = second_collectives(collectives, self.device)
                 self._buffer_collectives.connect(self.device, exchanges=False)
+        self.staged = StagedBackwards(self) if self.staged_module is not None else None
         self.reducer = Reducer(
             self.layout,
             self.params,
@@ -139,8 +147,10 @@ class Engine:
             should_sync,
             listener,
             self._make_planner(move),
-            self.local_parts.ranks,
+            self.local_parts.tensor_ranks,
         )
+        if self.staged_module is not None:
+            self.staged_module.attach(self.staged)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Becomes None in copies and pickles of what holds it, such as a Trainer in mid-fit."""
@@ -233,12 +243,16 @@ class Engine:
         known = self.index_by_id
         others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
         joining = [param for _, param in others if param.requires_grad]
-        part_of = self.local_parts.of
+        parts, part_of = self.local_parts, self.local_parts.of
         whole = [param for param in joining if part_of(param) is param]
         # Where weights happen to lie is each rank's own, and tensor ranks have one layout.
         chunks = weight_chunks(self.module, whole, self.config) if self.local_parts.ranks is None else {}
         specs = [
-            param_spec(name, part_of(param), self.config, chunks.get(id(param)), self.local_parts.room(param))
+            dataclasses.replace(
+                param_spec(name, part_of(param), self.config, chunks.get(id(param))),
+                room=parts.room(param),
+                is_alone=parts.lies_alone(param),
+            )
             for name, param in others
             if param.requires_grad
         ]
@@ -282,7 +296,9 @@ class Engine:
         # Where nothing is sent before the end of backward, buckets in another order are sent no earlier.
         if not self.params or not self.sends_under_backward:
             return None
-        return BucketPlanner(self.config, self.collectives, self.local_parts.ranks, functools.partial(move, self))
+        return BucketPlanner(
+            self.config, self.collectives, self.local_parts.tensor_ranks, functools.partial(move, self)
+        )
 
     def announce(self, tell: Callable[[str], None]) -> None:
         """Tells the user what was set up: ``tell`` gets the lines, and shows them on rank 0."""
@@ -354,6 +370,20 @@ class Engine:
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
+    @property
+    def num_steps(self) -> int:
+        """Steps so far of the optimizers that were made for this model."""
+        return sum(holder.num_steps_begun for ref in self.shard_holders if (holder := ref()) is not None)
+
+    def zero_grads(self, indices: Iterable[int], *, set_to_none: bool) -> None:
+        """Drops, or zeroes, the gradients of parameters; see staged_backwards for when a pipeline's are not."""
+        if self.staged is not None and self.staged.takes_zero_grad():
+            return
+        if set_to_none:
+            self.grad_buffers.clear(indices)
+        else:
+            self.grad_buffers.zero(indices)
+
     def full_grad(self, param: Parameter) -> Tensor | None:
         """See :meth:`DistributedDataParallel.full_grad <megastrategy.DistributedDataParallel.full_grad>`."""
         self.check_open()
@@ -392,7 +422,7 @@ class Engine:
         for index in set(every).difference(sharded):
             if (local := self.local_parts.grad_of(self.params[index])) is not None:
                 norms[index : index + 1] = norms_of([local], norm_type, norms.dtype)
-        if (tensor_ranks := self.local_parts.ranks) is not None:
+        if (tensor_ranks := self.local_parts.tensor_ranks) is not None:
             for index, param in enumerate(self.params):
                 if not self.local_parts.counts_here(param):
                     norms[index] = 0.0
@@ -444,7 +474,12 @@ class Engine:
                 self._own_group = None
 
 
-def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None) -> LocalParts:
+def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, staged: StagedModule | None) -> LocalParts:
+    if staged is not None:
+        prefix = next(name for name, child in module.named_modules() if child is staged)
+        parts = StageParts(staged, f"{prefix}." if prefix else "")
+        parts.check(module)
+        return parts
     if not dtensors_of(module):
         return LocalParts()
     # Imported here: whoever has no tensor-parallel parameter does not pay for what it imports.

@@ -42,6 +42,10 @@ class BatchMismatchError(MegastrategyError):
     """The ranks of a tensor group were given different batches, of which they would train a mixture."""
 
 
+class StageError(MegastrategyError):
+    """A pipeline was used as its schedule, which runs the backwards of a batch in the forward, does not allow."""
+
+
 class ReplicaMismatchError(MegastrategyError):
     """The ranks hold different values of a weight that they should hold alike."""
 

@@ -23,14 +23,18 @@ from .collectives.tensor_parts import bytes_of
 from .errors import BatchMismatchError
 
 
-def check_first_batch(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Collectives, device: torch.device) -> None:
-    """Compares a forward's arguments and the random states of ``ranks``, a tensor group. Collective.
+def check_first_batch(
+    args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Collectives, device: torch.device, *, of_stages: bool = False
+) -> None:
+    """Compares a forward's arguments and the random states of ``ranks``, a tensor group, or with ``of_stages`` the
+    arguments alone. Collective.
 
     Warns, on the first of them, if their random states differ.
 
     Raises:
         BatchMismatchError: on all of them, with the path of the first tensor that differs.
     """
+    one, kind = ("stages", "stage") if of_stages else ("a tensor group", "tensor rank")
     own = {path: _fingerprint(tensor) for path, tensor in _tensors(args, kwargs)}
     everybody = ranks.all_gather_objects((own, _random_states(device)))
     expected, expected_states = everybody[0]
@@ -38,12 +42,15 @@ def check_first_batch(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Coll
         paths = [path for path in {**expected, **theirs} if expected.get(path) != theirs.get(path)]
         if paths:
             raise BatchMismatchError(
-                f"the batches differ inside of a tensor group: {paths[0]} is {_shown(expected, paths[0])} on its first "
-                f"rank and {_shown(theirs, paths[0])} on tensor rank {rank}. All ranks of a tensor group need the same "
+                f"the batches differ inside of {one}: {paths[0]} is {_shown(expected, paths[0])} on its first "
+                f"rank and {_shown(theirs, paths[0])} on {kind} {rank}. All ranks of {one} need the same "
                 "batch: choose a sampler's rank, and seed what makes batches, by the data-parallel rank "
-                '(mesh.get_local_rank("dp")). Pass a tensor of which each rank has a part on purpose as a DTensor: '
-                'DTensor.from_local(part, mesh["tp"], [Shard(1)])'
+                '(mesh.get_local_rank("dp")).'
+                + ("" if of_stages else " Pass a tensor of which each rank has a part on purpose as a DTensor: ")
+                + ("" if of_stages else 'DTensor.from_local(part, mesh["tp"], [Shard(1)])')
             )
+    if of_stages:
+        return
     differing = [rank for rank, (_, states) in enumerate(everybody) if states != expected_states]
     if differing and ranks.is_rank_zero:
         kind = next(kind for kind, state in expected_states.items() if everybody[differing[0]][1].get(kind) != state)

@@ -66,7 +66,7 @@ class ParamSpec:
     ``stride`` (elements) is the parameter's own if its memory is dense, so that channels_last stays channels_last;
     a parameter that overlaps itself or has holes gets contiguous strides. ``chunk``: its place among weights that stay
     together; see weight_chunks' [Note: weights in one chunk]. ``room``: the elements that are set aside for it; see
-    local_parts' [Note: one layout on all tensor ranks].
+    local_parts' [Note: one layout on all tensor ranks]. ``is_alone``: it has a bucket of its own.
     """
 
     name: str
@@ -76,6 +76,7 @@ class ParamSpec:
     grad_dtype: torch.dtype
     chunk: ChunkPlace | None = None
     room: int = 0  # no less than numel, once it is made
+    is_alone: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "room", max(self.room, self.numel))
@@ -408,7 +409,8 @@ def build_layout(
             position = _place(specs, unit, _round_up(position, PARAM_ALIGNMENT_NUMEL), starts)
             current += unit
             # Closed by the parameter that reaches the size: none is split, and no bucket is empty.
-            if position - bucket_start >= minimum or place == len(units) - 1:
+            is_border = any(specs[index].is_alone for near in units[place : place + 2] for index in near)
+            if position - bucket_start >= minimum or place == len(units) - 1 or is_border:
                 position = _round_up(position, alignment)
                 drafts.append((number, bucket_start, position, tuple(current)))
                 minimum, bucket_start, current = next(minimums), position, []

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,11 +70,14 @@ class LocalParts:
     """Parameters that are whole on this rank: each is its own part.
 
     Attributes:
-        ranks: the tensor ranks, of which each has another part of the same parameters; None where there are no others.
+        ranks: the ranks that have other parts of the same model: parts of the same parameters (tensor ranks), or other
+            parameters (stages). None where there are no others.
+        tensor_ranks: those of them that have the same parameters, in one layout.
         has_parts: whether a parameter may be another object than its part here, on one tensor rank too.
     """
 
     ranks: Collectives | None = None
+    tensor_ranks: Collectives | None = None
     has_parts = False
 
     def connect(self, device: torch.device) -> None:
@@ -133,6 +136,10 @@ class LocalParts:
         """Whether this rank's part is among those that a sum over all ranks takes: every element once."""
         return True
 
+    def lies_alone(self, param: Tensor) -> bool:
+        """Whether the parameter needs a bucket of its own."""
+        return False
+
     def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
         """Those of the tensors that every tensor rank has whole become the first one's. Collective over them."""
 
@@ -143,6 +150,14 @@ class LocalParts:
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward that trains. Collective over the tensor ranks in the first one; see check_first_batch."""
+
+    def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
+        """Of parameters that other stages have copies of, ``has_grad`` becomes true where it is on any of them.
+        Collective over the stages that have copies."""
+
+    def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
+        """What ``grad_of`` gives for parameters that other stages have copies of, by index, becomes the sum over them.
+        Collective over the stages that have copies."""
 
     def close(self) -> None:
         """Ends what was made for this engine alone."""

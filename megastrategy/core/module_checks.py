@@ -94,12 +94,12 @@ def captured_modules(module: nn.Module, params: Sequence[Parameter]) -> list[str
 
 
 def param_spec(
-    name: str, part: Tensor, config: DistributedDataParallelConfig, chunk: ChunkPlace | None = None, room: int = 0
+    name: str, part: Tensor, config: DistributedDataParallelConfig, chunk: ChunkPlace | None = None
 ) -> ParamSpec:
     """Describes a parameter, or this rank's part of it, to the layout."""
     grad_dtype = torch.float32 if part.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else part.dtype
     stride = dense_stride(part.shape, part.stride())
-    return ParamSpec(name, tuple(part.shape), stride, part.dtype, grad_dtype, chunk, room)
+    return ParamSpec(name, tuple(part.shape), stride, part.dtype, grad_dtype, chunk)
 
 
 def common_device(module: nn.Module) -> torch.device:

@@ -26,6 +26,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -108,6 +109,7 @@ class Reducer:
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
+        self._defers = False
         self._hooks = GradHooks(self)
         self._accumulators = GradAccumulators()
         self.extend(layout, params)
@@ -172,7 +174,7 @@ class Reducer:
     def drop_unfinished(self) -> None:
         """Drops what a backward that ended in an exception left behind, when all that it had launched has ended."""
         if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
-            self._phase, self._is_unfinished = BackwardPhase.IDLE, False
+            self._phase, self._is_unfinished, self._defers = BackwardPhase.IDLE, False, False
             self._wait_for_launched()
             self._late.clear()
             self._late_grads.clear()
@@ -250,8 +252,9 @@ class Reducer:
         self._tokens.end_backward()
         if synced:
             self._is_unfinished = True
-            self.finish_grad_sync()
-            self._is_unfinished = False
+            if not (self._defers and self._ends_window):
+                self.finish_grad_sync()
+                self._is_unfinished = False
         else:
             self.buffers.detach_unused()
         self._emit(EventKind.BACKWARD_END, int(synced))
@@ -270,6 +273,41 @@ class Reducer:
         self._deferred.add(index)
         if self._planner is not None:
             self._planner.note(index)
+
+    # --- backwards inside of a forward -------------------------------------------------------------------------------
+
+    @property
+    def would_sync(self) -> bool:
+        """Whether a backward would be synchronised that no forward has decided about."""
+        return self._should_sync(None)
+
+    def begin_deferring(self) -> None:
+        """The backwards that come launch reductions, and leave it to :meth:`finish_deferred` to wait for them."""
+        self._defers = True
+
+    def decide_next_backward(self, outputs: Any, *, sync: bool) -> None:
+        """A backward is about to start from ``outputs``, to be synchronised or not."""
+        self._forward_decision = sync
+        self._backwards.forget()
+        self.watch(outputs)
+
+    def finish_deferred(self) -> None:
+        """As :meth:`finish_grad_sync`, also where no backward came here: those that wait for this rank get zeros."""
+        self._defers = False
+        self._has_local_grads |= bool(self._params)
+        self.finish_grad_sync()
+
+    def scale_reduced(self, factor: Tensor) -> None:
+        """Multiplies the reduced gradients, as far as this rank has them, by one number."""
+        grads = list[Tensor]()
+        for index, has_grad in enumerate(self.buffers.has_grad):
+            owned = self.layout.owned_range(index, self._collectives.rank)
+            if has_grad and self.buffers.is_sharded(index):
+                grads += [] if owned is None else [self.buffers.reduced(self._bucket_of[index], *owned)]
+            elif has_grad and (grad := self._params[index].grad) is not None:
+                grads.append(self.buffers.local_parts.of(grad).detach())
+        if grads:
+            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
     # --- averages by tokens ------------------------------------------------------------------------------------------
 
@@ -320,9 +358,11 @@ class Reducer:
                 late_buckets, moves = self._agree()
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
+                self.buffers.local_parts.agree_on_copies(self._params, self.buffers.has_grad)
                 self._wait_for_launched(publish=True)
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
+                self.buffers.local_parts.add_up_copies(self._params, self.buffers.own_bucket_of)
                 self._tokens.finish(self._collectives, self._tensor_ranks)
             self._kept[:] = self.buffers.has_grad
         finally:

@@ -209,6 +209,12 @@ def part_of_group(
     return made
 
 
+def subgroup(group: ProcessGroup, ranks: Iterable[int], device: torch.device) -> ProcessGroup | None:
+    """A new group of some ranks of ``group``, by their numbers there; None on the others. Collective over ``group``."""
+    name, wanted = new_name(group, device), [dist.get_global_rank(group, rank) for rank in ranks]
+    return part_of_group(group, wanted, name, device) if dist.get_rank() in wanted else None
+
+
 def is_fake(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the group's peers do not exist: a process that runs as one rank of many, to be looked at."""
     kind = torch.device(device.type)

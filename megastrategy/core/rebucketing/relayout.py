@@ -168,7 +168,7 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
 
 def _on_all_tensor_ranks(can_move: bool, engine: Engine) -> bool:
     # see local_parts' [Note: one layout on all tensor ranks]
-    ranks = engine.local_parts.ranks
+    ranks = engine.local_parts.tensor_ranks
     return can_move if ranks is None else ranks.max_of_bytes([not can_move]) == [0]
 
 

@@ -21,7 +21,13 @@ class PerElement:
 
 
 class ShardHolder(ABC):
-    """Keeps tensors that the layout cuts, and can exchange them for those of another layout."""
+    """Keeps tensors that the layout cuts, and can exchange them for those of another layout.
+
+    Attributes:
+        num_steps_begun: the steps so far that began to change weights.
+    """
+
+    num_steps_begun = 0
 
     @abstractmethod
     def describe(self) -> Contents | None:

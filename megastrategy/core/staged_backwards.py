@@ -1,0 +1,145 @@
+"""Gradients of a batch whose backwards run inside of the model's forward, microbatch by microbatch.
+
+[Note: backwards inside of a forward]
+A schedule runs all forwards and backwards of a batch, so they are over when the module's forward returns, and the loss
+that it returns has nothing left to compute. Three things follow. Gradients of the batch begin at zero when the forward
+begins, and a ``zero_grad`` between it and ``loss.backward()``, where many loops have it, belongs before the forward.
+``loss.backward()`` multiplies the gradients by what the loss was multiplied with. And reductions are launched by the
+last backward of each stage, but waited for when the schedule has ended: a stage that waited in its last backward for
+ranks of other stages would keep the gradient of its input, which those wait for.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from . import devices
+from .buffers import GradBuffers
+from .errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError, StageError
+from .local_parts import LocalParts
+from .reducer import Reducer
+
+_REFUSALS = (NonFiniteGradError, MicrobatchMismatchError, LossTokensError)
+"""The errors that all data-parallel ranks of a stage raise alike, when nothing is on its way between stages."""
+
+
+class _State(enum.Enum):
+    """How far the gradients of a batch have come."""
+
+    NONE = enum.auto()
+    """There are none, or they were dropped."""
+    MADE = enum.auto()
+    """The forward has returned, and the backward of its loss has not come yet."""
+    READY = enum.auto()
+    """It has come; a step may use them."""
+
+
+class _Engine(Protocol):
+    local_parts: LocalParts
+    grad_buffers: GradBuffers
+    reducer: Reducer
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the model's optimizers so far."""
+
+
+class StagedBackwards:
+    """What a :class:`~.stages.StagedModule` tells the engine of the backwards that it runs."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = weakref.ref(engine)  # which has this object, as the user's module does
+        self._state = _State.NONE
+        self._num_steps = 0  # when the gradients became ready
+
+    @property
+    def _present(self) -> _Engine:
+        engine = self._engine()
+        assert engine is not None, "it detaches itself from the module"
+        return engine
+
+    def begin(self) -> None:
+        """A forward that trains begins.
+
+        Raises:
+            StageError: if gradients are to accumulate over several batches.
+        """
+        engine = self._present
+        syncs = engine.reducer.would_sync
+        if not syncs or (self._state is _State.READY and engine.num_steps == self._num_steps):
+            raise StageError(
+                "gradients of several batches do not accumulate in a pipeline, whose forward begins from zero: "
+                + ("it was called under no_sync()" if not syncs else "no step has used those of the last batch")
+                + ". Let one batch have more microbatches, or drop the gradients first (optimizer.zero_grad()). A loss "
+                "of two forwards is computed in one: the second's layers behind the first's"
+            )
+        engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
+        engine.reducer.begin_deferring()
+
+    def before_backward(self, outputs: Any, *, is_last: bool) -> None:
+        """A microbatch's backward is about to start from ``outputs``; the last one's is synchronised."""
+        self._present.reducer.decide_next_backward(outputs, sync=is_last)
+
+    def finish(self) -> None:
+        """The schedule has ended on this stage, and nothing is on its way between stages. Collective over all stages.
+
+        Raises:
+            MegastrategyError: on all stages, if the gradients of any are refused; all are dropped then.
+        """
+        engine, refusal = self._present, None
+        try:
+            engine.reducer.finish_deferred()
+        except _REFUSALS as error:
+            refusal = error
+        self._state = _State.NONE
+        try:
+            self._agree(engine.local_parts, refusal)
+        except MegastrategyError:
+            engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
+            raise
+        self._state = _State.MADE
+
+    def _agree(self, parts: LocalParts, refusal: MegastrategyError | None) -> None:
+        if parts.ranks is not None:
+            # On the hosts: what the device has launched is not waited for.
+            [refused] = parts.ranks.host.max_of_bytes([refusal is not None])
+            if not refused:
+                return
+            told = None if refusal is None else (type(refusal), str(refusal))
+            for stage, theirs in enumerate(parts.ranks.all_gather_objects(told)):
+                if theirs is not None:
+                    kind, text = theirs
+                    raise kind(f"stage {stage}: {text}") from refusal
+        if refusal is not None:
+            raise refusal
+
+    def abandon(self) -> None:
+        """The schedule broke off in an exception."""
+        self._state = _State.NONE
+
+    def use(self, grad: Tensor) -> None:
+        """The backward of the loss has come.
+
+        Args:
+            grad: one number, with which the loss was multiplied since.
+        """
+        engine = self._present
+        if self._state is not _State.MADE:
+            raise StageError(
+                "backward was called twice for the loss of one forward of a pipeline, or after the next forward: its "
+                "gradients were computed in the forward, once"
+            )
+        self._state, self._num_steps = _State.READY, engine.num_steps
+        # A device is not read: the host would wait for the whole step there.
+        if not devices.is_on_host(grad.device) or float(grad) != 1.0:
+            engine.reducer.scale_reduced(grad)
+
+    def takes_zero_grad(self) -> bool:
+        """Whether a ``zero_grad`` that comes now belongs before the forward; gradients that are ready it drops."""
+        if self._state is _State.READY:
+            self._state = _State.NONE
+        return self._state is _State.MADE

@@ -1,0 +1,166 @@
+"""A model whose layers lie on several ranks, a stage on each: what the engine of one stage asks the others.
+
+[Note: stages]
+Each rank has the layers of its stage alone, and a layout, buffers and an optimizer of those, over its own data-parallel
+ranks. What looks over the border is what does so for tensor ranks (local_parts' [Note: parts of parameters]): norms,
+"is any gradient not finite?" and checkpoints, with one difference: stages have other parameters, not parts of the same.
+
+[Note: copies]
+A weight that two stages use (an embedding and the head that is tied to it) is a parameter on each. Their gradients have
+to be added up, and each steps its own copy with the sum. The copy has a bucket of its own on each stage, so that the
+same data-parallel rank owns the same elements of it there: after the reduction over data-parallel ranks only shards are
+added up over the stages, 1/d of what the whole gradients would be. Both stages have the same sum, and step to the same
+bits; norms count the first copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from .collectives import Collectives, make_collectives
+from .collectives.process_groups import destroy_group, private_group, subgroup
+from .first_batch import check_first_batch
+from .local_parts import LocalParts
+from .module_checks import check_all_agree
+from .staged_backwards import StagedBackwards
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """A parameter that several stages have.
+
+    Attributes:
+        names: on each rank of the stages' group that has a copy, by rank.
+    """
+
+    names: Mapping[int, str]
+
+
+class StagedModule(nn.Module):
+    """A module of which this rank has some of the layers.
+
+    Attributes:
+        stage_group: the ranks that have the others; None if this one has all.
+        copies: of parameters that several of them have, all, in one order on all ranks. Names are this module's.
+    """
+
+    stage_group: ProcessGroup | None = None
+    copies: Sequence[Copies] = ()
+
+    def attach(self, backwards: StagedBackwards | None) -> None:
+        """The module was wrapped: its forward tells ``backwards`` of those that it runs. None where it no longer is."""
+        raise NotImplementedError
+
+
+class StageParts(LocalParts):
+    """The parameters of one stage.
+
+    Args:
+        staged: the module's.
+        prefix: of its parameters' names.
+    """
+
+    def __init__(self, staged: StagedModule, prefix: str) -> None:
+        self._staged, self._prefix = staged, prefix
+        self._has_seen_batch = False
+        self._device = torch.device("cpu")
+        self._groups: list[ProcessGroup] = []
+        self._own_copies: dict[int, Collectives] = {}  # by id of the parameter, in one order on all ranks
+        self._counted_elsewhere: set[int] = set()
+        self.copied: list[Parameter] = []
+        """Parameters that other stages have copies of, in one order on all ranks."""
+
+    def connect(self, device: torch.device) -> None:
+        group = self._staged.stage_group
+        if group is None or group.size() == 1:
+            return
+        self._device = device
+        made = private_group(group, device)
+        self._groups.append(made)
+        self.ranks = make_collectives(made, device)
+        params, by_ranks = dict(self._staged.named_parameters()), dict[tuple[int, ...], Collectives | None]()
+        for copies in self._staged.copies:
+            holders = tuple(sorted(copies.names))
+            if holders not in by_ranks:
+                holders_group = subgroup(group, holders, device)
+                by_ranks[holders] = None if holders_group is None else make_collectives(holders_group, device)
+                self._groups += [] if holders_group is None else [holders_group]
+            if (ranks := by_ranks[holders]) is not None:
+                param = params[copies.names[group.rank()]]
+                self.copied.append(param)
+                self._own_copies[id(param)] = ranks
+                if not ranks.is_rank_zero:
+                    self._counted_elsewhere.add(id(param))
+
+    def check(self, module: nn.Module) -> None:
+        outside = [
+            name
+            for name, param in module.named_parameters()
+            if param.requires_grad and not name.startswith(self._prefix)
+        ]
+        if outside and self._staged.stage_group is not None:
+            raise ValueError(
+                f"parameter {outside[0]!r} is trained and lies outside of the pipeline, so that every stage would have "
+                "one of its own, and they would part. Put it into one of the pipeline's layers"
+            )
+
+    def counts_here(self, param: Tensor) -> bool:
+        return id(param) not in self._counted_elsewhere
+
+    def lies_alone(self, param: Tensor) -> bool:
+        return id(param) in self._own_copies
+
+    def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
+        given = {id(tensor) for tensor in tensors}
+        for param in self.copied:
+            if id(param) in given:
+                self._own_copies[id(param)].broadcast_all([param])
+
+    def check_ranks_agree(self, named: Mapping[str, Parameter], options: Sequence[object]) -> None:
+        if self.ranks is None:
+            return
+        check_all_agree({"option (name, value)": options}, self.ranks)
+        for param in self.copied:
+            row = ["copy of a parameter", list(param.shape), str(param.dtype), param.requires_grad]
+            check_all_agree({"copy (shape, dtype, requires_grad)": [row]}, self._own_copies[id(param)])
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.ranks is not None and not self._has_seen_batch:
+            self._has_seen_batch = True
+            check_first_batch(args, kwargs, self.ranks, self._device, of_stages=True)
+
+    def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
+        for index, param in self._copied_among(params):
+            [used] = self._own_copies[id(param)].host.max_of_bytes([has_grad[index]])
+            has_grad[index] = bool(used)
+
+    def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
+        handles = [
+            self._own_copies[id(param)].all_reduce(grad_of(index), 1.0) for index, param in self._copied_among(params)
+        ]
+        for handle in handles:
+            handle.wait()
+
+    def _copied_among(self, params: Sequence[Parameter]) -> list[tuple[int, Parameter]]:
+        if not self.copied:
+            return []
+        index_by_id = {id(param): index for index, param in enumerate(params)}
+        return [(index_by_id[id(param)], param) for param in self.copied if id(param) in index_by_id]
+
+    def close(self) -> None:
+        for ranks in {id(ranks): ranks for ranks in [self.ranks, *self._own_copies.values()]}.values():
+            if ranks is not None:
+                ranks.close()
+                if ranks.host is not ranks:
+                    destroy_group(ranks.host.group)
+        for group in self._groups:
+            if group is not self._staged.stage_group:
+                destroy_group(group)
+        self._groups = []

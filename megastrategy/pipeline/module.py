@@ -1,0 +1,311 @@
+"""A chain of layers, of which each rank has a stage."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..core import Copies, StagedBackwards, StagedModule, make_collectives, subgroup
+from ..errors import StageError
+from .plan import StagePlan, make_plan
+from .schedules import Chunk, Run
+
+
+class Pipeline(StagedModule):
+    """A chain of layers that is cut into stages of any sizes, one or several a rank.
+
+    In training its forward runs a whole schedule, forwards and backwards of all microbatches, and returns the mean
+    loss, the same on all ranks; ``loss.backward()`` finds them done. Loops, callbacks and clipping stay what they are.
+
+    Args:
+        layers: the whole chain, on every rank. A layer gets what the one before it returned, a tuple as several
+            arguments. Built on meta, those of this rank get memory, by each module's ``reset_parameters``.
+        split_spec: the number of layers of each stage.
+        loss: of the last layer's output and a target: a mean over the samples.
+        microbatches: how many parts a batch is divided into, along the first dimension.
+        schedule: "1F1B", "GPipe" or, with several stages a rank, "Interleaved1F1B", as torch calls them.
+        mesh: of the ranks that have the stages, in their order; None where one process has all layers.
+        keep_together: first and last layer, by number, of parts that are not to be cut.
+        inputs: by a layer's number, the names of :meth:`forward`'s keyword arguments that it gets as well.
+
+    Attributes:
+        layers: all of them; those of other ranks are empty modules in their places, so that parameters have the
+            names that they have in the whole model.
+        plan: which stages and layers each rank has.
+
+    Raises:
+        ValueError: if the division does not fit the layers, the ranks or the schedule.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        split_spec: Sequence[int],
+        *,
+        loss: Callable[[Any, Tensor], Tensor],
+        microbatches: int,
+        schedule: str = "1F1B",
+        mesh: DeviceMesh | None = None,
+        keep_together: Sequence[tuple[int, int]] = (),
+        inputs: Mapping[int, str | Sequence[str]] | None = None,
+    ) -> None:
+        super().__init__()
+        if microbatches < 1:
+            raise ValueError(f"microbatches={microbatches}: expected at least one")
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"the mesh has {mesh.ndim} dimensions: pass that of the stages alone (mesh['pp'])")
+        names = [type(layer).__name__ for layer in layers]
+        num_ranks = mesh.size() if mesh is not None else len(split_spec)
+        plan = make_plan(names, split_spec, num_ranks, "1F1B" if mesh is None else schedule, keep_together)
+        self.plan = plan if mesh is not None else StagePlan((len(layers),), 1)
+        self.microbatches, self.schedule = microbatches, schedule
+        self._loss = loss
+        self._inputs = {number: (n,) if isinstance(n, str) else tuple(n) for number, n in (inputs or {}).items()}
+        if unknown := sorted(number for number in self._inputs if not 0 <= number < len(layers)):
+            raise ValueError(f"inputs has layer {unknown[0]}: expected numbers of layers, 0 to {len(layers) - 1}")
+        self._rank = mesh.get_local_rank() if mesh is not None else 0
+        self._device = _device_of(mesh, layers)
+        self.copies = _find_copies(layers, self.plan)
+        own = {number for stage in self.plan.stages_of(self._rank) for number in self.plan.layers(stage)}
+        self.layers = nn.ModuleList(layer if i in own else _Elsewhere() for i, layer in enumerate(layers))
+        _materialise(self.layers, self._device)
+        if mesh is not None and next(self.layers.parameters(), None) is None:
+            raise ValueError(
+                f"rank {self._rank} of the stages has {', '.join(names[i] for i in sorted(own))}, and no parameter, so "
+                "that torch has no optimizer for it: move a layer with parameters there"
+            )
+        if mesh is not None and mesh.size() > 1:
+            group = mesh.get_group()
+            # torch's groups are sorted by rank; stages are in the mesh's order.
+            order = [dist.get_group_rank(group, rank) for rank in mesh.mesh.flatten().tolist()]
+            self.stage_group = subgroup(group, order, self._device)
+            assert self.stage_group is not None, "it is in the mesh"
+            self._ranks = make_collectives(self.stage_group, self._device)
+        # Not registered: the layers are this module's already, under their names.
+        self._chunks = tuple(
+            Chunk({number: self.layers[number] for number in self.plan.layers(stage)}, self._inputs)
+            for stage in self.plan.stages_of(self._rank)
+        )
+        self._runs: dict[Any, Run] = {}
+        self._trains: list[bool] = []
+        self._backwards: StagedBackwards | None = None
+
+    def attach(self, backwards: StagedBackwards | None) -> None:
+        self._backwards = backwards
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_runs": {}, "_backwards": None}
+
+    def forward(self, *args: Any, target: Tensor | None = None, **inputs: Any) -> Any:
+        """Trains on a batch, or evaluates it.
+
+        Args:
+            args: of the first layer; the same on all ranks of the stages.
+            target: of the loss.
+            inputs: what layers are to get as well, by name.
+
+        Returns:
+            With ``target`` the mean loss, a scalar, else the last layer's output; on all ranks of the stages. Where
+            gradients are enabled and there is a target, the backwards have run, and the loss is only to be told of it.
+
+        Raises:
+            ValueError: if the batch does not divide into the microbatches.
+            StageError: if gradients were to accumulate over several batches.
+        """
+        trains = torch.is_grad_enabled() and target is not None
+        if torch.is_grad_enabled() and self.training and target is None:
+            raise StageError(
+                "a pipeline trains on the loss that it was given: pass target, or evaluate under torch.no_grad(). A "
+                "loss of its output outside would have nothing to go back through"
+            )
+        batch = _batch_size((args, inputs, target))
+        if trains and batch % self.microbatches:
+            raise ValueError(
+                f"a batch of {batch} does not divide into microbatches={self.microbatches}: choose a batch size that "
+                "does, and drop_last=True for a loader whose last batch is smaller"
+            )
+        missing = sorted(set().union(*(self._inputs.values())) - inputs.keys()) if self._inputs else []
+        if missing or (unknown := sorted(inputs.keys() - set().union(*self._inputs.values(), ()))):
+            raise TypeError(
+                f"forward() lacks the argument {missing[0]!r}, which a layer gets"
+                if missing
+                else f"forward() has an argument {unknown[0]!r}, which no layer gets: name it in inputs"
+            )
+        if trains:
+            return self._train(args, inputs, target)
+        with torch.no_grad():
+            return self._evaluate(args, inputs, target, math.gcd(batch, self.microbatches))
+
+    def _train(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
+        backwards = self._backwards
+        if backwards is not None:
+            backwards.begin()
+        try:
+            if self.stage_group is None:
+                loss: Tensor | None = self._train_alone(args, inputs, target)
+            else:
+                loss = self._run(True, self.microbatches, args, inputs, target).train(args, inputs, target, backwards)
+            loss = self._from_last_stage(loss)
+        except BaseException:
+            if backwards is not None:
+                backwards.abandon()
+            raise
+        if backwards is not None:
+            backwards.finish()
+        return _Done.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, backwards)  # type: ignore[no-any-return]
+
+    def _train_alone(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Tensor) -> Tensor:
+        total, count = None, self.microbatches
+        parts = zip(*(_split(value, count) for value in (args, dict(inputs), target)), strict=True)
+        for number, (part, named, wanted) in enumerate(parts, 1):
+            loss = self._loss(self._chunks[0](*part, **named), wanted) / count
+            if self._backwards is not None:
+                self._backwards.before_backward(loss, is_last=number == count)
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None, "there is a microbatch"
+        return total
+
+    def _evaluate(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any, microbatches: int) -> Any:
+        if self.stage_group is None:
+            output = self._chunks[0](*args, **inputs)
+            return output if target is None else self._loss(output, target)
+        output = self._run(False, microbatches, args, inputs, target).evaluate(args, inputs)
+        is_last = self._rank == self.plan.num_ranks - 1
+        if target is not None:
+            return self._from_last_stage(self._loss(output, target) if is_last else None)
+        return self._output_from_last_stage(output)
+
+    # --- between stages ----------------------------------------------------------------------------------------------
+
+    def _run(self, trains: bool, microbatches: int, args: Any, inputs: Any, target: Any) -> Run:
+        """The schedule for such a batch. Collective over the stages, which must have the same kind of batch."""
+        kind = str((trains, microbatches, [_kind(leaf) for leaf in tree_leaves((args, dict(inputs), target))]))
+        flags = [param.requires_grad for param in self.layers.parameters()]
+        changed, self._trains = flags != self._trains, flags
+        digest = list(hashlib.sha256(kind.encode()).digest()[:8])
+        largest = self._ranks.host.max_of_bytes([*digest, *(255 - byte for byte in digest), changed])
+        if any(one + other != 255 for one, other in zip(largest[:8], largest[8:16], strict=True)):
+            raise StageError(
+                f"the stages were given batches of different kinds: rank {self._rank} has {kind}. All ranks of the "
+                "stages need the same batch: choose a sampler's rank by the data-parallel rank"
+            )
+        if largest[16]:  # what passes between stages needs gradients where it did not, or the other way round
+            self._runs.clear()
+        if kind not in self._runs:
+            assert self.stage_group is not None
+            self._runs[kind] = Run(
+                self.plan,
+                self._chunks,
+                self.stage_group,
+                self._device,
+                self.schedule,
+                microbatches,
+                self._loss if trains else None,
+            )
+        return self._runs[kind]
+
+    def _from_last_stage(self, loss: Tensor | None) -> Tensor:
+        if self.stage_group is None:
+            assert loss is not None
+            return loss
+        told = torch.zeros((), device=self._device) if loss is None else loss.detach().float()
+        dist.broadcast(told, group=self.stage_group, group_src=self.plan.num_ranks - 1)
+        return told
+
+    def _output_from_last_stage(self, output: Any) -> Any:
+        last, is_last = self.plan.num_ranks - 1, self._rank == self.plan.num_ranks - 1
+        shape = tree_map(lambda t: torch.empty_like(t, device="meta") if isinstance(t, Tensor) else t, output)
+        known = [shape]
+        dist.broadcast_object_list(known, group=self.stage_group, group_src=last, device=self._device)
+
+        def receive(value: Any, own: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            tensor = own.contiguous() if is_last else torch.empty(value.shape, dtype=value.dtype, device=self._device)
+            dist.broadcast(tensor, group=self.stage_group, group_src=last)
+            return tensor
+
+        return tree_map(receive, known[0], output if is_last else known[0])
+
+
+class _Elsewhere(nn.Module):
+    """Stands in the place of a layer that another rank has, whose state in a whole model's it takes no notice of."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise StageError("this layer is on another rank: call the pipeline, whose forward goes through all of them")
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class _Done(torch.autograd.Function):
+    """The loss of backwards that have run."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, backwards: StagedBackwards | None) -> Tensor:
+        ctx.backwards = backwards
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        if ctx.backwards is not None:
+            ctx.backwards.use(grads[0])
+        return None, None, None
+
+
+def _find_copies(layers: Sequence[nn.Module], plan: StagePlan) -> list[Copies]:
+    """The parameters that layers of several ranks share, in the order of the layers."""
+    names: dict[int, dict[int, str]] = {}
+    for number, layer in enumerate(layers):
+        for name, param in layer.named_parameters(f"layers.{number}"):
+            names.setdefault(id(param), {}).setdefault(plan.rank_of(number), name)
+    return [Copies(by_rank) for by_rank in names.values() if len(by_rank) > 1]
+
+
+def _device_of(mesh: DeviceMesh | None, layers: Sequence[nn.Module]) -> torch.device:
+    if mesh is None or mesh.device_type == "cpu":
+        real = (param.device for layer in layers for param in layer.parameters() if not param.is_meta)
+        return next(real, torch.device("cpu"))
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Gives what is on meta memory on ``device``, and the values that each module gives itself."""
+    for name, child in module.named_modules():
+        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in own):
+            if not callable(reset := getattr(child, "reset_parameters", None)):
+                raise TypeError(
+                    f"{type(child).__name__} ({name or 'the module'}) is on meta and has no reset_parameters(): give "
+                    "the class one, or build this layer on a device"
+                )
+            child.to_empty(device=device, recurse=False)
+            reset()
+
+
+def _batch_size(values: Any) -> int:
+    sizes = [leaf.shape[0] for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()]
+    if not sizes or len(set(sizes)) > 1:
+        raise ValueError(f"a batch's tensors have first dimensions of {sizes}: expected samples, as many in each")
+    return sizes[0]
+
+
+def _split(values: Any, count: int) -> list[Any]:
+    """The microbatches of a tree of tensors."""
+    return [
+        tree_map(lambda t: t.tensor_split(count)[n] if isinstance(t, Tensor) and t.dim() else t, values)  # noqa: B023
+        for n in range(count)
+    ]
+
+
+def _kind(leaf: Any) -> object:
+    return (tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf).__name__
