@@ -23,6 +23,7 @@ from .checkpoint.sharded_state import (
     save_directory,
     sync_directory,
 )
+from .checkpoint.whole_state import gather_whole
 from .clip_grads import norms_over_owners, scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group, subgroup
@@ -78,6 +79,7 @@ __all__ = [
     "directory_keys",
     "dtensors_of",
     "field_names",
+    "gather_whole",
     "host_collectives",
     "is_directory_checkpoint",
     "make_collectives",

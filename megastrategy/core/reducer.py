@@ -295,7 +295,7 @@ class Reducer:
         """As :meth:`finish_grad_sync`, also where no backward came here: those that wait for this rank get zeros."""
         self._defers = False
         self._has_local_grads |= bool(self._params)
-        self.finish_grad_sync()
+        self.finish_grad_sync(of_all_stages=True)
 
     def scale_reduced(self, factor: Tensor) -> None:
         """Multiplies the reduced gradients, as far as this rank has them, by one number."""
@@ -335,10 +335,13 @@ class Reducer:
         """Whether something is accumulated of which nothing was sent."""
         return self._has_local_grads and not self._handles
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, *, of_all_stages: bool = False) -> None:
         """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
 
         Collective: all ranks call it in the same state (each after the same number of synchronised backwards).
+
+        Args:
+            of_all_stages: the other stages do the same now, and gradients of copies that they have are added up.
 
         Raises:
             CollectiveError: if a reduction failed, most often because another rank ended.
@@ -358,11 +361,13 @@ class Reducer:
                 late_buckets, moves = self._agree()
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
-                self.buffers.local_parts.agree_on_copies(self._params, self.buffers.has_grad)
+                if of_all_stages:
+                    self.buffers.local_parts.agree_on_copies(self._params, self.buffers.has_grad)
                 self._wait_for_launched(publish=True)
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
-                self.buffers.local_parts.add_up_copies(self._params, self.buffers.own_bucket_of)
+                if of_all_stages:
+                    self.buffers.local_parts.add_up_copies(self._params, self.buffers.own_bucket_of)
                 self._tokens.finish(self._collectives, self._tensor_ranks)
             self._kept[:] = self.buffers.has_grad
         finally:

@@ -37,7 +37,7 @@ class Copies:
     """A parameter that several stages have.
 
     Attributes:
-        names: on each rank of the stages' group that has a copy, by rank.
+        names: its name on each rank of the stages' group that has a copy, by rank.
     """
 
     names: Mapping[int, str]
@@ -53,6 +53,11 @@ class StagedModule(nn.Module):
 
     stage_group: ProcessGroup | None = None
     copies: Sequence[Copies] = ()
+
+    def place(self, name: str) -> int:
+        """A number for the layer that a parameter or buffer of this module, by its name here, belongs to: names of all
+        ranks in the order of the whole module are in the order of these."""
+        raise NotImplementedError
 
     def attach(self, backwards: StagedBackwards | None) -> None:
         """The module was wrapped: its forward tells ``backwards`` of those that it runs. None where it no longer is."""
@@ -74,8 +79,17 @@ class StageParts(LocalParts):
         self._groups: list[ProcessGroup] = []
         self._own_copies: dict[int, Collectives] = {}  # by id of the parameter, in one order on all ranks
         self._counted_elsewhere: set[int] = set()
+        self._first_names: dict[str, str] = {}
         self.copied: list[Parameter] = []
         """Parameters that other stages have copies of, in one order on all ranks."""
+
+    def name_in_whole(self, name: str) -> str:
+        """The name that a parameter has in a model of one process: a copy's is that of the first."""
+        return self._first_names.get(name, name)
+
+    def place(self, name: str) -> int:
+        """Orders the names of parameters of all stages as the whole model does; see :meth:`StagedModule.place`."""
+        return self._staged.place(name.removeprefix(self._prefix))
 
     def connect(self, device: torch.device) -> None:
         group = self._staged.stage_group
@@ -88,6 +102,8 @@ class StageParts(LocalParts):
         params, by_ranks = dict(self._staged.named_parameters()), dict[tuple[int, ...], Collectives | None]()
         for copies in self._staged.copies:
             holders = tuple(sorted(copies.names))
+            first, *others = (f"{self._prefix}{copies.names[rank]}" for rank in holders)
+            self._first_names |= dict.fromkeys(others, first)
             if holders not in by_ranks:
                 holders_group = subgroup(group, holders, device)
                 by_ranks[holders] = None if holders_group is None else make_collectives(holders_group, device)

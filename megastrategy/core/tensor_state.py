@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from . import stage_state
 from .checkpoint.full_state import REMAINDER, OnRankZero, number_params
 from .checkpoint.hand_over import MAIN_PARAMS, STATE
 from .checkpoint.sharded_optimizer import TensorParts
@@ -28,6 +29,8 @@ def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict
     Raises:
         NotOnAllRanksError: if a rank calls it alone.
     """
+    if stage_state.is_staged(impl):
+        return stage_state.whole_state(impl, gather)
     local_parts = impl.engine.local_parts
     if not local_parts.has_parts:
         return gather()
@@ -50,6 +53,8 @@ def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict
 
 def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """As :func:`whole_state`, for main params by name."""
+    if stage_state.is_staged(impl):
+        return stage_state.whole_main_params(impl, gather)
     if (ranks := impl.engine.local_parts.ranks) is None:
         return gather()
     require_everybody(impl, _CALL.format(MAIN_PARAMS))
@@ -63,6 +68,8 @@ def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]
 
 def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     """This rank's parts of a state of whole parameters: views."""
+    if stage_state.is_staged(impl):
+        return stage_state.state_of_stage(impl, saved)
     params = {
         number: param
         for stored, group in zip(saved["param_groups"], impl.inner.param_groups, strict=False)
@@ -80,6 +87,8 @@ def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
 
 def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's parts of main params by name, whole ones or DTensors: views."""
+    if stage_state.is_staged(impl):
+        return stage_state.main_params_of_stage(impl, saved)
     local_parts = impl.engine.local_parts
     if not local_parts.has_parts:
         return saved

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import Copies, StagedBackwards, StagedModule, make_collectives, subgroup
+from ..core import Copies, StagedBackwards, StagedModule, gather_whole, make_collectives, subgroup
 from ..errors import StageError
 from .plan import StagePlan, make_plan
 from .schedules import Chunk, Run
@@ -100,6 +100,9 @@ class Pipeline(StagedModule):
 
     def attach(self, backwards: StagedBackwards | None) -> None:
         self._backwards = backwards
+
+    def place(self, name: str) -> int:
+        return int(name.split(".")[1])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_runs": {}, "_backwards": None}
@@ -235,6 +238,28 @@ class Pipeline(StagedModule):
             return tensor
 
         return tree_map(receive, known[0], output if is_last else known[0])
+
+
+def whole_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state of a module with a :class:`Pipeline` in it, as one process would have it: on the host of the first
+    stage, in the order of the layers; empty on the others. Collective over the stages.
+
+    ``module.load_state_dict`` takes it on every stage, which leaves out what other stages have.
+    """
+    name, pipeline = next((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
+    state = module.state_dict()
+    if pipeline.stage_group is None:
+        return state
+    prefix = f"{name}." if name else ""
+    outside = {key: value for key, value in state.items() if not key.startswith(f"{prefix}layers.")}
+    # By layer, and in each as the module has them.
+    places = {
+        key: (pipeline.place(key.removeprefix(prefix)), i, key) for i, key in enumerate(state) if key not in outside
+    }
+    own = {place: {"": state[key]} for key, place in places.items()}
+    found = dict(gather_whole(own, pipeline._ranks.host, torch.device("cpu")))
+    # What lies outside of the layers is the same on all stages.
+    return {} if pipeline._rank else outside | {place[-1]: found[place][""] for place in sorted(found)}
 
 
 class _Elsewhere(nn.Module):

@@ -20,7 +20,8 @@ from ..collectives.tensor_parts import bytes_of
 _ROUND_BYTES = 2**26
 """An owner sends at least that much in a round, if it has it, or one parameter's state."""
 
-States = list[tuple[int, Mapping[str, Any]]]
+States = list[tuple[Any, Mapping[str, Any]]]
+"""The states of parameters, by a key of theirs that can be sorted."""
 
 
 def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> dict[int, Mapping[str, Any]]:
@@ -85,12 +86,12 @@ def unpacked(data: Any) -> States:
 
 
 def gather_whole(
-    own: Mapping[int, Mapping[str, Any]], collectives: Collectives, device: torch.device
-) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    own: Mapping[Any, Mapping[str, Any]], collectives: Collectives, device: torch.device
+) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yields every owner's states on rank 0, by parameter, and nothing elsewhere. Collective.
 
     Args:
-        own: this rank's states, by parameter.
+        own: this rank's states, by parameter (index or name).
         collectives: over the owners.
         device: from whose memory these send.
     """
@@ -117,7 +118,7 @@ def gather_whole(
                     yield from unpacked(bytes_of(part))
 
 
-def _rounds(own: Mapping[int, Mapping[str, Any]]) -> Iterator[bytearray]:
+def _rounds(own: Mapping[Any, Mapping[str, Any]]) -> Iterator[bytearray]:
     states: States = []
     nbytes = 0
     for index, state in sorted(own.items()):

@@ -1,0 +1,172 @@
+"""Saves and loads the optimizer of a pipeline's stages as that of one process that has all layers.
+
+A stage's optimizer has the parameters of its layers, numbered from zero. The whole one has, in each group, those of all
+stages in the order of the layers, as a process would have put them there that goes through the model's parameters; a
+parameter of which several stages have a copy is in it once, as the first of them has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint.full_state import REMAINDER, OnRankZero, number_params
+from .checkpoint.whole_state import gather_whole
+from .errors import CheckpointError
+from .local_parts import LocalParts
+from .sharded_step import ShardedStep
+from .stages import StageParts
+
+_HOST = torch.device("cpu")
+_TENSOR = "tensor"
+
+
+def is_staged(impl: ShardedStep) -> bool:
+    """Whether other ranks have other layers of the model."""
+    return isinstance(impl.engine.local_parts, StageParts) and impl.engine.local_parts.ranks is not None
+
+
+def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """``gather`` returns the state of this stage, on the first of its data-parallel ranks; returned is that of all
+    stages, on the first rank of all. Collective over all ranks.
+
+    Raises:
+        CheckpointError: on all ranks that have a state, if the stages' optimizers have other groups.
+    """
+    parts = _stage_parts(impl)
+    _require_everybody(impl, parts, "state_dict()")
+    saved = gather()
+    if isinstance(saved["state"], OnRankZero):  # so it is on the same data-parallel rank of every stage
+        return saved
+    assert parts.ranks is not None
+    hosts, names = parts.ranks.host, _names_by_group(impl)
+    options = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+    every: list[tuple[list[list[str]], list[dict[str, Any]]]] = hosts.all_gather_objects((names, options))
+    _check_same_groups([theirs for _, theirs in every])
+    whole = _whole_names([theirs for theirs, _ in every], parts)
+    numbers = {name: number for number, name in enumerate(name for group in whole for name in group)}
+    own_names = _name_of_number(impl)
+    own = {
+        numbers[name]: kept
+        for number, kept in saved["state"].items()
+        if (name := own_names[number]) == parts.name_in_whole(name)
+    }
+    state = dict(gather_whole(own, hosts, _HOST))
+    if not hosts.is_rank_zero:
+        return {**saved, "state": OnRankZero()}
+    groups = [{**group, "params": [numbers[n] for n in members]} for group, members in zip(options, whole, strict=True)]
+    return {**saved, "state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
+
+
+def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As :func:`whole_state`, for main params by name."""
+    parts = _stage_parts(impl)
+    _require_everybody(impl, parts, "main_params()")
+    saved = gather()
+    if isinstance(saved, OnRankZero):
+        return saved
+    assert parts.ranks is not None
+    own = {name: {_TENSOR: value} for name, value in saved.items() if name == _saved_in_whole(name, parts)}
+    found = dict(gather_whole(own, parts.ranks.host, _HOST))
+    if not parts.ranks.is_rank_zero:
+        return OnRankZero()
+    return {name: found[name][_TENSOR] for name in sorted(found, key=parts.place)}
+
+
+def state_of_stage(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+    """This stage's part of the state of a whole model, whose numbers are its optimizer's own. Collective over the
+    stages."""
+    parts = _stage_parts(impl)
+    assert parts.ranks is not None
+    whole = _whole_names(parts.ranks.all_gather_objects(_names_by_group(impl)), parts)
+    sizes, theirs = [len(group) for group in whole], [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != theirs:
+        raise CheckpointError(
+            f"the state has groups of {theirs} parameters, and the optimizers of all stages have {sizes}: it is of "
+            "another model, or its groups were made otherwise"
+        )
+    number_in_file = {
+        name: number
+        for members, group in zip(whole, saved["param_groups"], strict=True)
+        for name, number in zip(members, group["params"], strict=True)
+    }
+    numbers = number_params(impl.inner)
+    names = impl.names_by_id()
+    state, groups = {}, []
+    for own, stored in zip(impl.inner.param_groups, saved["param_groups"], strict=True):
+        groups.append({**stored, "params": [numbers[id(param)] for param in own["params"]]})
+        for param in own["params"]:
+            number = number_in_file[parts.name_in_whole(names[id(param)])]
+            if number in saved["state"]:
+                state[numbers[id(param)]] = saved["state"][number]
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def main_params_of_stage(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Main params by the names that this stage's parameters have."""
+    parts, found = _stage_parts(impl), dict(saved)
+    for name in impl.names_by_id().values():
+        for own in (name, name + REMAINDER):
+            if (first := _saved_in_whole(own, parts)) != own and first in saved:
+                found[own] = saved[first]
+    return found
+
+
+def _stage_parts(impl: ShardedStep) -> StageParts:
+    parts: LocalParts = impl.engine.local_parts
+    assert isinstance(parts, StageParts)
+    return parts
+
+
+def _require_everybody(impl: ShardedStep, parts: StageParts, call: str) -> None:
+    what = f"{call} of the optimizer of a pipeline"
+    impl.engine.collectives.require_all_ranks(what)
+    assert parts.ranks is not None
+    parts.ranks.require_all_ranks(what)
+
+
+def _names_by_group(impl: ShardedStep) -> list[list[str]]:
+    """The names of this stage's parameters by group."""
+    names = impl.names_by_id()
+    return [[names[id(param)] for param in group["params"]] for group in impl.inner.param_groups]
+
+
+def _name_of_number(impl: ShardedStep) -> dict[int, str]:
+    names = impl.names_by_id()
+    return {number: names[key] for key, number in number_params(impl.inner).items()}
+
+
+def _whole_names(by_stage: list[list[list[str]]], parts: StageParts) -> list[list[str]]:
+    """The names of all stages' parameters by group, in the order of the layers: the first copy's alone."""
+    if len({len(groups) for groups in by_stage}) > 1:
+        raise CheckpointError(
+            f"the stages' optimizers have {', '.join(str(len(groups)) for groups in by_stage)} groups: make the same "
+            "groups on all stages, empty ones among them"
+        )
+    whole = []
+    for members in zip(*by_stage, strict=True):
+        names = [name for of_stage in members for name in of_stage]
+        # A stage has several chunks of layers, perhaps, between which others' lie. The sort keeps equal ones in order.
+        whole.append(sorted((name for name in names if name == parts.name_in_whole(name)), key=parts.place))
+    return whole
+
+
+def _saved_in_whole(name: str, parts: StageParts) -> str:
+    """The name of a main param, with what says that it is a remainder."""
+    plain = name.removesuffix(REMAINDER)
+    return parts.name_in_whole(plain) + name[len(plain) :]
+
+
+def _check_same_groups(by_stage: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    for stage, theirs in enumerate(by_stage):
+        for number, (one, other) in enumerate(zip(by_stage[0], theirs, strict=False)):
+            differing = [key for key in {**one, **other} if repr(one.get(key)) != repr(other.get(key))]
+            if differing:
+                key = differing[0]
+                raise CheckpointError(
+                    f"group {number} of the optimizer has {key}={one.get(key)!r} on stage 0 and {other.get(key)!r} on "
+                    f"stage {stage}, and a file has one of them: set options on all stages alike"
+                )

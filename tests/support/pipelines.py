@@ -1,0 +1,182 @@
+"""A small language model in stages, and its training on a mesh and in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.pipeline import Pipeline, whole_state_dict
+
+from .tensor_parallel import adamw
+
+VOCAB, WIDTH, SEQUENCE, SAMPLES = 61, 16, 6, 8
+"""Of the model, and of a data-parallel rank's batch."""
+
+FROZEN = {"nothing": (), "prefix": (0, 1, 2), "middle": (2, 3), "tail": (4, 5)}
+"""By name, the layers that are frozen."""
+
+
+class Block(nn.Module):
+    """A norm, and a layer of a width of its own."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+def make_layers(case: Case) -> list[nn.Module]:
+    """Embedding, four blocks and a head, the same on every rank."""
+    torch.manual_seed(7)
+    embed, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+    nn.init.normal_(embed.weight, std=0.1)
+    if case.tied:
+        head.weight = embed.weight
+    layers = [embed, *(Block(hidden) for hidden in (24, 32, 40, 48)), head]
+    for number in FROZEN[case.frozen]:
+        layers[number].requires_grad_(False)
+    return [layer.to(case.dtype) for layer in layers]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Says what is trained. ``split``: the layers of each stage."""
+
+    split: tuple[int, ...]
+    schedule: str = "1F1B"
+    frozen: str = "nothing"
+    tied: bool = False
+    dtype: torch.dtype = torch.float32
+    steps: int = 20
+    microbatches: int = 4
+    clip_norm: float | None = 0.1
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def batch_of(dp_rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Tokens, and those that are to be told."""
+    generator = torch.Generator().manual_seed(1000 * dp_rank + step)
+    tokens = torch.randint(VOCAB, (SAMPLES, SEQUENCE), generator=generator)
+    return tokens, tokens.roll(-1, 1)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """``weights``: by name; of a rank those of its stages. ``state``: the optimizer's, where it is."""
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def mesh_of(pp: int) -> DeviceMesh:
+    """All ranks of the default group, as stages times data-parallel ranks."""
+    return init_device_mesh("cpu", (pp, dist.get_world_size() // pp), mesh_dim_names=("pp", "dp"))
+
+
+@dataclasses.dataclass
+class Trainee:
+    """A model and its optimizer on a mesh of ("pp", "dp")."""
+
+    case: Case
+    net: Pipeline
+    model: DistributedDataParallel
+    optimizer: DistributedOptimizer
+    dp_rank: int
+
+    @classmethod
+    def make(cls, mesh: DeviceMesh, case: Case, **options: Any) -> Trainee:
+        """All ranks together."""
+        net = Pipeline(
+            make_layers(case),
+            case.split,
+            loss=loss_of,
+            microbatches=case.microbatches,
+            schedule=case.schedule,
+            mesh=mesh["pp"],
+        )
+        config = DistributedDataParallelConfig(bucket_size=1500, **dict(case.options))
+        model = DistributedDataParallel(net, config, process_group=mesh.get_group("dp"), **options)
+        return cls(case, net, model, DistributedOptimizer(adamw(model.parameters()), model), mesh.get_local_rank("dp"))
+
+    def train(self, steps: range) -> Outcome:
+        losses, norms = list[float](), list[float]()
+        for step in steps:
+            tokens, targets = batch_of(self.dp_rank, step)
+            loss = self.model(tokens, target=targets)
+            self.optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            if self.case.clip_norm is not None:
+                norms.append(float(self.optimizer.clip_grad_norm_(self.case.clip_norm)))
+            self.optimizer.step()
+        self.model.finish_param_gather()
+        return Outcome({name: p.detach().clone() for name, p in self.net.named_parameters()}, losses, norms)
+
+    def save(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+        """Whole weights, optimizer state and main params, where they are."""
+        return whole_state_dict(self.net), self.optimizer.state_dict(), self.optimizer.main_params()
+
+    def load(self, saved: tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]) -> None:
+        weights, state, main_params = saved
+        self.net.load_state_dict(weights)
+        self.optimizer.load_state_dict(state)
+        self.optimizer.load_main_params(main_params)
+
+
+def train_on(mesh: DeviceMesh, case: Case) -> Outcome:
+    """All ranks together."""
+    trainee = Trainee.make(mesh, case)
+    try:
+        outcome = trainee.train(range(case.steps))
+        outcome.state = trainee.optimizer.state_dict()
+        return outcome
+    finally:
+        trainee.model.close()
+
+
+def train_alone(case: Case, dp: int) -> Outcome:
+    """Trains in one process with torch alone, on the union of the batches of ``dp`` data-parallel ranks.
+
+    16-bit weights have an fp32 copy that is stepped.
+    """
+    layers = nn.ModuleList(make_layers(case))
+    params = {f"layers.{name}": param for name, param in layers.named_parameters()}
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    mains = {name: nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for name, p in params.items()}
+    optimizer, losses, norms = adamw(mains.values()), list[float](), list[float]()
+    for step in range(case.steps):
+        for name in trained:
+            mains[name].grad = torch.zeros_like(mains[name])
+        total = 0.0
+        for dp_rank in range(dp):
+            for tokens, targets in zip(*(part.split(SAMPLES // case.microbatches) for part in batch_of(dp_rank, step))):
+                x = tokens
+                for layer in layers:
+                    x = layer(x)
+                loss = loss_of(x, targets) / case.microbatches
+                for name, grad in zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True):
+                    mains[name].grad += grad.float() / dp  # type: ignore[operator] # made above
+                total += loss.item() if dp_rank == 0 else 0.0
+        losses.append(total)
+        if case.clip_norm is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(mains.values(), case.clip_norm)))
+        optimizer.step()
+        for name, main in mains.items():
+            params[name].detach().copy_(main)
+    weights = {f"layers.{name}": p.detach().clone() for name, p in layers.named_parameters(remove_duplicate=False)}
+    return Outcome(weights, losses, norms, optimizer.state_dict())
