@@ -363,10 +363,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         impl = self._impl
         check_is_here(state_dict["state"], "state_dict()")
+        state_dict = parts_of_state(impl, state_dict)
         if not impl.has_shards:
             impl.inner.load_state_dict(state_dict)
             return
-        state_dict = parts_of_state(impl, state_dict)
         with impl.at_rest.replaced():
             impl.split_state(replace=True)
             load_full_state_dict(

@@ -149,8 +149,11 @@ def train_on(mesh: DeviceMesh, case: Case) -> Outcome:
         trainee.model.close()
 
 
-def train_alone(case: Case, dp: int) -> Outcome:
-    """Trains in one process with torch alone, on the union of the batches of ``dp`` data-parallel ranks.
+def train_alone(
+    case: Case, dp: int, dp_after: int | None = None, change_at: int | None = None, *, steps: int | None = None
+) -> Outcome:
+    """Trains in one process with torch alone, on the union of the batches of ``dp`` data-parallel ranks; of ``dp_after``
+    from step ``change_at`` on.
 
     16-bit weights have an fp32 copy that is stepped.
     """
@@ -159,12 +162,14 @@ def train_alone(case: Case, dp: int) -> Outcome:
     trained = {name: param for name, param in params.items() if param.requires_grad}
     mains = {name: nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for name, p in params.items()}
     optimizer, losses, norms = adamw(mains.values()), list[float](), list[float]()
-    for step in range(case.steps):
+    for step in range(steps or case.steps):
+        dp = dp_after if dp_after is not None and step == change_at else dp
         for name in trained:
             mains[name].grad = torch.zeros_like(mains[name])
         total = 0.0
         for dp_rank in range(dp):
-            for tokens, targets in zip(*(part.split(SAMPLES // case.microbatches) for part in batch_of(dp_rank, step))):
+            parts = [part.split(SAMPLES // case.microbatches) for part in batch_of(dp_rank, step)]
+            for tokens, targets in zip(*parts, strict=True):
                 x = tokens
                 for layer in layers:
                     x = layer(x)
