@@ -71,7 +71,9 @@ class Pipeline(StagedModule):
         self._inputs = {number: (n,) if isinstance(n, str) else tuple(n) for number, n in (inputs or {}).items()}
         if unknown := sorted(number for number in self._inputs if not 0 <= number < len(layers)):
             raise ValueError(f"inputs has layer {unknown[0]}: expected numbers of layers, 0 to {len(layers) - 1}")
-        self._rank = mesh.get_local_rank() if mesh is not None else 0
+        # Not the mesh's local rank, which is that of its group, and torch sorts the ranks of groups.
+        in_order = mesh.mesh.flatten().tolist() if mesh is not None else [0]
+        self._rank = in_order.index(dist.get_rank()) if mesh is not None else 0
         self._device = _device_of(mesh, layers)
         self.copies = _find_copies(layers, self.plan)
         own = {number for stage in self.plan.stages_of(self._rank) for number in self.plan.layers(stage)}
@@ -84,8 +86,7 @@ class Pipeline(StagedModule):
             )
         if mesh is not None and mesh.size() > 1:
             group = mesh.get_group()
-            # torch's groups are sorted by rank; stages are in the mesh's order.
-            order = [dist.get_group_rank(group, rank) for rank in mesh.mesh.flatten().tolist()]
+            order = [dist.get_group_rank(group, rank) for rank in in_order]
             self.stage_group = subgroup(group, order, self._device)
             assert self.stage_group is not None, "it is in the mesh"
             self._ranks = make_collectives(self.stage_group, self._device)

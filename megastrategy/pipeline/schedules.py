@@ -44,11 +44,28 @@ class Chunk(nn.Module):
 class _Stage(PipelineStage):
     """A stage whose backwards the engine hears of.
 
+    torch's learns the shapes of what passes between stages from one microbatch more, which it runs before the first.
+    Here that leaves the module's buffers (statistics of a batch norm) as they were, and has no backward: a gradient has
+    the shape of what it is of.
+
     Attributes:
         before_backward: called with what a backward starts from.
     """
 
     before_backward: Callable[[Any], None] | None = None
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        outputs = module(*args, **kwargs)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return outputs
+
+    def _compute_input_grads(
+        self, outputs: list[Tensor], all_fwd_inputs: list[Tensor], grad_outputs: list[Tensor | None] | None = None
+    ) -> tuple[None, ...]:
+        return (None,) * len(all_fwd_inputs)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -152,8 +152,8 @@ def train_on(mesh: DeviceMesh, case: Case) -> Outcome:
 def train_alone(
     case: Case, dp: int, dp_after: int | None = None, change_at: int | None = None, *, steps: int | None = None
 ) -> Outcome:
-    """Trains in one process with torch alone, on the union of the batches of ``dp`` data-parallel ranks; of ``dp_after``
-    from step ``change_at`` on.
+    """Trains in one process with torch alone, on the union of the batches of ``dp`` data-parallel ranks; from step
+    ``change_at`` on of ``dp_after``.
 
     16-bit weights have an fp32 copy that is stepped.
     """
