@@ -39,8 +39,7 @@ from .layout import Bucket, BufferLayout, ParamSpec, build_layout
 from .local_parts import cut_like, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
 from .rebucketing.arrival_order import better_layout_order
-from .staged_backwards import StagedBackwards
-from .stages import Copies, StagedModule
+from .stages import Copies, FollowsStages, StagedModule
 from .strangers import describe_unreduced
 from .trials.known_findings import KnownFindings
 
@@ -59,13 +58,13 @@ __all__ = [
     "Engine",
     "Event",
     "EventKind",
+    "FollowsStages",
     "GradScaler",
     "KnownFindings",
     "LoneCollectives",
     "MemoryUse",
     "NotOnAllRanksError",
     "ParamSpec",
-    "StagedBackwards",
     "StagedModule",
     "adapt_scaler",
     "better_layout_order",

@@ -37,6 +37,7 @@ from .rebucketing.planner import BucketPlanner
 from .rebucketing.shard_holder import ShardHolder
 from .reducer import Reducer
 from .staged_backwards import StagedBackwards
+from .staged_reducer import StagedReducer
 from .stages import StagedModule, StageParts
 from .trials.known_findings import KnownFindings
 from .weight_chunks import weight_chunks
@@ -137,7 +138,8 @@ class Engine:
                 self._buffer_collectives = second_collectives(collectives, self.device)
                 self._buffer_collectives.connect(self.device, exchanges=False)
         self.staged = StagedBackwards(self) if self.staged_module is not None else None
-        self.reducer = Reducer(
+        kind = Reducer if self.staged is None else StagedReducer
+        self.reducer = kind(
             self.layout,
             self.params,
             self.grad_buffers,
@@ -466,6 +468,8 @@ class Engine:
             self._buffer_collectives.close()
             self.collectives.close()
             self.local_parts.close()
+            if self.staged_module is not None:
+                self.staged_module.attach(None)
             if self._own_group is not None:
                 destroy_second(self.collectives)
                 destroy_instances(self.collectives)

@@ -343,27 +343,6 @@ def digest(description: Mapping[str, object]) -> bytes:
     return hashlib.sha256(json.dumps(description).encode()).digest()
 
 
-def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """``stride`` if it walks ``prod(shape)`` adjacent elements once each, else the contiguous strides of ``shape``."""
-    expected = 1
-    # Dimensions of size one have any stride, and cannot make holes.
-    for size, step in sorted(((n, s) for n, s in zip(shape, stride, strict=True) if n > 1), key=lambda pair: pair[1]):
-        if step != expected:
-            return contiguous_stride(shape)
-        expected *= size
-    return tuple(stride)
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides of ``shape``, in elements."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def build_layout(
     specs: Sequence[ParamSpec],
     config: DistributedDataParallelConfig,

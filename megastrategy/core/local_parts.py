@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,14 +150,6 @@ class LocalParts:
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward that trains. Collective over the tensor ranks in the first one; see check_first_batch."""
-
-    def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
-        """Of parameters that other stages have copies of, ``has_grad`` becomes true where it is on any of them.
-        Collective over the stages that have copies."""
-
-    def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
-        """What ``grad_of`` gives for parameters that other stages have copies of, by index, becomes the sum over them.
-        Collective over the stages that have copies."""
 
     def close(self) -> None:
         """Ends what was made for this engine alone."""

@@ -15,8 +15,9 @@ from .collectives import Collectives
 from .config import DistributedDataParallelConfig
 from .errors import LayoutMismatchError
 from .grad_hooks import is_wrapped
-from .layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, dense_stride, digest
+from .layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, digest
 from .local_parts import LocalParts
+from .strides import dense_stride
 from .weight_chunks import ChunkPlace
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from .buffers import check_unchanged, slice_storage, slice_view
-from .layout import BufferLayout, contiguous_stride
+from .layout import BufferLayout
 from .local_parts import LocalParts
+from .strides import contiguous_stride
 from .weight_chunks import ChunkPlace
 from .wire_format import fill_nothing_, wire_numel, wire_part
 

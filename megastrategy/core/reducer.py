@@ -26,7 +26,6 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -109,7 +108,6 @@ class Reducer:
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
-        self._defers = False
         self._hooks = GradHooks(self)
         self._accumulators = GradAccumulators()
         self.extend(layout, params)
@@ -174,7 +172,7 @@ class Reducer:
     def drop_unfinished(self) -> None:
         """Drops what a backward that ended in an exception left behind, when all that it had launched has ended."""
         if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
-            self._phase, self._is_unfinished, self._defers = BackwardPhase.IDLE, False, False
+            self._phase, self._is_unfinished = BackwardPhase.IDLE, False
             self._wait_for_launched()
             self._late.clear()
             self._late_grads.clear()
@@ -252,12 +250,14 @@ class Reducer:
         self._tokens.end_backward()
         if synced:
             self._is_unfinished = True
-            if not (self._defers and self._ends_window):
-                self.finish_grad_sync()
-                self._is_unfinished = False
+            self._end_synchronised()
         else:
             self.buffers.detach_unused()
         self._emit(EventKind.BACKWARD_END, int(synced))
+
+    def _end_synchronised(self) -> None:
+        self.finish_grad_sync()
+        self._is_unfinished = False
 
     def _on_late_grad(self, index: int) -> None:
         bucket = self._bucket_of[index]
@@ -273,41 +273,6 @@ class Reducer:
         self._deferred.add(index)
         if self._planner is not None:
             self._planner.note(index)
-
-    # --- backwards inside of a forward -------------------------------------------------------------------------------
-
-    @property
-    def would_sync(self) -> bool:
-        """Whether a backward would be synchronised that no forward has decided about."""
-        return self._should_sync(None)
-
-    def begin_deferring(self) -> None:
-        """The backwards that come launch reductions, and leave it to :meth:`finish_deferred` to wait for them."""
-        self._defers = True
-
-    def decide_next_backward(self, outputs: Any, *, sync: bool) -> None:
-        """A backward is about to start from ``outputs``, to be synchronised or not."""
-        self._forward_decision = sync
-        self._backwards.forget()
-        self.watch(outputs)
-
-    def finish_deferred(self) -> None:
-        """As :meth:`finish_grad_sync`, also where no backward came here: those that wait for this rank get zeros."""
-        self._defers = False
-        self._has_local_grads |= bool(self._params)
-        self.finish_grad_sync(of_all_stages=True)
-
-    def scale_reduced(self, factor: Tensor) -> None:
-        """Multiplies the reduced gradients, as far as this rank has them, by one number."""
-        grads = list[Tensor]()
-        for index, has_grad in enumerate(self.buffers.has_grad):
-            owned = self.layout.owned_range(index, self._collectives.rank)
-            if has_grad and self.buffers.is_sharded(index):
-                grads += [] if owned is None else [self.buffers.reduced(self._bucket_of[index], *owned)]
-            elif has_grad and (grad := self._params[index].grad) is not None:
-                grads.append(self.buffers.local_parts.of(grad).detach())
-        if grads:
-            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
     # --- averages by tokens ------------------------------------------------------------------------------------------
 
@@ -335,13 +300,10 @@ class Reducer:
         """Whether something is accumulated of which nothing was sent."""
         return self._has_local_grads and not self._handles
 
-    def finish_grad_sync(self, *, of_all_stages: bool = False) -> None:
+    def finish_grad_sync(self) -> None:
         """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
 
         Collective: all ranks call it in the same state (each after the same number of synchronised backwards).
-
-        Args:
-            of_all_stages: the other stages do the same now, and gradients of copies that they have are added up.
 
         Raises:
             CollectiveError: if a reduction failed, most often because another rank ended.
@@ -361,13 +323,11 @@ class Reducer:
                 late_buckets, moves = self._agree()
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
-                if of_all_stages:
-                    self.buffers.local_parts.agree_on_copies(self._params, self.buffers.has_grad)
+                self._agree_on_copies()
                 self._wait_for_launched(publish=True)
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
-                if of_all_stages:
-                    self.buffers.local_parts.add_up_copies(self._params, self.buffers.own_bucket_of)
+                self._add_up_copies()
                 self._tokens.finish(self._collectives, self._tensor_ranks)
             self._kept[:] = self.buffers.has_grad
         finally:
@@ -528,6 +488,12 @@ class Reducer:
         handle.wait()
         self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
         buffers.publish(bucket)
+
+    def _agree_on_copies(self) -> None:
+        """Between the agreement and what is published by it: nobody has copies of parameters here."""
+
+    def _add_up_copies(self) -> None:
+        """Behind the last reduction."""
 
     def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:

@@ -22,6 +22,8 @@ from .buffers import GradBuffers
 from .errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError, StageError
 from .local_parts import LocalParts
 from .reducer import Reducer
+from .staged_reducer import StagedReducer
+from .stages import FollowsStages
 
 _REFUSALS = (NonFiniteGradError, MicrobatchMismatchError, LossTokensError)
 """The errors that all data-parallel ranks of a stage raise alike, when nothing is on its way between stages."""
@@ -48,8 +50,8 @@ class _Engine(Protocol):
         """Steps of the model's optimizers so far."""
 
 
-class StagedBackwards:
-    """What a :class:`~.stages.StagedModule` tells the engine of the backwards that it runs."""
+class StagedBackwards(FollowsStages):
+    """Tells the engine of the backwards that a :class:`~.stages.StagedModule` runs."""
 
     def __init__(self, engine: _Engine) -> None:
         self._engine = weakref.ref(engine)  # which has this object, as the user's module does
@@ -62,14 +64,15 @@ class StagedBackwards:
         assert engine is not None, "it detaches itself from the module"
         return engine
 
-    def begin(self) -> None:
-        """A forward that trains begins.
+    @property
+    def _reducer(self) -> StagedReducer:
+        reducer = self._present.reducer
+        assert isinstance(reducer, StagedReducer)
+        return reducer
 
-        Raises:
-            StageError: if gradients are to accumulate over several batches.
-        """
+    def begin(self) -> None:
         engine = self._present
-        syncs = engine.reducer.would_sync
+        syncs = self._reducer.would_sync
         if not syncs or (self._state is _State.READY and engine.num_steps == self._num_steps):
             raise StageError(
                 "gradients of several batches do not accumulate in a pipeline, whose forward begins from zero: "
@@ -78,21 +81,15 @@ class StagedBackwards:
                 "of two forwards is computed in one: the second's layers behind the first's"
             )
         engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
-        engine.reducer.begin_deferring()
+        self._reducer.begin_deferring()
 
     def before_backward(self, outputs: Any, *, is_last: bool) -> None:
-        """A microbatch's backward is about to start from ``outputs``; the last one's is synchronised."""
-        self._present.reducer.decide_next_backward(outputs, sync=is_last)
+        self._reducer.decide_next_backward(outputs, sync=is_last)
 
     def finish(self) -> None:
-        """The schedule has ended on this stage, and nothing is on its way between stages. Collective over all stages.
-
-        Raises:
-            MegastrategyError: on all stages, if the gradients of any are refused; all are dropped then.
-        """
         engine, refusal = self._present, None
         try:
-            engine.reducer.finish_deferred()
+            self._reducer.finish_deferred()
         except _REFUSALS as error:
             refusal = error
         self._state = _State.NONE
@@ -118,15 +115,9 @@ class StagedBackwards:
             raise refusal
 
     def abandon(self) -> None:
-        """The schedule broke off in an exception."""
         self._state = _State.NONE
 
     def use(self, grad: Tensor) -> None:
-        """The backward of the loss has come.
-
-        Args:
-            grad: one number, with which the loss was multiplied since.
-        """
         engine = self._present
         if self._state is not _State.MADE:
             raise StageError(
@@ -136,7 +127,7 @@ class StagedBackwards:
         self._state, self._num_steps = _State.READY, engine.num_steps
         # A device is not read: the host would wait for the whole step there.
         if not devices.is_on_host(grad.device) or float(grad) != 1.0:
-            engine.reducer.scale_reduced(grad)
+            self._reducer.scale_reduced(grad)
 
     def takes_zero_grad(self) -> bool:
         """Whether a ``zero_grad`` that comes now belongs before the forward; gradients that are ready it drops."""

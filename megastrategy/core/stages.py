@@ -16,6 +16,7 @@ bits; norms count the first copy.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,6 @@ from .collectives.process_groups import destroy_group, private_group, subgroup
 from .first_batch import check_first_batch
 from .local_parts import LocalParts
 from .module_checks import check_all_agree
-from .staged_backwards import StagedBackwards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,42 @@ class Copies:
     """
 
     names: Mapping[int, str]
+
+
+class FollowsStages(ABC):
+    """Hears of the backwards that a :class:`StagedModule` runs in its forward."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A forward that trains begins.
+
+        Raises:
+            StageError: if gradients are to accumulate over several batches.
+        """
+
+    @abstractmethod
+    def before_backward(self, outputs: Any, *, is_last: bool) -> None:
+        """A microbatch's backward is about to start from ``outputs``; the last one's is synchronised."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The schedule has ended on this stage, and nothing is on its way between stages. Collective over all stages.
+
+        Raises:
+            MegastrategyError: on all stages, if the gradients of any are refused; all are dropped then.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """The schedule broke off in an exception."""
+
+    @abstractmethod
+    def use(self, grad: Tensor) -> None:
+        """The backward of the loss has come; ``grad``: one number, with which the loss was multiplied since.
+
+        Raises:
+            StageError: if it came before, or the next forward did.
+        """
 
 
 class StagedModule(nn.Module):
@@ -59,7 +95,7 @@ class StagedModule(nn.Module):
         ranks in the order of the whole module are in the order of these."""
         raise NotImplementedError
 
-    def attach(self, backwards: StagedBackwards | None) -> None:
+    def attach(self, backwards: FollowsStages | None) -> None:
         """The module was wrapped: its forward tells ``backwards`` of those that it runs. None where it no longer is."""
         raise NotImplementedError
 
@@ -153,11 +189,15 @@ class StageParts(LocalParts):
             check_first_batch(args, kwargs, self.ranks, self._device, of_stages=True)
 
     def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
+        """Of parameters that other stages have copies of, ``has_grad`` becomes true where it is on any of them.
+        Collective over the stages that have copies."""
         for index, param in self._copied_among(params):
             [used] = self._own_copies[id(param)].host.max_of_bytes([has_grad[index]])
             has_grad[index] = bool(used)
 
     def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
+        """What ``grad_of`` gives for parameters that other stages have copies of, by index, becomes the sum over them.
+        Collective over the stages that have copies."""
         handles = [
             self._own_copies[id(param)].all_reduce(grad_of(index), 1.0) for index, param in self._copied_among(params)
         ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import Copies, StagedBackwards, StagedModule, gather_whole, make_collectives, subgroup
+from ..core import Copies, FollowsStages, StagedModule, gather_whole, make_collectives, subgroup
 from ..errors import StageError
 from .plan import StagePlan, make_plan
 from .schedules import Chunk, Run
@@ -97,9 +97,9 @@ class Pipeline(StagedModule):
         )
         self._runs: dict[Any, Run] = {}
         self._trains: list[bool] = []
-        self._backwards: StagedBackwards | None = None
+        self._backwards: FollowsStages | None = None
 
-    def attach(self, backwards: StagedBackwards | None) -> None:
+    def attach(self, backwards: FollowsStages | None) -> None:
         self._backwards = backwards
 
     def place(self, name: str) -> int:
@@ -277,7 +277,7 @@ class _Done(torch.autograd.Function):
     """The loss of backwards that have run."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, backwards: StagedBackwards | None) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, backwards: FollowsStages | None) -> Tensor:
         ctx.backwards = backwards
         return loss.clone()
 

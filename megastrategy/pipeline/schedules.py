@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from ..core import StagedBackwards
+from ..core import FollowsStages
 from .plan import SCHEDULES, StagePlan
 
 
@@ -114,7 +114,7 @@ class Run:
             self._schedule = kind(self._stages, microbatches, loss_fn=scaled, scale_grads=False)
 
     def train(
-        self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Tensor, backwards: StagedBackwards | None
+        self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Tensor, backwards: FollowsStages | None
     ) -> Tensor | None:
         """Forwards and backwards of a batch. Returns the mean loss on the last stage, else None."""
         remaining = self._num_backwards

@@ -17,12 +17,11 @@ from megastrategy.core.layout import (
     BufferLayout,
     ParamSpec,
     build_layout,
-    contiguous_stride,
-    dense_stride,
 )
 from megastrategy.core.layout import (
     digest as digest_of,
 )
+from megastrategy.core.strides import contiguous_stride, dense_stride
 from megastrategy.core.weight_chunks import ChunkPlace
 
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
