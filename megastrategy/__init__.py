@@ -16,6 +16,7 @@ from .core import DistributedDataParallel, DistributedDataParallelConfig, Distri
 if TYPE_CHECKING:
     from ._param_groups import no_decay_groups
     from .lightning import CommunicationMonitor, MegatronDDPStrategy, SaveOnStop, SkipOutlierSteps
+    from .pipeline import Pipeline
     from .tools.plan.partitions import plan
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "DistributedOptimizer",
     "GradScaler",
     "MegatronDDPStrategy",
+    "Pipeline",
     "SaveOnStop",
     "SkipOutlierSteps",
     "__version__",
@@ -43,6 +45,10 @@ def __getattr__(name: str) -> Any:
         from ._param_groups import no_decay_groups
 
         return no_decay_groups
+    if name == "Pipeline":
+        from .pipeline import Pipeline
+
+        return Pipeline
     if name == "plan":
         # A tool, which nobody pays for who does not ask for it.
         from .tools.plan.partitions import plan

@@ -73,7 +73,7 @@ def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]
     found = dict(gather_whole(own, parts.ranks.host, _HOST))
     if not parts.ranks.is_rank_zero:
         return OnRankZero()
-    return {name: found[name][_TENSOR] for name in sorted(found, key=parts.place)}
+    return {name: found[name][_TENSOR] for name in sorted(found, key=parts.layer_of)}
 
 
 def state_of_stage(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _whole_names(by_stage: list[list[list[str]]], parts: StageParts) -> list[lis
     for members in zip(*by_stage, strict=True):
         names = [name for of_stage in members for name in of_stage]
         # A stage has several chunks of layers, perhaps, between which others' lie. The sort keeps equal ones in order.
-        whole.append(sorted((name for name in names if name == parts.name_in_whole(name)), key=parts.place))
+        whole.append(sorted((name for name in names if name == parts.name_in_whole(name)), key=parts.layer_of))
     return whole
 
 
@@ -161,12 +161,12 @@ def _saved_in_whole(name: str, parts: StageParts) -> str:
 
 
 def _check_same_groups(by_stage: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    for stage, theirs in enumerate(by_stage):
+    for theirs in by_stage:
         for number, (one, other) in enumerate(zip(by_stage[0], theirs, strict=False)):
             differing = [key for key in {**one, **other} if repr(one.get(key)) != repr(other.get(key))]
             if differing:
                 key = differing[0]
                 raise CheckpointError(
-                    f"group {number} of the optimizer has {key}={one.get(key)!r} on stage 0 and {other.get(key)!r} on "
-                    f"stage {stage}, and a file has one of them: set options on all stages alike"
+                    f"group {number} of the optimizer has {key}={one.get(key)!r} on one rank of the stages and "
+                    f"{other.get(key)!r} on another, and a file has one of them: set options on all stages alike"
                 )

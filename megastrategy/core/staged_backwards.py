@@ -23,14 +23,14 @@ from .errors import LossTokensError, MegastrategyError, MicrobatchMismatchError,
 from .local_parts import LocalParts
 from .reducer import Reducer
 from .staged_reducer import StagedReducer
-from .stages import FollowsStages
+from .stages import FollowsStages, StageParts
 
 _REFUSALS = (NonFiniteGradError, MicrobatchMismatchError, LossTokensError)
 """The errors that all data-parallel ranks of a stage raise alike, when nothing is on its way between stages."""
 
 
 class _State(enum.Enum):
-    """How far the gradients of a batch have come."""
+    """Tells how far the gradients of a batch have come."""
 
     NONE = enum.auto()
     """There are none, or they were dropped."""
@@ -107,10 +107,11 @@ class StagedBackwards(FollowsStages):
             if not refused:
                 return
             told = None if refusal is None else (type(refusal), str(refusal))
-            for stage, theirs in enumerate(parts.ranks.all_gather_objects(told)):
+            assert isinstance(parts, StageParts)
+            for rank, theirs in enumerate(parts.ranks.all_gather_objects(told)):
                 if theirs is not None:
                     kind, text = theirs
-                    raise kind(f"stage {stage}: {text}") from refusal
+                    raise kind(f"stage {parts.stage_of(rank)}: {text}") from refusal
         if refusal is not None:
             raise refusal
 

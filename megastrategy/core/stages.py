@@ -37,7 +37,7 @@ class Copies:
     """A parameter that several stages have.
 
     Attributes:
-        names: its name on each rank of the stages' group that has a copy, by rank.
+        names: its name on each rank of the stages' group that has a copy, by rank, the first stage's first.
     """
 
     names: Mapping[int, str]
@@ -83,16 +83,17 @@ class StagedModule(nn.Module):
     """A module of which this rank has some of the layers.
 
     Attributes:
-        stage_group: the ranks that have the others; None if this one has all.
+        stage_group: the ranks that have the others, in any order; None if this one has all.
+        places: by rank of the group, the number of its first stage.
         copies: of parameters that several of them have, all, in one order on all ranks. Names are this module's.
     """
 
     stage_group: ProcessGroup | None = None
+    places: Sequence[int] = ()
     copies: Sequence[Copies] = ()
 
-    def place(self, name: str) -> int:
-        """A number for the layer that a parameter or buffer of this module, by its name here, belongs to: names of all
-        ranks in the order of the whole module are in the order of these."""
+    def layer_of(self, name: str) -> int:
+        """The number of the layer that a parameter or buffer of this module, by its name here, belongs to."""
         raise NotImplementedError
 
     def attach(self, backwards: FollowsStages | None) -> None:
@@ -123,9 +124,13 @@ class StageParts(LocalParts):
         """The name that a parameter has in a model of one process: a copy's is that of the first."""
         return self._first_names.get(name, name)
 
-    def place(self, name: str) -> int:
-        """Orders the names of parameters of all stages as the whole model does; see :meth:`StagedModule.place`."""
-        return self._staged.place(name.removeprefix(self._prefix))
+    def layer_of(self, name: str) -> int:
+        """The number of the layer that a parameter of any stage belongs to."""
+        return self._staged.layer_of(name.removeprefix(self._prefix))
+
+    def stage_of(self, rank: int) -> int:
+        """The first stage of a rank of :attr:`ranks`."""
+        return self._staged.places[rank]
 
     def connect(self, device: torch.device) -> None:
         group = self._staged.stage_group
@@ -137,7 +142,7 @@ class StageParts(LocalParts):
         self.ranks = make_collectives(made, device)
         params, by_ranks = dict(self._staged.named_parameters()), dict[tuple[int, ...], Collectives | None]()
         for copies in self._staged.copies:
-            holders = tuple(sorted(copies.names))
+            holders = tuple(copies.names)
             first, *others = (f"{self._prefix}{copies.names[rank]}" for rank in holders)
             self._first_names |= dict.fromkeys(others, first)
             if holders not in by_ranks:
@@ -189,15 +194,15 @@ class StageParts(LocalParts):
             check_first_batch(args, kwargs, self.ranks, self._device, of_stages=True)
 
     def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
-        """Of parameters that other stages have copies of, ``has_grad`` becomes true where it is on any of them.
+        """Makes ``has_grad`` true of a parameter that other stages have copies of where it is on any of them.
         Collective over the stages that have copies."""
         for index, param in self._copied_among(params):
             [used] = self._own_copies[id(param)].host.max_of_bytes([has_grad[index]])
             has_grad[index] = bool(used)
 
     def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
-        """What ``grad_of`` gives for parameters that other stages have copies of, by index, becomes the sum over them.
-        Collective over the stages that have copies."""
+        """Adds up over the stages, in place, what ``grad_of`` gives for parameters that others have copies of, by
+        index. Collective over the stages that have copies."""
         handles = [
             self._own_copies[id(param)].all_reduce(grad_of(index), 1.0) for index, param in self._copied_among(params)
         ]

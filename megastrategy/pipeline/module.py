@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import Copies, FollowsStages, StagedModule, gather_whole, make_collectives, subgroup
+from ..core import Copies, FollowsStages, StagedModule, gather_whole, make_collectives, private_group, subgroup
 from ..errors import StageError
 from .plan import StagePlan, make_plan
 from .schedules import Chunk, Run
@@ -75,7 +76,13 @@ class Pipeline(StagedModule):
         in_order = mesh.mesh.flatten().tolist() if mesh is not None else [0]
         self._rank = in_order.index(dist.get_rank()) if mesh is not None else 0
         self._device = _device_of(mesh, layers)
-        self.copies = _find_copies(layers, self.plan)
+        self._in_order: ProcessGroup | None = None  # the ranks in the order of the stages
+        order: list[int] = []
+        if mesh is not None and mesh.size() > 1:
+            self.stage_group = mesh.get_group()
+            order = [dist.get_group_rank(self.stage_group, rank) for rank in in_order]
+            self.places = [order.index(rank) for rank in range(len(order))]
+            self.copies = _find_copies(layers, self.plan, order)  # while they are still one parameter
         own = {number for stage in self.plan.stages_of(self._rank) for number in self.plan.layers(stage)}
         self.layers = nn.ModuleList(layer if i in own else _Elsewhere() for i, layer in enumerate(layers))
         _materialise(self.layers, self._device)
@@ -84,12 +91,10 @@ class Pipeline(StagedModule):
                 f"rank {self._rank} of the stages has {', '.join(names[i] for i in sorted(own))}, and no parameter, so "
                 "that torch has no optimizer for it: move a layer with parameters there"
             )
-        if mesh is not None and mesh.size() > 1:
-            group = mesh.get_group()
-            order = [dist.get_group_rank(group, rank) for rank in in_order]
-            self.stage_group = subgroup(group, order, self._device)
-            assert self.stage_group is not None, "it is in the mesh"
-            self._ranks = make_collectives(self.stage_group, self._device)
+        if self.stage_group is not None:
+            group = self.stage_group
+            self._ranks = make_collectives(private_group(group, self._device), self._device)
+            self._in_order = subgroup(group, order, self._device)
         # Not registered: the layers are this module's already, under their names.
         self._chunks = tuple(
             Chunk({number: self.layers[number] for number in self.plan.layers(stage)}, self._inputs)
@@ -102,7 +107,7 @@ class Pipeline(StagedModule):
     def attach(self, backwards: FollowsStages | None) -> None:
         self._backwards = backwards
 
-    def place(self, name: str) -> int:
+    def layer_of(self, name: str) -> int:
         return int(name.split(".")[1])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,11 +210,11 @@ class Pipeline(StagedModule):
         if largest[16]:  # what passes between stages needs gradients where it did not, or the other way round
             self._runs.clear()
         if kind not in self._runs:
-            assert self.stage_group is not None
+            assert self._in_order is not None
             self._runs[kind] = Run(
                 self.plan,
                 self._chunks,
-                self.stage_group,
+                self._in_order,
                 self._device,
                 self.schedule,
                 microbatches,
@@ -218,32 +223,32 @@ class Pipeline(StagedModule):
         return self._runs[kind]
 
     def _from_last_stage(self, loss: Tensor | None) -> Tensor:
-        if self.stage_group is None:
+        if self._in_order is None:
             assert loss is not None
             return loss
         told = torch.zeros((), device=self._device) if loss is None else loss.detach().float()
-        dist.broadcast(told, group=self.stage_group, group_src=self.plan.num_ranks - 1)
+        dist.broadcast(told, group=self._in_order, group_src=self.plan.num_ranks - 1)
         return told
 
     def _output_from_last_stage(self, output: Any) -> Any:
         last, is_last = self.plan.num_ranks - 1, self._rank == self.plan.num_ranks - 1
         shape = tree_map(lambda t: torch.empty_like(t, device="meta") if isinstance(t, Tensor) else t, output)
         known = [shape]
-        dist.broadcast_object_list(known, group=self.stage_group, group_src=last, device=self._device)
+        dist.broadcast_object_list(known, group=self._in_order, group_src=last, device=self._device)
 
         def receive(value: Any, own: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             tensor = own.contiguous() if is_last else torch.empty(value.shape, dtype=value.dtype, device=self._device)
-            dist.broadcast(tensor, group=self.stage_group, group_src=last)
+            dist.broadcast(tensor, group=self._in_order, group_src=last)
             return tensor
 
         return tree_map(receive, known[0], output if is_last else known[0])
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state of a module with a :class:`Pipeline` in it, as one process would have it: on the host of the first
-    stage, in the order of the layers; empty on the others. Collective over the stages.
+    """The state of a module with a :class:`Pipeline` in it, as one process would have it, in the order of the layers:
+    on the host of the lowest rank of the stages; empty on the others. Collective over the stages.
 
     ``module.load_state_dict`` takes it on every stage, which leaves out what other stages have.
     """
@@ -255,12 +260,13 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     outside = {key: value for key, value in state.items() if not key.startswith(f"{prefix}layers.")}
     # By layer, and in each as the module has them.
     places = {
-        key: (pipeline.place(key.removeprefix(prefix)), i, key) for i, key in enumerate(state) if key not in outside
+        key: (pipeline.layer_of(key.removeprefix(prefix)), i, key) for i, key in enumerate(state) if key not in outside
     }
     own = {place: {"": state[key]} for key, place in places.items()}
     found = dict(gather_whole(own, pipeline._ranks.host, torch.device("cpu")))
     # What lies outside of the layers is the same on all stages.
-    return {} if pipeline._rank else outside | {place[-1]: found[place][""] for place in sorted(found)}
+    in_order = {place[-1]: found[place][""] for place in sorted(found)}
+    return outside | in_order if pipeline._ranks.is_rank_zero else {}
 
 
 class _Elsewhere(nn.Module):
@@ -288,12 +294,13 @@ class _Done(torch.autograd.Function):
         return None, None, None
 
 
-def _find_copies(layers: Sequence[nn.Module], plan: StagePlan) -> list[Copies]:
-    """The parameters that layers of several ranks share, in the order of the layers."""
+def _find_copies(layers: Sequence[nn.Module], plan: StagePlan, order: Sequence[int]) -> list[Copies]:
+    """The parameters that layers of several ranks share, in the order of the layers. ``order``: by place among the
+    stages, the ranks of the group."""
     names: dict[int, dict[int, str]] = {}
     for number, layer in enumerate(layers):
         for name, param in layer.named_parameters(f"layers.{number}"):
-            names.setdefault(id(param), {}).setdefault(plan.rank_of(number), name)
+            names.setdefault(id(param), {}).setdefault(order[plan.rank_of(number)], name)
     return [Copies(by_rank) for by_rank in names.values() if len(by_rank) > 1]
 
 

@@ -127,4 +127,4 @@ def other_groups() -> str:
 
 def test_stages_of_other_options_are_told_of_them() -> None:
     for text in run_processes(2, other_groups):
-        assert "group 0 of the optimizer has lr=0.001 on stage 0 and 0.002 on stage 1" in text
+        assert "group 0 of the optimizer has lr=0.001 on one rank of the stages and 0.002 on another" in text

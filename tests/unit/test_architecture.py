@@ -32,7 +32,17 @@ MAY_IMPORT = {
     "_whole_optimizers": {"core"},
     "_faults": {"core"},
     "_checkpoints": {"core", "_faults"},
-    "_lightning": {"core", "_faults", "_checkpoints", "_prepared_models", "_verdicts", "_whole_optimizers", "data"},
+    "pipeline": {"core", "errors"},
+    "_lightning": {
+        "core",
+        "_faults",
+        "_checkpoints",
+        "_prepared_models",
+        "_verdicts",
+        "_whole_optimizers",
+        "data",
+        "pipeline",
+    },
     "lightning": {"_lightning", "_checkpoints", "_versions"},
     "pytorch_lightning": {"_lightning", "_checkpoints", "_versions"},
     "fabric": {"_lightning", "_checkpoints", "_versions"},
@@ -41,7 +51,7 @@ MAY_IMPORT = {
     "accelerate": {"core", "_faults", "_checkpoints", "_prepared_models", "_whole_optimizers", "_versions", "data"},
     "launch": {"accelerate"},
     "tools": {"core", "_verdicts", "_checkpoints.files", "accelerate.launch_config", "__version__"},
-    "__init__": {"core", "lightning", "_param_groups", "_versions", "tools.plan.partitions"},
+    "__init__": {"core", "lightning", "_param_groups", "_versions", "pipeline", "tools.plan.partitions"},
 }
 
 # Core's rooms: what of core each may import, besides itself. The files beside them, the way of a gradient, may use
@@ -49,7 +59,7 @@ MAY_IMPORT = {
 ROOMS_OF_CORE = {
     "collectives": {"errors", "devices", "layout", "wire_format"},
     "trials": {"engine"},
-    "checkpoint": {"errors", "devices", "layout", "local_parts", "param_shard", "collectives", "trials"},
+    "checkpoint": {"errors", "devices", "layout", "strides", "local_parts", "param_shard", "collectives", "trials"},
     "rebucketing": {"config", "events", "layout", "buffers", "collectives", "engine", "module_checks", "devices"},
 }
 
@@ -262,6 +272,7 @@ def test_public_names() -> None:
         "DistributedOptimizer",
         "GradScaler",
         "MegatronDDPStrategy",
+        "Pipeline",
         "SaveOnStop",
         "SkipOutlierSteps",
         "__version__",
@@ -288,7 +299,7 @@ def test_every_error_and_what_a_listener_needs_are_public() -> None:
 
 @pytest.mark.fresh
 def test_importing_it_imports_no_framework() -> None:
-    names = ("lightning", "pytorch_lightning", "megastrategy.data", "megastrategy.tools")
+    names = ("lightning", "pytorch_lightning", "megastrategy.data", "megastrategy.pipeline", "megastrategy.tools")
     code = f"import sys, megastrategy; print([m for m in {names} if m in sys.modules], megastrategy.data.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[] megastrategy.data"
