@@ -77,6 +77,8 @@ def check_optimizer_state(
     what = f"{source} is of another {type(optimizer).__name__}, and no optimizer state was loaded"
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         raise CheckpointError(f"{source} is no state of an optimizer: it is {describe_foreign(state)}")
+    if optimizer.is_of_stage:  # whose parameters are some of the file's; it refuses groups of other sizes itself
+        return
     groups, own_groups = state["param_groups"], optimizer.param_groups
     # torch asks the same, but of one optimizer after the other: the first would be loaded where the second does not fit
     if len(groups) != len(own_groups):

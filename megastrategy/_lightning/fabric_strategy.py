@@ -12,7 +12,7 @@ holds weak references, by which it finds the model of an optimizer and the shard
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +56,7 @@ from ..core import (
 )
 from ..data import CountedLoader, batch_size_of, sampler_of
 from .checkpoint_io import WholeFilesByDefault
+from .meshes import ModelSizes
 from .signature import ALL_REDUCE_OPTION, NO_SCALER, argument_names
 
 if TYPE_CHECKING:
@@ -99,12 +100,15 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: StateDictType = "full",
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        stage_order: Sequence[int] | None = None,
         parallelize_fn: Callable[[Any, DeviceMesh], Module] | None = None,
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
-        self._set_tensor_parallel(tensor_parallel_size, parallelize_fn)
+        sizes = ModelSizes(tensor_parallel_size, pipeline_parallel_size, stage_order)
+        self._set_model_sizes(sizes, parallelize_fn)
         self.config: DistributedDataParallelConfig = config_from_arguments(options, argument_names(self))
         if translation := describe_translation(options):
             rank_zero_info(translation)
@@ -127,7 +131,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         """Leaves the models out: launchers that spawn make a copy, and so does a copy of what ``setup`` returned."""
         return self.__dict__ | {"_optimizers": [], "_whole_optimizers": WholeOptimizers(rank_zero_warn)}
 
-    _set_tensor_parallel: Callable[[int, Callable[[Any, DeviceMesh], Module] | None], None]
+    _set_model_sizes: Callable[[ModelSizes, Callable[[Any, DeviceMesh], Module] | None], None]
 
     # --- setup -------------------------------------------------------------------------------------------------------
 

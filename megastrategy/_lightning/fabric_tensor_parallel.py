@@ -1,4 +1,4 @@
-"""Fabric's mesh of data-parallel and tensor ranks, with Lightning's names for both.
+"""Fabric's mesh of data-parallel ranks and those that share a model, tensor ranks or stages.
 
 Does nothing where every rank is a data-parallel one.
 """
@@ -18,11 +18,10 @@ from ..core import DistributedDataParallel
 from .fabric_strategy import FabricStrategy, unwrapped
 from .meshes import (
     DATA,
-    check_tensor_parallel_size,
+    ModelSizes,
     empty_init_context,
     is_on_meta,
     load_weights,
-    make_mesh,
     materialise,
     sampler_ranks,
     whole_weights,
@@ -38,9 +37,16 @@ class FabricTensorParallelStrategy(FabricStrategy):
 
     _device_mesh: DeviceMesh | None = None
 
-    def _set_tensor_parallel(self, size: int, parallelize_fn: Callable[[Any, DeviceMesh], Module] | None) -> None:
-        self.tensor_parallel_size = check_tensor_parallel_size(size)
-        if parallelize_fn is not None and size == 1:
+    def _set_model_sizes(self, sizes: ModelSizes, parallelize_fn: Callable[[Any, DeviceMesh], Module] | None) -> None:
+        self._sizes = sizes
+        self.tensor_parallel_size = sizes.tensor_parallel_size
+        self.pipeline_parallel_size = sizes.pipeline_parallel_size
+        if sizes.pipeline_parallel_size > 1 and self.state_dict_type == "sharded":
+            raise ValueError(
+                f"pipeline_parallel_size={sizes.pipeline_parallel_size} contradicts state_dict_type='sharded': a "
+                "pipeline is saved whole. Leave state_dict_type at 'full'"
+            )
+        if parallelize_fn is not None and sizes.tensor_parallel_size == 1:
             raise ValueError(
                 "parallelize_fn is given and tensor_parallel_size is 1: there is nothing to parallelise over. Pass "
                 "tensor_parallel_size, or leave parallelize_fn out"
@@ -49,8 +55,8 @@ class FabricTensorParallelStrategy(FabricStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """All ranks, as ("data_parallel", "tensor_parallel"); None where ``tensor_parallel_size`` is 1, and before
-        ``fabric.launch()``."""
+        """All ranks, as ("data_parallel", "tensor_parallel") or ("pipeline_parallel", "data_parallel"); None where each
+        has all of the model, and before ``fabric.launch()``."""
         return self._device_mesh
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,11 +65,11 @@ class FabricTensorParallelStrategy(FabricStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._device_mesh = make_mesh(self.world_size, self.tensor_parallel_size, self.root_device)
+        self._device_mesh = self._sizes.make_mesh(self.world_size, self.root_device)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """By data-parallel rank: all ranks of a tensor group get the same batches."""
+        """By data-parallel rank: all ranks that share a model get the same batches."""
         if (mesh := self._device_mesh) is None:
             kwargs: dict[str, Any] = super().distributed_sampler_kwargs
             return kwargs
@@ -115,11 +121,11 @@ class FabricTensorParallelStrategy(FabricStrategy):
         directory this rank's parts. Collective."""
         if self._device_mesh is None or self.state_dict_type == "sharded":
             return super().get_module_state_dict(module)
-        return whole_weights(unwrapped(module))
+        return whole_weights(unwrapped(module), self._device_mesh)
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
         if self._device_mesh is None:
             super().load_module_state_dict(module, state_dict, strict)
             return
-        load_weights(unwrapped(module), state_dict, strict)
+        load_weights(unwrapped(module), state_dict, strict, self._device_mesh)
         self._load_main_params_of(module, trainable_weights(unwrapped(module), state_dict))

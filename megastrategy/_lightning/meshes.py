@@ -1,10 +1,12 @@
-"""A mesh of data-parallel and tensor ranks, with Lightning's names for both, for a Trainer and for Fabric."""
+"""A mesh of data-parallel ranks and those that share a model, tensor ranks or stages, with Lightning's names, for a
+Trainer and for Fabric."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,55 +20,96 @@ from ..core import cut_like, dtensors_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA, TENSOR = "data_parallel", "tensor_parallel"
-"""The names of the mesh's dimensions in Lightning."""
+DATA, TENSOR, PIPELINE = "data_parallel", "tensor_parallel", "pipeline_parallel"
+"""The names of the mesh's dimensions; Lightning has the first two."""
 
 
-def check_tensor_parallel_size(size: int) -> int:
-    """Returns the size.
+@dataclasses.dataclass(frozen=True)
+class ModelSizes:
+    """The number of ranks that share a model.
 
-    Raises:
-        ValueError: if it is none.
-    """
-    if size < 1:
-        raise ValueError(f"tensor_parallel_size={size}: expected at least one rank")
-    return size
-
-
-def make_mesh(world_size: int, tensor_parallel_size: int, device: torch.device) -> DeviceMesh | None:
-    """All ranks, as (:data:`DATA`, :data:`TENSOR`); None where each is a data-parallel one. Collective.
+    Args:
+        tensor_parallel_size, pipeline_parallel_size: the number of ranks that have parts of each layer, and of those
+            that have layers of their own.
+        stage_order: by stage, which of the ``pipeline_parallel_size`` blocks of consecutive ranks has it; None for one
+            after the other.
 
     Raises:
-        ValueError: if the ranks cannot be divided so.
+        ValueError: for what is no size or order, by name.
     """
-    if tensor_parallel_size == 1:
-        return None
-    if world_size % tensor_parallel_size:
-        raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} does not divide the {world_size} ranks: choose "
-            "devices and num_nodes so that it does"
-        )
-    from torch.distributed.device_mesh import init_device_mesh
 
-    shape = world_size // tensor_parallel_size, tensor_parallel_size
-    return init_device_mesh(device.type, shape, mesh_dim_names=(DATA, TENSOR))
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    stage_order: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
+            if size < 1:
+                raise ValueError(f"{name}={size}: expected at least one rank")
+        if tensor > 1 and pipeline > 1:
+            raise ValueError(
+                f"tensor_parallel_size={tensor} and pipeline_parallel_size={pipeline}: stages of layers that are cut, "
+                "too, are not there yet. Leave one at 1"
+            )
+        if self.stage_order is not None and sorted(self.stage_order) != list(range(pipeline)):
+            raise ValueError(
+                f"stage_order={list(self.stage_order)}: expected each number from 0 to {pipeline - 1} once, of "
+                f"pipeline_parallel_size={pipeline} blocks of ranks"
+            )
+
+    def make_mesh(self, world_size: int, device: torch.device) -> DeviceMesh | None:
+        """All ranks, as (:data:`DATA`, :data:`TENSOR`) or (:data:`PIPELINE`, :data:`DATA`); None where each is a
+        data-parallel one. Collective.
+
+        Raises:
+            ValueError: if the ranks cannot be divided so.
+        """
+        name, size = "tensor_parallel_size", self.tensor_parallel_size
+        if self.pipeline_parallel_size > 1:
+            name, size = "pipeline_parallel_size", self.pipeline_parallel_size
+        if size == 1:
+            return None
+        if world_size % size:
+            raise ValueError(
+                f"{name}={size} does not divide the {world_size} ranks: choose devices and num_nodes so that it does"
+            )
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+        if self.pipeline_parallel_size == 1:
+            return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=(DATA, TENSOR))
+        blocks = torch.arange(world_size).view(size, -1)
+        return DeviceMesh(device.type, blocks[list(self.stage_order or range(size))], mesh_dim_names=(PIPELINE, DATA))
 
 
 def sampler_ranks(mesh: DeviceMesh) -> dict[str, int]:
-    """Says which part of the data this rank gets: all ranks of a tensor group get the same batches."""
+    """Says which part of the data this rank gets: all ranks that share a model get the same batches."""
     return {"num_replicas": mesh[DATA].size(), "rank": mesh.get_local_rank(DATA)}
 
 
-def whole_weights(module: Module) -> dict[str, Any]:
+def is_pipeline(mesh: DeviceMesh) -> bool:
+    """Whether its ranks share a model by layers."""
+    return PIPELINE in (mesh.mesh_dim_names or ())
+
+
+def whole_weights(module: Module, mesh: DeviceMesh) -> dict[str, Any]:
     """The state of the module as one process would have it, on the host of rank 0; empty on the others. Collective."""
+    if is_pipeline(mesh):
+        from ..pipeline import whole_state_dict
+
+        # The other data-parallel ranks' stages have the same.
+        return whole_state_dict(module) if mesh.get_local_rank(DATA) == 0 else {}
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     # A tensor at a time, and on rank 0 alone.
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def load_weights(module: Module, weights: Mapping[str, Any], strict: bool) -> None:
+def load_weights(module: Module, weights: Mapping[str, Any], strict: bool, mesh: DeviceMesh) -> None:
     """Loads whole weights, of which each rank takes its parts, and what a rank has read its part of alone."""
+    if is_pipeline(mesh):
+        module.load_state_dict(weights, strict)
+        return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     params = dtensors_of(module, each_name=True)

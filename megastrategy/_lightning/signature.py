@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, get_type_hints
 
@@ -72,6 +72,8 @@ def _signature(cls: type, initialise: Any) -> Signature:
     not_inherited = {
         "state_dict_type": StateDictType,
         "tensor_parallel_size": int,
+        "pipeline_parallel_size": int,
+        "stage_order": Sequence[int] | None,
         "parallelize_fn": Callable[..., Module] | None,
     }
     types: dict[str, Any] = get_type_hints(base.__init__) | not_inherited  # type: ignore[misc]

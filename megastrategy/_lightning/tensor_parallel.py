@@ -1,4 +1,4 @@
-"""A Trainer's mesh of data-parallel and tensor ranks, with Lightning's names for both.
+"""A Trainer's mesh of data-parallel ranks and those that share a model, tensor ranks or stages.
 
 Does nothing where every rank is a data-parallel one.
 """
@@ -19,12 +19,12 @@ from .._checkpoints.validation import check_module_state
 from ..core import DistributedDataParallel, one_listener
 from .meshes import (
     DATA,
-    check_tensor_parallel_size,
+    ModelSizes,
     empty_init_context,
     is_loss_parallel,
     is_on_meta,
+    is_pipeline,
     load_weights,
-    make_mesh,
     materialise,
     sampler_ranks,
     whole_weights,
@@ -44,18 +44,25 @@ class TensorParallelStrategy(TrainerStrategy):
 
     _device_mesh: DeviceMesh | None = None
 
-    def _set_tensor_parallel_size(self, size: int) -> None:
-        self.tensor_parallel_size = check_tensor_parallel_size(size)
+    def _set_model_sizes(self, sizes: ModelSizes) -> None:
+        self._sizes = sizes
+        self.tensor_parallel_size = sizes.tensor_parallel_size
+        self.pipeline_parallel_size = sizes.pipeline_parallel_size
+        if sizes.pipeline_parallel_size > 1 and self.state_dict_type == "sharded":
+            raise ValueError(
+                f"pipeline_parallel_size={sizes.pipeline_parallel_size} contradicts state_dict_type='sharded': a "
+                "pipeline is saved whole. Leave state_dict_type at 'full'"
+            )
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """All ranks, as ("data_parallel", "tensor_parallel"); None where ``tensor_parallel_size`` is 1, and before the
-        processes exist."""
+        """All ranks, as ("data_parallel", "tensor_parallel") or ("pipeline_parallel", "data_parallel"); None where each
+        has all of the model, and before the processes exist."""
         return self._device_mesh
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._device_mesh = make_mesh(self.world_size, self.tensor_parallel_size, self.root_device)
+        self._device_mesh = self._sizes.make_mesh(self.world_size, self.root_device)
         if self._device_mesh is None:
             return
         assert self.lightning_module is not None
@@ -63,7 +70,7 @@ class TensorParallelStrategy(TrainerStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """By data-parallel rank: all ranks of a tensor group get the same batches."""
+        """By data-parallel rank: all ranks that share a model get the same batches."""
         if (mesh := self._device_mesh) is None:
             kwargs: dict[str, Any] = super().distributed_sampler_kwargs
             return kwargs
@@ -97,6 +104,8 @@ class TensorParallelStrategy(TrainerStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         if (mesh := self._device_mesh) is None:
             return super()._setup_model(model)
+        if is_pipeline(mesh):
+            self._check_loop_of_pipeline()
         self.await_others("setup")
         wrapped = DistributedDataParallel(
             model,
@@ -107,6 +116,20 @@ class TensorParallelStrategy(TrainerStrategy):
         )
         self._engine = wrapped.engine
         return wrapped
+
+    def _check_loop_of_pipeline(self) -> None:
+        """Raises ValueError for what a schedule, whose forward has backwards in it, leaves no room for."""
+        assert self.lightning_module is not None
+        if (number := self.lightning_module.trainer.accumulate_grad_batches) != 1:
+            raise ValueError(
+                f"accumulate_grad_batches={number} with a pipeline: its forward begins from zero. Let a batch be "
+                f"{number} times as large, and have {number} times as many microbatches"
+            )
+        if self.precision_plugin.precision == "16-mixed":
+            raise ValueError(
+                "precision='16-mixed' with a pipeline: losses are scaled after the forward, when its backwards are "
+                "over, so that small gradients would be lost. Choose 'bf16-mixed'"
+            )
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # torch's loss_parallel has to be open in backward too, when training_step has left it. A module's own backward
@@ -130,7 +153,7 @@ class TensorParallelStrategy(TrainerStrategy):
             state: dict[str, Any] = super().lightning_module_state_dict()
             return state
         assert self.lightning_module is not None
-        return whole_weights(self.lightning_module)
+        return whole_weights(self.lightning_module, self._device_mesh)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._device_mesh is None:
@@ -138,7 +161,7 @@ class TensorParallelStrategy(TrainerStrategy):
             return
         assert self.lightning_module is not None
         check_module_state(self.lightning_module, checkpoint["state_dict"], strict, self._loaded_from)
-        load_weights(self.lightning_module, checkpoint["state_dict"], strict)
+        load_weights(self.lightning_module, checkpoint["state_dict"], strict, self._device_mesh)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the whole state on rank 0, and nothing elsewhere; for a directory this rank's part. Collective."""
@@ -153,12 +176,12 @@ class TensorParallelStrategy(TrainerStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         _log.error(
-            "rank %d: %s was NOT saved after the exception, since the model is tensor-parallel, and the parts of other "
-            "ranks are out of reach. The checkpoint before it is the last",
+            "rank %d: %s was NOT saved after the exception, since ranks share the model, and the parts of others are "
+            "out of reach. The checkpoint before it is the last",
             self.global_rank,
             filepath,
         )
 
     def _parts_are_lost(self) -> bool:
-        """Whether an exception may have left the tensor ranks in different places, so that none can ask another."""
+        """Whether an exception may have left ranks of one model in different places, so that none can ask another."""
         return self._device_mesh is not None and self._is_interrupted()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
@@ -60,6 +60,8 @@ from ..core import (
 )
 from .checked_collectives import CollectivesTogether
 from .checkpoint_io import WholeFilesByDefault
+from .grad_norms import named_grad_norms
+from .meshes import ModelSizes
 from .precision import EnginePrecision, lend, take_back
 from .ray_workers import PointsToRayStrategy
 from .resumable_data import ResumesData
@@ -97,6 +99,8 @@ class TrainerStrategy(
         state_dict_type: "full" saves one file, as ``DDPStrategy`` does; "sharded" a directory that every rank writes
             its part of, in the background if the Trainer has the plugin ``AsyncCheckpointIO``. Either is loaded.
         tensor_parallel_size: ranks that share what ``configure_model`` cuts over ``device_mesh["tensor_parallel"]``.
+        pipeline_parallel_size: ranks that have a stage each of its Pipeline over ``device_mesh["pipeline_parallel"]``;
+            ``stage_order``, by stage: which of so many blocks of ranks has it.
         options: every field of :class:`~megastrategy.DistributedDataParallelConfig`, and of torch DDP's arguments
             ``find_unused_parameters``, ``static_graph``, ``broadcast_buffers``, ``gradient_as_bucket_view`` and
             ``bucket_cap_mb``.
@@ -116,7 +120,7 @@ class TrainerStrategy(
     _engine_precision: ClassVar[type[EnginePrecision]]
     _async_io: ClassVar[type]
     _sigterm_exception: ClassVar[type[BaseException]]
-    _set_tensor_parallel_size: Callable[[int], None]
+    _set_model_sizes: Callable[[ModelSizes], None]
 
     def __init__(
         self,
@@ -130,11 +134,13 @@ class TrainerStrategy(
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         state_dict_type: StateDictType = "full",
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        stage_order: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         check_state_dict_type(state_dict_type)
         self.state_dict_type = state_dict_type
-        self._set_tensor_parallel_size(tensor_parallel_size)
+        self._set_model_sizes(ModelSizes(tensor_parallel_size, pipeline_parallel_size, stage_order))
         self.config: DistributedDataParallelConfig = config_from_arguments(options, argument_names(self))
         if translation := describe_translation(options):
             rank_zero_info(translation)
@@ -278,22 +284,9 @@ class TrainerStrategy(
         For ``self.log_dict(self.trainer.strategy.grad_norm())`` in ``on_before_optimizer_step``. Collective with
         reduce-scatter.
         """
-        norm_type = float(norm_type)
-        if norm_type <= 0:
-            raise ValueError(f"norm_type={norm_type}: expected a positive number, or 'inf' for the largest element")
         if not isinstance(model := self.model, DistributedDataParallel):
             raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
-        by_param = dict(zip(model.engine.params, model.grad_norms(norm_type), strict=True))
-        found = {
-            f"grad_{norm_type}_norm/{name}": by_param[param]
-            for name, param in model.module.named_parameters()
-            if param in by_param and param.grad is not None
-        }
-        # without a gradient Lightning's has no total either
-        if found:
-            every = torch.stack(list(found.values()))
-            found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(every, norm_type)
-        return {name: norm.to(torch.get_default_dtype()) for name, norm in found.items()}
+        return named_grad_norms(model, float(norm_type))
 
     # --- after an exception ------------------------------------------------------------------------------------------
 

@@ -45,6 +45,7 @@ from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
 from .sharded_step import ShardedStep
 from .shown_state import ShownState
+from .stage_state import is_staged
 from .tensor_state import (
     parts_of_main_params,
     parts_of_state,
@@ -195,6 +196,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def is_sharded(self) -> bool:
         """Whether this rank has a part of the state alone."""
         return self._impl.sharded or self._impl.engine.local_parts.ranks is not None
+
+    @property
+    def is_of_stage(self) -> bool:
+        """Whether optimizers on other ranks have other parameters of the model."""
+        return is_staged(self._impl)
 
     def is_cut(self, param: Parameter) -> bool:
         """Whether ranks step a part of the parameter each: not if every rank steps all of it, or its owner does."""

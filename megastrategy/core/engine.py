@@ -38,7 +38,7 @@ from .rebucketing.shard_holder import ShardHolder
 from .reducer import Reducer
 from .staged_backwards import StagedBackwards
 from .staged_reducer import StagedReducer
-from .stages import StagedModule, StageParts
+from .stages import StagedModule, StageParts, find_staged
 from .trials.known_findings import KnownFindings
 from .weight_chunks import weight_chunks
 
@@ -95,10 +95,7 @@ class Engine:
         # before any collective: a rank that refuses its module must not leave others waiting in one for it alone
         check_module(self.module, type(wrapper))
         self.device = common_device(self.module)
-        staged = [child for child in self.module.modules() if isinstance(child, StagedModule)]
-        if len(staged) > 1:
-            raise ValueError("there are two pipelines in the module: one schedule is expected, of one chain of layers")
-        self.staged_module = staged[0] if staged else None
+        self.staged_module = find_staged(self.module)
         self.local_parts = _find_local_parts(self.module, process_group, self.staged_module)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
@@ -248,7 +245,7 @@ class Engine:
         parts, part_of = self.local_parts, self.local_parts.of
         whole = [param for param in joining if part_of(param) is param]
         # Where weights happen to lie is each rank's own, and tensor ranks have one layout.
-        chunks = weight_chunks(self.module, whole, self.config) if self.local_parts.ranks is None else {}
+        chunks = weight_chunks(self.module, whole, self.config) if parts.tensor_ranks is None else {}
         specs = [
             dataclasses.replace(
                 param_spec(name, part_of(param), self.config, chunks.get(id(param))),
@@ -480,10 +477,7 @@ class Engine:
 
 def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, staged: StagedModule | None) -> LocalParts:
     if staged is not None:
-        prefix = next(name for name, child in module.named_modules() if child is staged)
-        parts = StageParts(staged, f"{prefix}." if prefix else "")
-        parts.check(module)
-        return parts
+        return StageParts(staged, module)
     if not dtensors_of(module):
         return LocalParts()
     # Imported here: whoever has no tensor-parallel parameter does not pay for what it imports.

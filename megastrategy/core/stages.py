@@ -101,16 +101,32 @@ class StagedModule(nn.Module):
         raise NotImplementedError
 
 
+def find_staged(module: nn.Module) -> StagedModule | None:
+    """The staged module in ``module`` of which other ranks have a part; None if there is none.
+
+    Raises:
+        ValueError: if there are two.
+    """
+    staged = [child for child in module.modules() if isinstance(child, StagedModule) and child.stage_group is not None]
+    if len(staged) > 1:
+        raise ValueError("there are two pipelines in the module: one schedule is expected, of one chain of layers")
+    return staged[0] if staged else None
+
+
 class StageParts(LocalParts):
     """The parameters of one stage.
 
     Args:
-        staged: the module's.
-        prefix: of its parameters' names.
+        staged: it or a module around it is ``module``.
+
+    Raises:
+        ValueError: if parameters outside of it are trained.
     """
 
-    def __init__(self, staged: StagedModule, prefix: str) -> None:
-        self._staged, self._prefix = staged, prefix
+    def __init__(self, staged: StagedModule, module: nn.Module) -> None:
+        name = next(name for name, child in module.named_modules() if child is staged)
+        self._staged, self._prefix = staged, f"{name}." if name else ""
+        self.check(module)
         self._has_seen_batch = False
         self._device = torch.device("cpu")
         self._groups: list[ProcessGroup] = []
@@ -134,8 +150,7 @@ class StageParts(LocalParts):
 
     def connect(self, device: torch.device) -> None:
         group = self._staged.stage_group
-        if group is None or group.size() == 1:
-            return
+        assert group is not None, "there are other stages"
         self._device = device
         made = private_group(group, device)
         self._groups.append(made)
@@ -162,7 +177,7 @@ class StageParts(LocalParts):
             for name, param in module.named_parameters()
             if param.requires_grad and not name.startswith(self._prefix)
         ]
-        if outside and self._staged.stage_group is not None:
+        if outside:
             raise ValueError(
                 f"parameter {outside[0]!r} is trained and lies outside of the pipeline, so that every stage would have "
                 "one of its own, and they would part. Put it into one of the pipeline's layers"
@@ -180,7 +195,9 @@ class StageParts(LocalParts):
             if id(param) in given:
                 self._own_copies[id(param)].broadcast_all([param])
 
-    def check_ranks_agree(self, named: Mapping[str, Parameter], options: Sequence[object]) -> None:
+    def check_ranks_agree(
+        self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
+    ) -> None:
         if self.ranks is None:
             return
         check_all_agree({"option (name, value)": options}, self.ranks)

@@ -149,39 +149,32 @@ class Pipeline(StagedModule):
                 else f"forward() has an argument {unknown[0]!r}, which no layer gets: name it in inputs"
             )
         if trains:
-            return self._train(args, inputs, target)
+            alone = self.stage_group is None
+            return self._loss_alone(args, inputs, target) if alone else self._train(args, inputs, target)
         with torch.no_grad():
             return self._evaluate(args, inputs, target, math.gcd(batch, self.microbatches))
 
     def _train(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
-        backwards = self._backwards
-        if backwards is not None:
-            backwards.begin()
+        if (backwards := self._backwards) is None:
+            raise StageError(
+                "a pipeline of several ranks trains inside of a megastrategy.DistributedDataParallel, which keeps its "
+                "gradients from the forward to the step: wrap the module that has it"
+            )
+        backwards.begin()
         try:
-            if self.stage_group is None:
-                loss: Tensor | None = self._train_alone(args, inputs, target)
-            else:
-                loss = self._run(True, self.microbatches, args, inputs, target).train(args, inputs, target, backwards)
-            loss = self._from_last_stage(loss)
+            own = self._run(True, self.microbatches, args, inputs, target).train(args, inputs, target, backwards)
+            loss = self._from_last_stage(own)
         except BaseException:
-            if backwards is not None:
-                backwards.abandon()
+            backwards.abandon()
             raise
-        if backwards is not None:
-            backwards.finish()
+        backwards.finish()
         return _Done.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, backwards)  # type: ignore[no-any-return]
 
-    def _train_alone(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Tensor) -> Tensor:
-        total, count = None, self.microbatches
-        parts = zip(*(_split(value, count) for value in (args, dict(inputs), target)), strict=True)
-        for number, (part, named, wanted) in enumerate(parts, 1):
-            loss = self._loss(self._chunks[0](*part, **named), wanted) / count
-            if self._backwards is not None:
-                self._backwards.before_backward(loss, is_last=number == count)
-            loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None, "there is a microbatch"
-        return total
+    def _loss_alone(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
+        """The loss of a process that has all layers, to be trained on as any other."""
+        parts = zip(*(_split(value, self.microbatches) for value in (args, dict(inputs), target)), strict=True)
+        losses = [self._loss(self._chunks[0](*part, **named), wanted) for part, named, wanted in parts]
+        return torch.stack(losses).mean()
 
     def _evaluate(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any, microbatches: int) -> Any:
         if self.stage_group is None:
@@ -223,9 +216,6 @@ class Pipeline(StagedModule):
         return self._runs[kind]
 
     def _from_last_stage(self, loss: Tensor | None) -> Tensor:
-        if self._in_order is None:
-            assert loss is not None
-            return loss
         told = torch.zeros((), device=self._device) if loss is None else loss.detach().float()
         dist.broadcast(told, group=self._in_order, group_src=self.plan.num_ranks - 1)
         return told

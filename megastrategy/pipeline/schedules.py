@@ -114,7 +114,7 @@ class Run:
             self._schedule = kind(self._stages, microbatches, loss_fn=scaled, scale_grads=False)
 
     def train(
-        self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Tensor, backwards: FollowsStages | None
+        self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Tensor, backwards: FollowsStages
     ) -> Tensor | None:
         """Forwards and backwards of a batch. Returns the mean loss on the last stage, else None."""
         remaining = self._num_backwards
@@ -122,8 +122,7 @@ class Run:
         def before_backward(outputs: Any) -> None:
             nonlocal remaining
             remaining -= 1
-            if backwards is not None:
-                backwards.before_backward(outputs, is_last=remaining == 0)
+            backwards.before_backward(outputs, is_last=remaining == 0)
 
         for stage in self._stages:
             stage.before_backward = before_backward

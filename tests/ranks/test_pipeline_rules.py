@@ -144,6 +144,8 @@ def misuse(mesh: DeviceMesh) -> dict[str, str]:
     found["unknown"] = message(TypeError, lambda: trainee.model(tokens, target=targets, mask=tokens))
     rows = SAMPLES if mesh.get_local_rank("pp") == 0 else SAMPLES // 2
     found["kinds"] = message(StageError, lambda: trainee.model(tokens[:rows], target=targets[:rows]))
+    alone = Pipeline(make_layers(CASE), (2, 4), loss=loss_of, microbatches=4, mesh=mesh["pp"])
+    found["not wrapped"] = message(StageError, lambda: alone(tokens, target=targets))
     elsewhere = trainee.net.layers[5 if mesh.get_local_rank("pp") == 0 else 0]
     found["elsewhere"] = message(StageError, lambda: elsewhere(tokens))
     trainee.model.close()
@@ -362,6 +364,7 @@ SAID = {
     "differ": "first dimensions of [4, 8]",
     "unknown": "has an argument 'mask', which no layer gets",
     "kinds": "the stages were given batches of different kinds",
+    "not wrapped": "wrap the module that has it",
     "elsewhere": "this layer is on another rank",
     "outside": "parameter 'scale' is trained and lies outside of the pipeline",
     "empty": "has Identity, Identity, and no parameter",
@@ -405,7 +408,7 @@ def test_one_process_trains_the_same_module() -> None:
     for step in range(case.steps):
         optimizer.zero_grad()
         tokens, targets = batch_of(0, step)
-        net(tokens, target=targets)
+        net(tokens, target=targets).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         optimizer.step()
     alone = train_alone(case, 1)

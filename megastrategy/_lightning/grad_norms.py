@@ -1,0 +1,30 @@
+"""Norms of gradients by the names that Lightning's own utility gives them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core import DistributedDataParallel
+
+
+def named_grad_norms(model: DistributedDataParallel, norm_type: float) -> dict[str, Tensor]:
+    """Returns what ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` would under "ddp", in every mode.
+    Collective with reduce-scatter.
+
+    Raises:
+        ValueError: if ``norm_type`` is no order of a norm.
+    """
+    if norm_type <= 0:
+        raise ValueError(f"norm_type={norm_type}: expected a positive number, or 'inf' for the largest element")
+    by_param = dict(zip(model.engine.params, model.grad_norms(norm_type), strict=True))
+    found = {
+        f"grad_{norm_type}_norm/{name}": by_param[param]
+        for name, param in model.module.named_parameters()
+        if param in by_param and param.grad is not None
+    }
+    # without a gradient Lightning's has no total either
+    if found:
+        every = torch.stack(list(found.values()))
+        found[f"grad_{norm_type}_norm_total"] = torch.linalg.vector_norm(every, norm_type)
+    return {name: norm.to(torch.get_default_dtype()) for name, norm in found.items()}
