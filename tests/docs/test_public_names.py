@@ -19,6 +19,7 @@ PUBLIC = {
         "DistributedOptimizer",
         "GradScaler",
         "MegatronDDPStrategy",
+        "Pipeline",
         "SaveOnStop",
         "SkipOutlierSteps",
         "__version__",
@@ -32,6 +33,7 @@ PUBLIC = {
     "megastrategy.ray": ["RayMegatronDDPStrategy"],
     "megastrategy.accelerate": ["Accelerator", "MegatronDDPPlugin", "replace_accelerators"],
     "megastrategy.data": ["ResumableSampler"],
+    "megastrategy.pipeline": ["Pipeline", "whole_state_dict"],
     "megastrategy.errors": [
         "BatchMismatchError",
         "BucketInFlightError",
@@ -50,6 +52,7 @@ PUBLIC = {
         "ParameterChangedError",
         "ReducedGradError",
         "ReplicaMismatchError",
+        "StageError",
         "UnusedParameterError",
     ],
     "megastrategy.events": ["Event", "EventKind", "Listener"],
