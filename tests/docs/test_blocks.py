@@ -41,11 +41,13 @@ LAUNCHERS = {
     "lightning.md": [],
     "plain_loop.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     "tensor_parallel.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "pipelines.md": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
 }
 PRINTED = {
     "lightning.md": ("megatron_ddp on 2 rank(s)", 2),  # two fits, printed by rank 0 alone
     "plain_loop.md": ("state of 4 parameters", 1),
     "tensor_parallel.md": ("state of 4 parameters", 1),
+    "pipelines.md": ("state of 6 parameters", 1),
 }
 
 
@@ -57,7 +59,7 @@ def script(page: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("page", ["lightning.md", "tensor_parallel.md"])
+@pytest.mark.parametrize("page", ["lightning.md", "tensor_parallel.md", "pipelines.md"])
 def test_the_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
     text, times = PRINTED[page]
     done = run_script(script(page, tmp_path), cwd=tmp_path)
@@ -125,6 +127,7 @@ def test_no_block_is_left_out() -> None:
         "lightning.md": 1,
         "plain_loop.md": 1,
         "tensor_parallel.md": 1,
+        "pipelines.md": 1,
         "gradients.md": 3,
         "failures.md": 2,
         "options.md": 1,
