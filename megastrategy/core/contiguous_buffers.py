@@ -57,6 +57,7 @@ class ContiguousGradBuffers(GradBuffers):
         self._awaited: set[int] = set()  # parameters with a main_grad whose .grad is None, for this backward
         self._sums_of_tensor_ranks: set[int] = set()  # parameters; see [Note: what is held until its bucket is sealed]
         self._held: set[int] = set()  # of them, those whose gradient is .grad, so that their view has none of it
+        self._sealed: set[int] = set()  # buckets that are on the wire
         self._unfilled: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
         self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
         self.extend(layout, params)
@@ -181,7 +182,7 @@ class ContiguousGradBuffers(GradBuffers):
             else:
                 self._zero_stale(bucket.index)
         self._hold(grads)
-        specs, parts, unfilled, elsewhere = self.layout.params, self._parts, self._unfilled, self._awaited | self._held
+        specs, parts, unfilled, elsewhere = self.layout.params, self._parts, self._unfilled, self._elsewhere()
         for index, (param, view, grad) in enumerate(zip(self.params, self.views, grads, strict=True)):
             if grad is view:  # nearly always
                 continue
@@ -203,6 +204,15 @@ class ContiguousGradBuffers(GradBuffers):
                 self.has_grad[index] = True
                 self._unfilled.discard(index)
             param.grad = view
+
+    def _elsewhere(self) -> set[int]:
+        """The parameters whose ``.grad`` is not their view in this backward: it is autograd's own, or the bucket is on
+        the wire, of a stage whose backwards are over."""
+        return self._awaited.union(self._held, *(self.layout.buckets[number].params for number in self._sealed))
+
+    def drop_unfinished(self) -> None:
+        self._sealed.clear()
+        super().drop_unfinished()
 
     def _hold(self, grads: Sequence[Tensor | None]) -> None:
         """Leaves gradients that may be sums over tensor ranks where autograd puts them, if nothing is in their view."""
@@ -283,6 +293,7 @@ class ContiguousGradBuffers(GradBuffers):
                 copy_grad_(self._get_view(index), grad)
                 has_grad[index] = True
             param.grad = stand_in(index) if stand_in is not None and has_grad[index] else None
+        self._sealed.add(bucket)
         if self._awaited:
             self._awaited.difference_update(self.layout.buckets[bucket].params)
         buffer = self.layout.buffers[self.layout.buckets[bucket].buffer]
@@ -294,6 +305,7 @@ class ContiguousGradBuffers(GradBuffers):
 
     def publish(self, bucket: int) -> None:
         self._reduced[bucket] = True
+        self._sealed.discard(bucket)
         params = self.layout.buckets[bucket].params
         if self._sharded:
             self._show_reduced(params)
@@ -342,8 +354,8 @@ class ContiguousGradBuffers(GradBuffers):
     def _leave_replaced(self, grads: Sequence[Tensor | None]) -> None:
         """Leaves gradients that somebody took out of ``.grad`` without clearing them to those who keep them."""
         has_grad, views = self.has_grad, self.views
-        held = self._held
-        replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i] and i not in held]
+        elsewhere = self._elsewhere()
+        replaced = [i for i, grad in enumerate(grads) if has_grad[i] and grad is not views[i] and i not in elsewhere]
         self.leave_kept([i for i in replaced if not isinstance(grads[i], ReducedGrad)])
 
     def _take_held(self, bucket: int) -> None:

@@ -233,12 +233,16 @@ class Reducer:
         deferred = {self._bucket_of[index] for index in self._deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
         self._has_local_grads = True
-        if syncs and self._planner is not None:
-            self._planner.start()
+        if syncs:
+            self._start_planner()
         self.buffers.open()
         if not self._backwards.knows_outermost():
             self._emit(EventKind.BACKWARD_START, 0)
             self._backwards.expect_end()
+
+    def _start_planner(self) -> None:
+        if self._planner is not None:
+            self._planner.start()
 
     def on_backward_end(self) -> None:
         """Sends what is left, or leaves it to accumulate."""

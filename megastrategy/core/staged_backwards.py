@@ -117,6 +117,7 @@ class StagedBackwards(FollowsStages):
 
     def abandon(self) -> None:
         self._state = _State.NONE
+        self._reducer.end_deferring()
 
     def use(self, grad: Tensor) -> None:
         engine = self._present

@@ -1,4 +1,10 @@
-"""The reducer of a stage, whose backwards run inside of a forward; see staged_backwards."""
+"""The reducer of a rank's stages, whose backwards run inside of a forward; see staged_backwards.
+
+[Note: several stages a rank]
+Under an interleaved schedule a rank's last stage has its last backward while the others have some left. Parameters are
+laid out from the last layer to the first, so the first buckets are that stage's, and are launched then. The backwards
+that follow accumulate beside buckets that are on the wire, and reach no parameter of those.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,7 @@ class StagedReducer(Reducer):
     """Launches reductions in the last backward of a batch, and waits for them when the schedule has ended."""
 
     _defers = False
+    _has_synced = False  # in this batch, a stage's last backward has been
     _is_last = False  # nothing of this batch comes after what is finished now
 
     @property
@@ -24,7 +31,15 @@ class StagedReducer(Reducer):
 
     def begin_deferring(self) -> None:
         """The backwards that come launch reductions, and leave it to :meth:`finish_deferred` to wait for them."""
-        self._defers = True
+        self._defers, self._has_synced = True, False
+
+    def end_deferring(self) -> None:
+        """The batch broke off: what its backwards have left behind is dropped before the next."""
+        self._defers = False
+
+    def drop_unfinished(self) -> None:
+        if not self._defers:  # else reductions that are on their way are those of this batch
+            super().drop_unfinished()
 
     def decide_next_backward(self, outputs: Any, *, sync: bool) -> None:
         """A backward is about to start from ``outputs``, to be synchronised or not."""
@@ -53,7 +68,12 @@ class StagedReducer(Reducer):
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
+    def _start_planner(self) -> None:
+        if not self._has_synced:  # else the other stages' parameters have arrived
+            super()._start_planner()
+
     def _end_synchronised(self) -> None:
+        self._has_synced = self._defers and not self.buffers.reduces_every_backward
         # Pooled gradients are reduced after every microbatch, and nothing but the last reduction may be left.
         if not (self._defers and self._ends_window):
             super()._end_synchronised()

@@ -56,7 +56,8 @@ class FollowsStages(ABC):
 
     @abstractmethod
     def before_backward(self, outputs: Any, *, is_last: bool) -> None:
-        """A microbatch's backward is about to start from ``outputs``; the last one's is synchronised."""
+        """A backward is about to start from ``outputs``; ``is_last``: no other of this batch will reach a parameter
+        that it reaches."""
 
     @abstractmethod
     def finish(self) -> None:

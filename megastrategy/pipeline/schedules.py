@@ -49,10 +49,10 @@ class _Stage(PipelineStage):
     the shape of what it is of.
 
     Attributes:
-        before_backward: called with what a backward starts from.
+        before_backward: called with the stage and what a backward starts from.
     """
 
-    before_backward: Callable[[Any], None] | None = None
+    before_backward: Callable[[_Stage, Any], None] | None = None
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -71,7 +71,7 @@ class _Stage(PipelineStage):
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         if self.before_backward is not None:
-            self.before_backward(bwd_kwargs["stage_output"])
+            self.before_backward(self, bwd_kwargs["stage_output"])
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
@@ -103,7 +103,9 @@ class Run:
             for chunk, number in zip(chunks, plan.stages_of(group.rank()), strict=True)
         ]
         self._chunks = chunks
-        self._num_backwards = len(chunks) * microbatches
+        self._microbatches = microbatches
+        params = [id(param) for chunk in chunks for param in chunk.parameters()]
+        self._has_shared = len(params) > len(set(params))
         self.is_first, self.is_last = self._stages[0].is_first, self._stages[-1].is_last
         scaled = None if loss is None else _Mean(loss, microbatches)
         if SCHEDULES[schedule] == 1:
@@ -117,12 +119,13 @@ class Run:
         self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Tensor, backwards: FollowsStages
     ) -> Tensor | None:
         """Forwards and backwards of a batch. Returns the mean loss on the last stage, else None."""
-        remaining = self._num_backwards
+        left = dict.fromkeys(self._stages, self._microbatches)
 
-        def before_backward(outputs: Any) -> None:
-            nonlocal remaining
-            remaining -= 1
-            backwards.before_backward(outputs, is_last=remaining == 0)
+        def before_backward(stage: _Stage, outputs: Any) -> None:
+            left[stage] -= 1
+            # A parameter that two stages of this rank share gets gradients until both are done.
+            is_last = not any(left.values()) if self._has_shared else left[stage] == 0
+            backwards.before_backward(outputs, is_last=is_last)
 
         for stage in self._stages:
             stage.before_backward = before_backward
