@@ -176,6 +176,9 @@ class DTensorParts(LocalParts):
         _, largest = cut_of(rows, 0, self.ranks.size)  # the first rank's: parts are rounded up
         return largest * (int(param.numel()) // rows)
 
+    def names_of_replicas(self, named: Mapping[str, Parameter]) -> dict[str, str]:
+        return {name: name for name, param in named.items() if not self.is_cut(param)}
+
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
         return {key: self._cut_param(param) for key, param in named.items() if self.is_cut(param)}
 

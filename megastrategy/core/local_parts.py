@@ -128,6 +128,10 @@ class LocalParts:
         [Note: one layout on all tensor ranks]."""
         return param.numel()
 
+    def names_of_replicas(self, named: Mapping[str, Parameter]) -> dict[str, str]:
+        """The names of those of the parameters that some of ``ranks`` hold alike, and what all of them call these."""
+        return {}
+
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
         """Those of the parameters that are cut, by the keys that are given."""
         return {}

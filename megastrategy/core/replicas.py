@@ -30,10 +30,11 @@ def check_replicas(module: nn.Module, parts: LocalParts, collectives: Collective
     own = {name: _digest(parts.of(param)) for name, param in named.items()}
     found = _first_difference(collectives.all_gather_objects(own), "data-parallel rank")
     if parts.ranks is not None:
-        whole = {name: digest for name, digest in own.items() if not parts.is_cut(named[name])}
-        everybody = parts.ranks.all_gather_objects((found, whole))
+        alike = {common: own[name] for name, common in parts.names_of_replicas(named).items()}
+        everybody = parts.ranks.all_gather_objects((found, alike))
         seen = [theirs for theirs, _ in everybody if theirs is not None]
-        found = seen[0] if seen else _first_difference([digests for _, digests in everybody], "tensor rank")
+        kind = "tensor rank" if parts.tensor_ranks is not None else "rank of the stages"
+        found = seen[0] if seen else _first_difference([digests for _, digests in everybody], kind)
         # one tensor group's, which the others do not know of yet
         found = next((theirs for theirs in collectives.all_gather_objects(found) if theirs is not None), None)
     if found is not None:
@@ -48,8 +49,10 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _first_difference(digests: Sequence[Mapping[str, str]], kind: str) -> str | None:
-    for name, expected in digests[0].items():
-        for rank, theirs in enumerate(digests):
-            if theirs[name] != expected:
-                return f"parameter {name!r} has one value on {kind} 0 and another on {kind} {rank}"
+    first: dict[str, tuple[int, str]] = {}
+    for rank, theirs in enumerate(digests):
+        for name, digest in theirs.items():
+            known, expected = first.setdefault(name, (rank, digest))
+            if digest != expected:
+                return f"parameter {name!r} has one value on {kind} {known} and another on {kind} {rank}"
     return None

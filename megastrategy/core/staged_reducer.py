@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import LossTokensError
 from .reducer import Reducer
 from .stages import StageParts
 
@@ -67,6 +68,12 @@ class StagedReducer(Reducer):
                 grads.append(grad.detach())
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+
+    def count_tokens(self, count: float) -> None:
+        raise LossTokensError(
+            "loss_tokens(n) weighs each backward, and the backwards of a pipeline's microbatches are inside of its "
+            "forward. Let the loss function weigh its tokens: their sum over a number that all microbatches share"
+        )
 
     def _start_planner(self) -> None:
         if not self._has_synced:  # else the other stages' parameters have arrived

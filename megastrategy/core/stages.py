@@ -190,6 +190,9 @@ class StageParts(LocalParts):
     def lies_alone(self, param: Tensor) -> bool:
         return id(param) in self._own_copies
 
+    def names_of_replicas(self, named: Mapping[str, Parameter]) -> dict[str, str]:
+        return {name: self.name_in_whole(name) for name, param in named.items() if id(param) in self._own_copies}
+
     def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
         given = {id(tensor) for tensor in tensors}
         for param in self.copied:

@@ -111,7 +111,9 @@ class Pipeline(StagedModule):
         return int(name.split(".")[1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_runs": {}, "_backwards": None}
+        # A copy has this stage's layers, and no way to the others.
+        alone = dict.fromkeys(("stage_group", "_in_order", "_ranks", "_backwards"))
+        return {**super().__getstate__(), **alone, "_runs": {}}
 
     def forward(self, *args: Any, target: Tensor | None = None, **inputs: Any) -> Any:
         """Trains on a batch, or evaluates it.
@@ -173,12 +175,17 @@ class Pipeline(StagedModule):
     def _loss_alone(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
         """The loss of a process that has all layers, to be trained on as any other."""
         parts = zip(*(_split(value, self.microbatches) for value in (args, dict(inputs), target)), strict=True)
-        losses = [self._loss(self._chunks[0](*part, **named), wanted) for part, named, wanted in parts]
+        chain = self._whole_chain()
+        losses = [self._loss(chain(*part, **named), wanted) for part, named, wanted in parts]
         return torch.stack(losses).mean()
+
+    def _whole_chain(self) -> Chunk:
+        """All layers; in a copy of a stage one of those that it does not have raises."""
+        return Chunk(dict(enumerate(self.layers)), self._inputs)
 
     def _evaluate(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any, microbatches: int) -> Any:
         if self.stage_group is None:
-            output = self._chunks[0](*args, **inputs)
+            output = self._whole_chain()(*args, **inputs)
             return output if target is None else self._loss(output, target)
         output = self._run(False, microbatches, args, inputs, target).evaluate(args, inputs)
         is_last = self._rank == self.plan.num_ranks - 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
+import pickle
 import signal
 import time
 from collections import Counter
@@ -19,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core import Event, EventKind
-from megastrategy.errors import NonFiniteGradError, StageError
+from megastrategy.errors import LossTokensError, NonFiniteGradError, ReplicaMismatchError, StageError
 from megastrategy.pipeline import Pipeline
 from tests.support.pipelines import (
     SAMPLES,
@@ -141,6 +143,7 @@ def misuse(mesh: DeviceMesh) -> dict[str, str]:
     loss.backward(retain_graph=True)
     found["twice"] = message(StageError, loss.backward)
     trainee.optimizer.zero_grad()
+    found["tokens"] = message(LossTokensError, lambda: trainee.model.loss_tokens(5))
     found["no target"] = message(StageError, lambda: trainee.model(tokens))
     found["does not divide"] = message(ValueError, lambda: trainee.model(tokens[:6], target=targets[:6]))
     found["differ"] = message(ValueError, lambda: trainee.model(tokens[:4], target=targets))
@@ -167,6 +170,23 @@ def misuse(mesh: DeviceMesh) -> dict[str, str]:
     if mesh.get_local_rank("pp") == 1:
         found["empty"] = message(ValueError, empty)
     return found
+
+
+def copied_and_compared(mesh: DeviceMesh) -> tuple[list[str], str, str]:
+    """The parameters of a copy, an error of its forward, and what comparing finds after a write on one stage."""
+    trainee = Trainee.make(mesh, CASE)
+    trainee.train(range(1))
+    trainee.model.check_replicas()
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(trainee.net)))
+    names = [name for name, _ in copied.named_parameters()]
+    tokens, targets = batch_of(trainee.dp_rank, 0)
+    error = message(StageError, lambda: copied(tokens, target=targets))
+    if mesh.get_local_rank("pp") == 1:
+        with torch.no_grad():
+            trainee.net.layers[5].weight[0, 0] += 1.0
+    found = message(ReplicaMismatchError, trainee.model.check_replicas)
+    trainee.model.close()
+    return names, error, found
 
 
 def unfrozen_in_training(mesh: DeviceMesh) -> float:
@@ -316,6 +336,7 @@ ASKED = (
     inf_in_one_stage,
     halves_of_a_loss,
     misuse,
+    copied_and_compared,
     unfrozen_in_training,
     inputs_and_tuples,
     recomputed,
@@ -364,6 +385,7 @@ SAID = {
     "no_sync": "it was called under no_sync()",
     "accumulates": "no step has used those of the last batch",
     "twice": "backward was called twice",
+    "tokens": "Let the loss function weigh its tokens",
     "no target": "pass target, or evaluate under torch.no_grad()",
     "does not divide": "a batch of 6 does not divide into microbatches=4",
     "differ": "first dimensions of [4, 8]",
@@ -381,6 +403,14 @@ def test_misuse_gets_words(answered: list[dict[str, Any]], what: str) -> None:
     told = [answer["misuse"][what] for answer in answered if what in answer["misuse"]]
     assert told
     assert all(SAID[what] in text for text in told)
+
+
+def test_a_copy_has_its_layers_alone_and_copies_of_weights_are_compared(answered: list[dict[str, Any]]) -> None:
+    for rank, answer in enumerate(answered):
+        names, error, found = answer["copied_and_compared"]
+        assert {int(name.split(".")[1]) for name in names} == ({0, 1} if rank < 2 else {2, 3, 4, 5})
+        assert "this layer is on another rank" in error
+        assert "parameter 'layers.0.weight' has one value on rank of the stages 0" in found
 
 
 def test_a_stage_that_is_unfrozen_in_training_trains_on_as_in_one_process(answered: list[dict[str, Any]]) -> None:
