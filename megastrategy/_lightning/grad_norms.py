@@ -8,15 +8,18 @@ from torch import Tensor
 from ..core import DistributedDataParallel
 
 
-def named_grad_norms(model: DistributedDataParallel, norm_type: float) -> dict[str, Tensor]:
+def named_grad_norms(model: object, norm_type: float) -> dict[str, Tensor]:
     """Returns what ``lightning.pytorch.utilities.grad_norm(module, norm_type)`` would under "ddp", in every mode.
     Collective with reduce-scatter.
 
     Raises:
         ValueError: if ``norm_type`` is no order of a norm.
+        RuntimeError: if the model is not one that trains.
     """
     if norm_type <= 0:
         raise ValueError(f"norm_type={norm_type}: expected a positive number, or 'inf' for the largest element")
+    if not isinstance(model, DistributedDataParallel):
+        raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
     by_param = dict(zip(model.engine.params, model.grad_norms(norm_type), strict=True))
     found = {
         f"grad_{norm_type}_norm/{name}": by_param[param]

@@ -284,9 +284,7 @@ class TrainerStrategy(
         For ``self.log_dict(self.trainer.strategy.grad_norm())`` in ``on_before_optimizer_step``. Collective with
         reduce-scatter.
         """
-        if not isinstance(model := self.model, DistributedDataParallel):
-            raise RuntimeError("grad_norm() is there during a fit, between a backward and the next zero_grad")
-        return named_grad_norms(model, float(norm_type))
+        return named_grad_norms(self.model, float(norm_type))
 
     # --- after an exception ------------------------------------------------------------------------------------------
 

@@ -108,6 +108,7 @@ class Reducer:
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
+        self._has_synced = False  # where a batch has several synchronised backwards, one has been
         self._hooks = GradHooks(self)
         self._accumulators = GradAccumulators()
         self.extend(layout, params)
@@ -233,16 +234,12 @@ class Reducer:
         deferred = {self._bucket_of[index] for index in self._deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
         self._has_local_grads = True
-        if syncs:
-            self._start_planner()
+        if syncs and self._planner is not None and not self._has_synced:
+            self._planner.start()
         self.buffers.open()
         if not self._backwards.knows_outermost():
             self._emit(EventKind.BACKWARD_START, 0)
             self._backwards.expect_end()
-
-    def _start_planner(self) -> None:
-        if self._planner is not None:
-            self._planner.start()
 
     def on_backward_end(self) -> None:
         """Sends what is left, or leaves it to accumulate."""
@@ -493,11 +490,9 @@ class Reducer:
         self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
         buffers.publish(bucket)
 
-    def _agree_on_copies(self) -> None:
-        """Between the agreement and what is published by it: nobody has copies of parameters here."""
+    def _agree_on_copies(self) -> None: ...  # nobody has copies of parameters here
 
-    def _add_up_copies(self) -> None:
-        """Behind the last reduction."""
+    def _add_up_copies(self) -> None: ...
 
     def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:

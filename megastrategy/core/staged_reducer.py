@@ -22,7 +22,6 @@ class StagedReducer(Reducer):
     """Launches reductions in the last backward of a batch, and waits for them when the schedule has ended."""
 
     _defers = False
-    _has_synced = False  # in this batch, a stage's last backward has been
     _is_last = False  # nothing of this batch comes after what is finished now
 
     @property
@@ -74,10 +73,6 @@ class StagedReducer(Reducer):
             "loss_tokens(n) weighs each backward, and the backwards of a pipeline's microbatches are inside of its "
             "forward. Let the loss function weigh its tokens: their sum over a number that all microbatches share"
         )
-
-    def _start_planner(self) -> None:
-        if not self._has_synced:  # else the other stages' parameters have arrived
-            super()._start_planner()
 
     def _end_synchronised(self) -> None:
         self._has_synced = self._defers and not self.buffers.reduces_every_backward
