@@ -17,8 +17,9 @@ import torch._inductor.metrics
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.counters import payload_received_bytes
+from megastrategy import DistributedDataParallel, DistributedOptimizer
 from tests.support.processes import run_processes
-from tests.support.tensor_parallel import Case, Trainee, meshes, tokens_of, train_alone, train_on
+from tests.support.tensor_parallel import Case, Trainee, adamw, make_module, meshes, tokens_of, train_alone, train_on
 
 STEPS = range(4)
 HAS_COMPILER = any(map(shutil.which, (os.environ.get("CXX", ""), "g++", "clang++")))
@@ -149,6 +150,78 @@ def test_instances_of_the_optimizer_train_as_one_process_does(dp: int) -> None:
             torch.testing.assert_close(outcome.weights[name], weight, rtol=0.0, atol=1e-6)
         assert [norm.tolist() for norm in outcome.norms] == [norm.tolist() for norm in outcomes[0].norms]
         assert outcome.replicas == outcomes[0].replicas
+
+
+def is_whole(name: str) -> bool:
+    """Matrices that every tensor rank has whole."""
+    return name.endswith("mix.weight")
+
+
+def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
+    """Muon for matrices that all have whole, which an owner steps, and AdamW for the rest, cut and not."""
+    named = list(module.named_parameters())
+    muon = torch.optim.Muon([param for name, param in named if is_whole(name)], lr=1e-2)
+    return [muon, adamw([param for name, param in named if not is_whole(name)])]
+
+
+def with_two_optimizers() -> tuple[dict[str, Any], dict[str, bytes], list[dict[str, Any]]]:
+    mesh, case = meshes(2), Case(steps=4)
+    module = make_module(case, mesh["tp"])
+    model = DistributedDataParallel(module, case.config(), process_group=mesh.get_group("dp"))
+    optimizers = [DistributedOptimizer(optimizer, model) for optimizer in optimizers_of(module)]
+    trainee = Trainee(mesh, case, module, model, optimizers[0])
+    for step in range(case.steps):
+        trainee.backward(step, 0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = trainee.weights(), trainee.replicas(), [optimizer.state_dict() for optimizer in optimizers]
+    model.close()
+    return found
+
+
+@pytest.mark.long
+def test_an_owner_steps_whole_matrices_beside_parameters_that_are_cut() -> None:
+    by_rank = run_processes(4, with_two_optimizers)
+    case = Case(steps=4)
+    module = make_module(case, None)
+    optimizers = optimizers_of(module)
+    for step in range(case.steps):
+        for dp_rank in range(2):
+            tokens = tokens_of(case, dp_rank, step, 0)
+            (module.loss(module(tokens), tokens) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for weights, replicas, _ in by_rank:
+        assert replicas == by_rank[0][1], "to the bit"
+        for name, param in module.named_parameters():
+            # Muon iterates in bf16; weights have moved by 0.01
+            torch.testing.assert_close(weights[name], param.detach(), rtol=0.0, atol=2e-3)
+    for saved, optimizer in zip(by_rank[0][2], optimizers, strict=True):
+        alone = optimizer.state_dict()
+        assert saved["state"].keys() == alone["state"].keys()
+        for number, kept in alone["state"].items():
+            assert {k: v.shape for k, v in kept.items()} == {k: v.shape for k, v in saved["state"][number].items()}
+
+
+def raising() -> None:
+    trainee = Trainee.make(meshes(2), Case())
+    trainee.train(range(2))
+    if torch.distributed.get_rank() == 3:
+        trainee.module.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    trainee.train(range(2, 4))
+
+
+@pytest.mark.long
+def test_a_rank_that_raises_in_forward_ends_all_ranks_of_the_mesh() -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        run_processes(4, raising, timeout_s=300.0)
+    assert time.monotonic() - start < 120.0, "below the groups' timeout"
+    assert "ZeroDivisionError" in str(caught.value)
+    for rank in range(3):
+        assert f"rank {rank}:\nTraceback" in str(caught.value), "with a reason of its own"
 
 
 def killed() -> None:
