@@ -19,6 +19,9 @@ from ..errors import StageError
 from .plan import StagePlan, make_plan
 from .schedules import Chunk, Run
 
+_MOST_RUNS = 8
+"""Schedules that are kept, for batches of as many kinds: each has memory for what it receives of a batch."""
+
 
 class Pipeline(StagedModule):
     """A chain of layers that is cut into stages of any sizes, one or several a rank.
@@ -211,6 +214,8 @@ class Pipeline(StagedModule):
             self._runs.clear()
         if kind not in self._runs:
             assert self._in_order is not None
+            while len(self._runs) >= _MOST_RUNS:  # the same on all stages, which have had the same batches
+                del self._runs[next(iter(self._runs))]
             self._runs[kind] = Run(
                 self.plan,
                 self._chunks,
