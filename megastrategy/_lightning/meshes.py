@@ -87,6 +87,17 @@ def sampler_ranks(mesh: DeviceMesh) -> dict[str, int]:
     return {"num_replicas": mesh[DATA].size(), "rank": mesh.get_local_rank(DATA)}
 
 
+def bring_to_replicas(module: Module, mesh: DeviceMesh) -> None:
+    """Parameters and buffers become those of the first data-parallel rank, and what tensor ranks have whole the first
+    one's of these. Collective."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        part = getattr(tensor, "_local_tensor", tensor).detach()
+        is_cut = any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+        names = [DATA] if is_cut or is_pipeline(mesh) else [TENSOR, DATA]
+        for name in names:
+            torch.distributed.broadcast(part, group=mesh.get_group(name), group_src=0)
+
+
 def is_pipeline(mesh: DeviceMesh) -> bool:
     """Whether its ranks share a model by layers."""
     return PIPELINE in (mesh.mesh_dim_names or ())

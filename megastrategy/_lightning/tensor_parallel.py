@@ -20,6 +20,7 @@ from ..core import DistributedDataParallel, one_listener
 from .meshes import (
     DATA,
     ModelSizes,
+    bring_to_replicas,
     empty_init_context,
     is_loss_parallel,
     is_on_meta,
@@ -88,7 +89,17 @@ class TensorParallelStrategy(TrainerStrategy):
         # configure_model has cut what was made on meta, so that memory for the parts alone is needed.
         if self._device_mesh is not None and self.model is not None and is_on_meta(self.model):
             materialise(self.model, self.root_device)
-        super().setup(trainer)
+        if self._device_mesh is None or trainer.state.fn == "fit":
+            super().setup(trainer)
+            return
+        # Lightning's own brings rank 0's weights to all ranks here, into parts and layers of theirs that are others.
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        bring_to_replicas(self.model, self._device_mesh)
+        self.setup_precision_plugin()
 
     def teardown(self) -> None:
         # A module whose configure_model raised is on meta still. Lightning moves it to the host here, which cannot be,

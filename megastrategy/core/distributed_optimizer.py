@@ -45,7 +45,7 @@ from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
 from .sharded_step import ShardedStep
 from .shown_state import ShownState
-from .stage_state import is_staged
+from .stage_state import is_on_any_stage, is_staged
 from .tensor_state import (
     parts_of_main_params,
     parts_of_state,
@@ -390,7 +390,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`state_dict` is."""
         impl = self._impl
         to_come = impl.main_params_to_come
-        if not to_come and not any(impl.layout.is_stepped_apart(index) for index in range(len(impl.layout.params))):
+        has_some = bool(to_come) or any(map(impl.layout.is_stepped_apart, range(len(impl.layout.params))))
+        if not (has_some if not self.is_of_stage else is_on_any_stage(impl, has_some)):
             return {}
         return whole_main_params(impl, self._main_params_of_parts)
 

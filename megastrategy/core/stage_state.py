@@ -61,11 +61,17 @@ def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict
     return {**saved, "state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
 
 
-def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """As :func:`whole_state`, for main params by name."""
+def is_on_any_stage(impl: ShardedStep, is_here: bool) -> bool:
+    """Whether some stage has main params: one that is frozen has none, and takes part. Collective over all ranks."""
     parts = _stage_parts(impl)
     _require_everybody(impl, parts, "main_params()")
-    saved = gather()
+    assert parts.ranks is not None
+    return parts.ranks.host.max_of_bytes([is_here]) == [1]
+
+
+def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As :func:`whole_state`, for main params by name."""
+    parts, saved = _stage_parts(impl), gather()
     if isinstance(saved, OnRankZero):
         return saved
     assert parts.ranks is not None

@@ -119,6 +119,7 @@ def test_stages_train_save_and_resume_as_one_process_does(
     for rank, own in enumerate(together):
         assert own["losses"] == together[rank % 2]["losses"], "one batch, and one loss, for the stages"
         assert own["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert torch.equal(own["predicted"], alone["predicted"][rank % 2 :: 2]), "by a Trainer that only evaluates"
     assert together[0]["losses"] != together[1]["losses"], "another batch for each data-parallel rank"
     means = [sum(pair) / 2 for pair in zip(together[0]["losses"], together[1]["losses"], strict=True)]
     assert means == pytest.approx(alone["losses"], rel=1e-5)

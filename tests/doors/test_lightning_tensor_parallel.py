@@ -87,10 +87,9 @@ def fit(
     )
     trainer.fit(module, loader(batch_size), loader(batch_size), ckpt_path=resume)
     trainer.save_checkpoint(f"{folder}/{devices} devices, {epochs} epochs.ckpt")
-    return {
-        "losses": module.losses,
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-    }
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    [validated] = trainer.validate(module, loader(batch_size), verbose=False)  # by itself, with another setup
+    return {"losses": module.losses, "metrics": metrics, "validated": validated}
 
 
 def fit_on_mesh(folder: str, epochs: int, resume: str | None, **options: Any) -> dict[str, Any]:
@@ -140,6 +139,7 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one: Ranks, mesh: R
     for rank, own in enumerate(together):
         assert own["losses"] == together[rank - rank % 2]["losses"], "one batch for a tensor group"
         assert own["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert own["validated"] == pytest.approx(alone["validated"], rel=1e-5)
     means = [sum(pair) / 2 for pair in zip(together[0]["losses"], together[2]["losses"], strict=True)]
     assert together[0]["losses"] != together[2]["losses"], "another batch for each data-parallel rank"
     assert means == pytest.approx(alone["losses"], rel=1e-5)
