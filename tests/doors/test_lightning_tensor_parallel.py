@@ -88,7 +88,8 @@ def fit(
     trainer.fit(module, loader(batch_size), loader(batch_size), ckpt_path=resume)
     trainer.save_checkpoint(f"{folder}/{devices} devices, {epochs} epochs.ckpt")
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    [validated] = trainer.validate(module, loader(batch_size), verbose=False)  # by itself, with another setup
+    saved = f"{folder}/{devices} devices, {epochs} epochs.ckpt"
+    [validated] = trainer.validate(LitModel(), loader(batch_size), ckpt_path=saved, verbose=False)
     return {"losses": module.losses, "metrics": metrics, "validated": validated}
 
 
