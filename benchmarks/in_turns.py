@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -16,7 +18,8 @@ from rich.table import Table
 from torch import Tensor
 
 from .measure import order_of_round
-from .processes import Rank
+from .network import INTERFACE, check_rate, shaped_network
+from .processes import Rank, loopback_places, namespace_places, run_ranks
 from .results import Spread
 
 Step = Callable[[Tensor], Tensor]
@@ -44,6 +47,45 @@ def time_in_turns(rank: Rank, engines: Mapping[str, Step], batches: Tensor, num_
             times[name].append(spent.item())
             losses[name] = float(loss)
     return {"times": times, "losses": losses}
+
+
+def turns(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a command that calls :func:`run_in_turns`."""
+    for option in (
+        click.option(
+            "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/bench"), show_default=True
+        ),
+        click.option(
+            "--network", help="The rate of the link between the two machines, as tc takes it: 1gbit. Needs root."
+        ),
+        click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="In a turn."),
+        click.option("--rounds", type=click.IntRange(2), default=7, show_default=True),
+    ):
+        command = option(command)
+    return command
+
+
+def run_in_turns(
+    measure: Callable[[Rank, int, int], dict[str, Any]],
+    baseline: str,
+    file: str,
+    *,
+    rounds: int,
+    steps: int,
+    network: str | None,
+    out: Path,
+) -> None:
+    """Runs ``measure`` on four ranks, with a network the first two of one machine and the others of another, and
+    reports what it returns."""
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        places = loopback_places(4)
+        if network is not None:
+            machines, address = stack.enter_context(shaped_network(2, check_rate(network)))
+            places = namespace_places([machine for machine in machines for _ in range(2)], INTERFACE, address)
+        status = stack.enter_context(console.status("starting"))
+        ranks = run_ranks(places, measure, rounds, steps, on_word=lambda word: status.update(word))
+    report(ranks[0], baseline, {"rounds": rounds, "steps": steps, "network": network}, out / file)
 
 
 def report(measured: Mapping[str, Any], baseline: str, settings: Mapping[str, Any], path: Path) -> None:

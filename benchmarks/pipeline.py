@@ -9,15 +9,12 @@ data-parallel ranks of a stage are on two machines, whose link has the rate, and
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -26,9 +23,8 @@ from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Pipeline
 
-from .in_turns import Step, report, time_in_turns
-from .network import INTERFACE, check_rate, shaped_network
-from .processes import Rank, loopback_places, namespace_places, run_ranks
+from .in_turns import Step, run_in_turns, time_in_turns, turns
+from .processes import Rank
 from .tensor_parallel import Block
 
 _DEPTH, _WIDTH, _TIME, _BATCH, _MICROBATCHES, _VOCABULARY = 4, 384, 64, 8, 4, 8192
@@ -121,22 +117,10 @@ def measure(rank: Rank, num_rounds: int, num_steps: int) -> dict[str, Any]:
 
 
 @click.command(help="Measures steps of two stages times two data-parallel ranks.")
-@click.option("--rounds", type=click.IntRange(2), default=7, show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="In a turn.")
-@click.option("--network", help="The rate of the link between the two machines, as tc takes it: 1gbit. Needs root.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/bench"), show_default=True)
-def main(*, rounds: int, steps: int, network: str | None, out: Path) -> None:
+@turns
+def main(**options: Any) -> None:
     """The command."""
-    console = Console(stderr=True)
-    with contextlib.ExitStack() as stack:
-        places = loopback_places(4)
-        if network is not None:
-            machines, address = stack.enter_context(shaped_network(2, check_rate(network)))
-            places = namespace_places([machine for machine in machines for _ in range(2)], INTERFACE, address)
-        status = stack.enter_context(console.status("starting"))
-        ranks = run_ranks(places, measure, rounds, steps, on_word=lambda word: status.update(word))
-    settings = {"rounds": rounds, "steps": steps, "network": network}
-    report(ranks[0], "fsdp2", settings, out / "pipeline.json")
+    run_in_turns(measure, "fsdp2", "pipeline.json", **options)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ network the two ranks of a tensor group are one machine, whose link to the other
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,9 +23,8 @@ from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
-from .in_turns import Step, report, time_in_turns
-from .network import INTERFACE, check_rate, shaped_network
-from .processes import Rank, loopback_places, namespace_places, run_ranks
+from .in_turns import Step, run_in_turns, time_in_turns, turns
+from .processes import Rank
 
 _VOCABULARY, _WIDTH, _DEPTH, _TIME, _BATCH = 8192, 384, 4, 64, 2
 
@@ -139,24 +135,10 @@ def measure(rank: Rank, num_rounds: int, num_steps: int) -> dict[str, Any]:
 
 
 @click.command(help="Measures steps of two data-parallel times two tensor ranks.")
-@click.option("--rounds", type=click.IntRange(2), default=7, show_default=True)
-@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="In a turn.")
-@click.option(
-    "--network", help="The rate of the link between the two tensor groups, as tc takes it: 1gbit. Needs root."
-)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/bench"), show_default=True)
-def main(*, rounds: int, steps: int, network: str | None, out: Path) -> None:
+@turns
+def main(**options: Any) -> None:
     """The command."""
-    console = Console(stderr=True)
-    with contextlib.ExitStack() as stack:
-        places = loopback_places(4)
-        if network is not None:
-            machines, address = stack.enter_context(shaped_network(2, check_rate(network)))
-            places = namespace_places([machine for machine in machines for _ in range(2)], INTERFACE, address)
-        status = stack.enter_context(console.status("starting"))
-        ranks = run_ranks(places, measure, rounds, steps, on_word=lambda word: status.update(word))
-    settings = {"rounds": rounds, "steps": steps, "network": network}
-    report(ranks[0], "fsdp2", settings, out / "tensor_parallel.json")
+    run_in_turns(measure, "fsdp2", "tensor_parallel.json", **options)
 
 
 if __name__ == "__main__":

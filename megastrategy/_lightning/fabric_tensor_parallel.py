@@ -41,11 +41,7 @@ class FabricTensorParallelStrategy(FabricStrategy):
         self._sizes = sizes
         self.tensor_parallel_size = sizes.tensor_parallel_size
         self.pipeline_parallel_size = sizes.pipeline_parallel_size
-        if sizes.pipeline_parallel_size > 1 and self.state_dict_type == "sharded":
-            raise ValueError(
-                f"pipeline_parallel_size={sizes.pipeline_parallel_size} contradicts state_dict_type='sharded': a "
-                "pipeline is saved whole. Leave state_dict_type at 'full'"
-            )
+        sizes.check_state_dict_type(self.state_dict_type)
         if parallelize_fn is not None and sizes.tensor_parallel_size == 1:
             raise ValueError(
                 "parallelize_fn is given and tensor_parallel_size is 1: there is nothing to parallelise over. Pass "

@@ -58,6 +58,14 @@ class ModelSizes:
                 f"pipeline_parallel_size={pipeline} blocks of ranks"
             )
 
+    def check_state_dict_type(self, state_dict_type: str) -> None:
+        """Raises ValueError for one in which such a model is not saved."""
+        if self.pipeline_parallel_size > 1 and state_dict_type == "sharded":
+            raise ValueError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} contradicts state_dict_type='sharded': a "
+                "pipeline is saved whole. Leave state_dict_type at 'full'"
+            )
+
     def make_mesh(self, world_size: int, device: torch.device) -> DeviceMesh | None:
         """All ranks, as (:data:`DATA`, :data:`TENSOR`) or (:data:`PIPELINE`, :data:`DATA`); None where each is a
         data-parallel one. Collective.

@@ -49,11 +49,7 @@ class TensorParallelStrategy(TrainerStrategy):
         self._sizes = sizes
         self.tensor_parallel_size = sizes.tensor_parallel_size
         self.pipeline_parallel_size = sizes.pipeline_parallel_size
-        if sizes.pipeline_parallel_size > 1 and self.state_dict_type == "sharded":
-            raise ValueError(
-                f"pipeline_parallel_size={sizes.pipeline_parallel_size} contradicts state_dict_type='sharded': a "
-                "pipeline is saved whole. Leave state_dict_type at 'full'"
-            )
+        sizes.check_state_dict_type(self.state_dict_type)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:

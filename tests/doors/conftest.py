@@ -26,6 +26,14 @@ def one_rank() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Ranks]:
+    """Four processes, for the tests of a file that divide a model among ranks."""
+    pool = Ranks(4)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """Processes that run a function as ``accelerate launch`` would, by the number of ranks."""

@@ -3,7 +3,6 @@ as in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +49,9 @@ def train_on_mesh(folder: str, resume: str | None = None) -> dict[str, Any]:
     return train(MegatronDDPStrategy(pipeline_parallel_size=2), folder, resume)
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    ranks = Ranks(1)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-def test_stages_train_save_and_resume_as_one_process_does(one: Ranks, mesh: Ranks, tmp_path: Path) -> None:
+def test_stages_train_save_and_resume_as_one_process_does(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    [alone] = one.run(train, "auto", folder)
+    [alone] = one_rank.run(train, "auto", folder)
     together = mesh.run(train_on_mesh, folder)
     for rank, own in enumerate(together):
         assert own["losses"] == together[rank % 2]["losses"]
@@ -77,6 +62,6 @@ def test_stages_train_save_and_resume_as_one_process_does(one: Ranks, mesh: Rank
     expected, four = read(tmp_path / "1 ranks, 1"), read(tmp_path / "4 ranks, 1")
     for part in ("model", "optimizer"):
         assert_close(four[part], expected[part], part)
-    one.run(train, "auto", folder, f"{folder}/4 ranks, 1")
+    one_rank.run(train, "auto", folder, f"{folder}/4 ranks, 1")
     mesh.run(train_on_mesh, folder, f"{folder}/1 ranks, 1")
     assert_close(read(tmp_path / "4 ranks, 2")["model"], read(tmp_path / "1 ranks, 2")["model"], "resumed")

@@ -4,7 +4,6 @@ ModelParallelStrategy, without its ``fully_shard`` lines, trains, saves and resu
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +76,12 @@ def train_on_mesh(folder: str, resume: str | None = None, by_hand: bool = False,
     return train(strategy, folder, resume, by_hand=by_hand)
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    ranks = Ranks(1)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
 @pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_mesh_trains_saves_and_resumes_as_one_process_does(
-    one: Ranks, mesh: Ranks, tmp_path: Path, by_hand: bool
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path, by_hand: bool
 ) -> None:
     folder = str(tmp_path)
-    [alone] = one.run(train, "ddp", folder)
+    [alone] = one_rank.run(train, "ddp", folder)
     together = mesh.run(train_on_mesh, folder, by_hand=by_hand)
     for rank, own in enumerate(together):
         assert own["losses"] == together[rank - rank % 2]["losses"], "one batch for a tensor group"
@@ -111,7 +96,7 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(
     for part, value in expected.items():
         assert_close(four[part], value, part)
     # each goes on from the other's
-    one.run(train, "ddp", folder, f"{folder}/4 ranks, 1 epochs")
+    one_rank.run(train, "ddp", folder, f"{folder}/4 ranks, 1 epochs")
     mesh.run(train_on_mesh, folder, f"{folder}/1 ranks, 1 epochs", by_hand=by_hand)
     expected, four = read(tmp_path / "1 ranks, 2 epochs"), read(tmp_path / "4 ranks, 2 epochs")
     assert_close(four["model"], expected["model"], "resumed")
@@ -122,10 +107,10 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(
 
 
 def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
-    one: Ranks, mesh: Ranks, tmp_path: Path
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path
 ) -> None:
     folder, parts = str(tmp_path), str(tmp_path / "parts")
-    one.run(train, "ddp", folder)
+    one_rank.run(train, "ddp", folder)
     mesh.run(train_on_mesh, parts, state_dict_type="sharded")
     directory = tmp_path / "parts" / "4 ranks, 1 epochs"
     assert num_chunks(directory, "model.embed.weight") == 2, "each tensor rank writes its part"
@@ -134,9 +119,9 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     consolidate(directory, tmp_path / "one file")
     assert_close(read(tmp_path / "one file")["optimizer"], expected["optimizer"], "optimizer")
     # one process goes on from the file, and so do the mesh and one process from the directory
-    one.run(train, "ddp", folder, f"{folder}/1 ranks, 1 epochs")
+    one_rank.run(train, "ddp", folder, f"{folder}/1 ranks, 1 epochs")
     mesh.run(train_on_mesh, parts, str(directory), state_dict_type="sharded")
-    one.run(train_in_one_process, parts, str(directory))
+    one_rank.run(train_in_one_process, parts, str(directory))
     expected = read(tmp_path / "1 ranks, 2 epochs")
     for name in ("4 ranks, 2 epochs", "1 ranks, 2 epochs"):
         assert_close(read_directory(tmp_path / "parts" / name, "model"), dict(expected["model"]), name)

@@ -3,7 +3,6 @@ process, by automatic optimization."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,26 +94,12 @@ def fit_on_mesh(folder: str, epochs: int, resume: str | None, order: list[int] |
     return fit(strategy, 4, BATCH_SIZE, folder, epochs, resume)
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    ranks = Ranks(1)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
 @pytest.mark.parametrize("order", [None, pytest.param([1, 0], marks=pytest.mark.long)])
 def test_stages_train_save_and_resume_as_one_process_does(
-    one: Ranks, mesh: Ranks, tmp_path: Path, order: list[int] | None
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path, order: list[int] | None
 ) -> None:
     folder = str(tmp_path)
-    [alone] = one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
+    [alone] = one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
     together = mesh.run(fit_on_mesh, folder, 1, None, order)
     for rank, own in enumerate(together):
         assert own["losses"] == together[rank % 2]["losses"], "one batch, and one loss, for the stages"
@@ -129,7 +114,7 @@ def test_stages_train_save_and_resume_as_one_process_does(
     for part in ("state_dict", "optimizer_states"):
         assert_close(four[part], expected[part], part)
     # each goes on from the other's
-    one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/4 devices, 1 epochs.ckpt")
+    one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/4 devices, 1 epochs.ckpt")
     mesh.run(fit_on_mesh, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt", order)
     expected, four = read(tmp_path / "1 devices, 2 epochs.ckpt"), read(tmp_path / "4 devices, 2 epochs.ckpt")
     assert_close(four["state_dict"], expected["state_dict"], "resumed")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -119,23 +118,9 @@ def assert_close(actual: Any, expected: Any, where: str = "") -> None:
         assert actual == expected, where
 
 
-@pytest.fixture(scope="module")
-def one() -> Iterator[Ranks]:
-    ranks = Ranks(1)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
-
-
-def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one: Ranks, mesh: Ranks, tmp_path: Path) -> None:
+def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    [alone] = one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
+    [alone] = one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
     together = mesh.run(fit_on_mesh, folder, 1, None)
     for rank, own in enumerate(together):
         assert own["losses"] == together[rank - rank % 2]["losses"], "one batch for a tensor group"
@@ -149,7 +134,7 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one: Ranks, mesh: R
     for part in ("state_dict", "optimizer_states"):
         assert_close(four[part], expected[part], part)
     # each goes on from the other's
-    one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/4 devices, 1 epochs.ckpt")
+    one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/4 devices, 1 epochs.ckpt")
     mesh.run(fit_on_mesh, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt")
     expected, four = read(tmp_path / "1 devices, 2 epochs.ckpt"), read(tmp_path / "4 devices, 2 epochs.ckpt")
     assert_close(four["state_dict"], expected["state_dict"], "resumed")
@@ -159,10 +144,10 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one: Ranks, mesh: R
 
 
 def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
-    one: Ranks, mesh: Ranks, tmp_path: Path
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path
 ) -> None:
     folder, parts = str(tmp_path), str(tmp_path / "parts")
-    one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
+    one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
     mesh.run(fit_on_mesh, parts, 1, None, state_dict_type="sharded")
     directory = tmp_path / "parts" / "4 devices, 1 epochs.ckpt"
     assert num_chunks(directory, "model.model.embed.weight") == 2, "each tensor rank writes its part"
@@ -175,15 +160,15 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     for part in ("state_dict", "optimizer_states"):
         assert_close(file[part], expected[part], part)
     # one process goes on from the mesh's directory, and the mesh from its own and from that of one process
-    one.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt")
+    one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt")
     expected = read(tmp_path / "1 devices, 2 epochs.ckpt")
     mesh.run(fit_on_mesh, parts, 2, str(directory), state_dict_type="sharded")
     resumed = read_directory(tmp_path / "parts" / "4 devices, 2 epochs.ckpt", "model")
     assert_close(resumed, dict(expected["state_dict"]), "on the mesh")
-    one.run(fit_in_one_process, parts, 2, str(directory))
+    one_rank.run(fit_in_one_process, parts, 2, str(directory))
     resumed = read_directory(tmp_path / "parts" / "1 devices, 2 epochs.ckpt", "model")
     assert_close(resumed, dict(expected["state_dict"]), "in one process")
-    one.run(fit_in_one_process, parts, 1, None)
+    one_rank.run(fit_in_one_process, parts, 1, None)
     mesh.run(fit_on_mesh, folder, 2, f"{parts}/1 devices, 1 epochs.ckpt")
     resumed = read(tmp_path / "4 devices, 2 epochs.ckpt")["state_dict"]
     assert_close(resumed, expected["state_dict"], "from one process")
@@ -348,8 +333,8 @@ def fit_losses(kind: type[ParallelLoss], strategy: Any, devices: int, batch_size
 
 
 @pytest.mark.parametrize("kind", [ParallelLoss, pytest.param(ParallelLossByHand, marks=pytest.mark.long)])
-def test_loss_parallel_is_open_in_backward(one: Ranks, mesh: Ranks, kind: type[ParallelLoss]) -> None:
-    [alone] = one.run(fit_losses, ParallelLoss, "ddp", 1, 2 * BATCH_SIZE)
+def test_loss_parallel_is_open_in_backward(one_rank: Ranks, mesh: Ranks, kind: type[ParallelLoss]) -> None:
+    [alone] = one_rank.run(fit_losses, ParallelLoss, "ddp", 1, 2 * BATCH_SIZE)
     by_rank = mesh.run(fit_losses, kind, None, 4, BATCH_SIZE)
     means = [sum(pair) / 2 for pair in zip(by_rank[0], by_rank[2], strict=True)]
     assert means == pytest.approx(alone, rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -34,6 +35,12 @@ def launch_example(name: str, *arguments: str, cwd: Path, **variables: str) -> s
     command = [sys.executable, "-m", *launch, str(EXAMPLES / name), *arguments]
     done = subprocess.run(command, cwd=cwd, env=ours, capture_output=True, text=True, timeout=HANG_S)
     return checked(Done(done.returncode, done.stdout, done.stderr))
+
+
+def losses(folder: Path) -> list[float]:
+    """What an example has written, by step."""
+    with (folder / "losses.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 def checked(done: Done) -> str:

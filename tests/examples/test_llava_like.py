@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
 
-from .launched import run_example
+from .launched import losses, run_example
 
 SCRIPT = "llava_like.py"
-
-
-def losses(folder: Path) -> list[float]:
-    with (folder / "losses.csv").open() as file:
-        return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 @pytest.mark.fresh
