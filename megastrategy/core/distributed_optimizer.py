@@ -45,7 +45,7 @@ from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
 from .sharded_step import ShardedStep
 from .shown_state import ShownState
-from .stage_state import is_on_any_stage, is_staged
+from .stage_state import is_on_any_stage, is_staged, refuse_directories
 from .tensor_state import (
     parts_of_main_params,
     parts_of_state,
@@ -418,6 +418,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tensors are the optimizer's own. Of a tensor-parallel parameter it is a part of the whole's, too.
         """
         impl = self._impl
+        refuse_directories(impl)
         # Whoever writes them reads the device, which may wait for a rank that is gone.
         impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
         impl.split_state()
@@ -449,6 +450,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             CheckpointError: if it cannot be read, or is of another model.
         """
         impl = self._impl
+        refuse_directories(impl)
         names, followed = impl.names_by_id(), impl.followed_by_id
         own = impl.shards, impl.layout, impl.element_names, impl.whole_params, followed.values(), tensor_parts(impl).cut
         saved = read_optimizer(Path(path), key, names.values(), *own)

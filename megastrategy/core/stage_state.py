@@ -111,6 +111,15 @@ def state_of_stage(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     return {**saved, "state": state, "param_groups": groups}
 
 
+def refuse_directories(impl: ShardedStep) -> None:
+    """Raises CheckpointError where each rank's groups have other parameters: a directory has those of one rank."""
+    if is_staged(impl):
+        raise CheckpointError(
+            "the optimizer of a pipeline is not saved in parts (sharded_state_dict(), directories): save state_dict(), "
+            "which is whole, and loads into any stages"
+        )
+
+
 def main_params_of_stage(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """Main params by the names that this stage's parameters have."""
     parts, found = _stage_parts(impl), dict(saved)

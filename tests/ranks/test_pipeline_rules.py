@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core import Event, EventKind
-from megastrategy.errors import LossTokensError, NonFiniteGradError, ReplicaMismatchError, StageError
+from megastrategy.errors import CheckpointError, LossTokensError, NonFiniteGradError, ReplicaMismatchError, StageError
 from megastrategy.pipeline import Pipeline
 from tests.support.pipelines import (
     SAMPLES,
@@ -143,6 +143,7 @@ def misuse(mesh: DeviceMesh) -> dict[str, str]:
     loss.backward(retain_graph=True)
     found["twice"] = message(StageError, loss.backward)
     trainee.optimizer.zero_grad()
+    found["directory"] = message(CheckpointError, trainee.optimizer.sharded_state_dict)
     found["tokens"] = message(LossTokensError, lambda: trainee.model.loss_tokens(5))
     found["no target"] = message(StageError, lambda: trainee.model(tokens))
     found["does not divide"] = message(ValueError, lambda: trainee.model(tokens[:6], target=targets[:6]))
@@ -385,6 +386,7 @@ SAID = {
     "no_sync": "it was called under no_sync()",
     "accumulates": "no step has used those of the last batch",
     "twice": "backward was called twice",
+    "directory": "the optimizer of a pipeline is not saved in parts",
     "tokens": "Let the loss function weigh its tokens",
     "no target": "pass target, or evaluate under torch.no_grad()",
     "does not divide": "a batch of 6 does not divide into microbatches=4",
