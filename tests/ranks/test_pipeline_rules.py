@@ -109,7 +109,8 @@ def inf_in_one_stage(mesh: DeviceMesh) -> tuple[float, bool]:
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1000)
     before = weights(trainee)
     if dist.get_rank() == 0:
-        trainee.net.layers[0].weight.register_hook(lambda grad: grad * float("inf"))
+        # no copy of a tied weight, which brings it to the other stage by itself
+        trainee.net.layers[1].up.weight.register_hook(lambda grad: grad * float("inf"))
     scaler.scale(forward(trainee)).backward()
     scaler.step(trainee.optimizer)
     scaler.update()
