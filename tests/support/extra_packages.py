@@ -3,6 +3,7 @@ commands that may not be had."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import site
 import subprocess
@@ -45,7 +46,8 @@ def python_with(folder: Path, *requirements: str, imports: str) -> Path:
 
 
 def sources_of(folder: Path, repository: str, version: str, *paths: str) -> Path:
-    """A checkout in ``folder`` of these folders of a public repository (``"https://..."``), as they are at a tag.
+    """A checkout in ``folder`` of these folders of a public repository (``"https://..."``), as they are at a tag or
+    commit.
 
     Skips the test where git cannot get it. Nothing of it is kept. A machine that reaches a mirror alone tells git so:
     ``git config --global url.MIRROR.insteadOf REPOSITORY``.
@@ -53,12 +55,19 @@ def sources_of(folder: Path, repository: str, version: str, *paths: str) -> Path
     if shutil.which("git") is None:
         pytest.skip("there is no git here")
     checkout = folder / repository.rpartition("/")[2]
-    # of these folders alone: a whole repository may have hundreds of MB
-    few = ("--depth=1", "--filter=blob:none", "--sparse", f"--branch={version}")
-    clone = ["git", "-c", "advice.detachedHead=false", "clone", "--quiet", *few, repository, checkout]
-    for command in clone, ["git", "-C", checkout, "sparse-checkout", "set", *paths]:
+    checkout.mkdir(parents=True)
+    environment = os.environ | {"GIT_TERMINAL_PROMPT": "0"}
+    for arguments in (
+        ["init", "--quiet"],
+        ["remote", "add", "origin", repository],
+        # of these folders alone: a whole repository may have hundreds of MB
+        ["sparse-checkout", "set", *paths],
+        ["fetch", "--quiet", "--depth=1", "--filter=blob:none", "origin", version],
+        ["-c", "advice.detachedHead=false", "checkout", "--quiet", "FETCH_HEAD"],
+    ):
+        command = ["git", "-C", checkout, *arguments]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWERS_WITHIN_S)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ANSWERS_WITHIN_S)
         except subprocess.TimeoutExpired:
             pytest.skip(f"{repository} does not answer within {ANSWERS_WITHIN_S:.0f} s")
         if done.returncode:

@@ -18,10 +18,9 @@ import pytest
 
 from megastrategy.tools.rendering import size
 
-from ..support.extra_packages import python_with
+from ..support.extra_packages import python_with, sources_of
 from ..support.patience import HANG_S
 from ..support.scripts import outside_of_ranks, run_script
-from ..support.upstream import checked_out
 from .local_files import write_bert, write_digits, write_glue, write_text
 
 pytestmark = [pytest.mark.long, pytest.mark.fresh, pytest.mark.timeout(1800)]
@@ -94,9 +93,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def examples_of(repository: str) -> Path:
         if repository not in found:
             part = "examples/pytorch/language-modeling" if repository.endswith("transformers") else "examples"
-            folder = tmp_path_factory.mktemp("sources") / repository.replace("/", "-")
-            url = f"https://github.com/{repository}"
-            found[repository] = checked_out(folder, url, COMMITS[repository], part) / part
+            url, folder = f"https://github.com/{repository}", tmp_path_factory.mktemp("sources")
+            found[repository] = sources_of(folder, url, COMMITS[repository], part) / part
         return found[repository]
 
     return examples_of
