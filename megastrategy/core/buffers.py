@@ -198,6 +198,20 @@ class GradBuffers(ABC):
         """Elements ``[start, end)`` of the bucket's buffer, in this rank's shard, after a reduction: a 1-D view."""
         raise NotImplementedError("parameters are sharded only where gradients are scattered")
 
+    def own_grads(self, params: Iterable[int]) -> list[Tensor]:
+        """This rank's parts of the gradients that there are of these parameters, as they are stepped: views."""
+        parts = list[Tensor]()
+        for index in params:
+            grad = self.params[index].grad
+            if not self.has_grad[index]:
+                continue
+            if self.is_sharded(index):
+                if (owned := self.layout.owned_range(index, self._dp_rank)) is not None:
+                    parts.append(self.reduced(self.layout.slots[index].bucket, *owned))
+            elif grad is not None:
+                parts.append(self.local_parts.of(grad).detach())
+        return parts
+
     def own_bucket_of(self, param: int) -> Tensor:
         """This rank's part of the reduced bucket of a parameter that lies there alone: 1-D, to be written."""
         bucket = self.layout.buckets[self.layout.slots[param].bucket]

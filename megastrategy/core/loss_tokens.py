@@ -264,15 +264,9 @@ class LossTokens:
         factor, self._unit = self._unit / mean, mean
         if factor == 1.0:
             return
-        parts, buffers = list[Tensor](), self._buffers
-        for index, param in enumerate(buffers.params):
-            if not buffers.has_grad[index] or (index in self._carried and not param.requires_grad):
-                continue
-            if buffers.is_sharded(index):
-                if (owned := buffers.layout.owned_range(index, self._dp_rank)) is not None:
-                    parts.append(buffers.reduced(buffers.layout.slots[index].bucket, *owned))
-            elif param.grad is not None:
-                parts.append(buffers.local_parts.of(param.grad).detach())
+        params = self._buffers.params
+        counted = (i for i, param in enumerate(params) if param.requires_grad or i not in self._carried)
+        parts = self._buffers.own_grads(counted)
         if parts:
             torch._foreach_mul_(parts, factor)
 

@@ -58,13 +58,7 @@ class StagedReducer(Reducer):
 
     def scale_reduced(self, factor: Tensor) -> None:
         """Multiplies the reduced gradients, as far as this rank has them, by one number."""
-        grads = list[Tensor]()
-        for index, has_grad in enumerate(self.buffers.has_grad):
-            owned = self.layout.owned_range(index, self._collectives.rank)
-            if has_grad and self.buffers.is_sharded(index):
-                grads += [] if owned is None else [self.buffers.reduced(self._bucket_of[index], *owned)]
-            elif has_grad and (grad := self._params[index].grad) is not None:
-                grads.append(grad.detach())
+        grads = self.buffers.own_grads(range(len(self._params)))
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
