@@ -1,4 +1,4 @@
-"""Fabric's mesh of data-parallel ranks and those that share a model, tensor ranks or stages.
+"""Fabric's mesh of data-parallel ranks and those that share a model, tensor ranks and stages.
 
 Does nothing where every rank is a data-parallel one.
 """
@@ -51,8 +51,8 @@ class FabricTensorParallelStrategy(FabricStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """All ranks, as ("data_parallel", "tensor_parallel") or ("pipeline_parallel", "data_parallel"); None where each
-        has all of the model, and before ``fabric.launch()``."""
+        """All ranks, as ("pipeline_parallel", "data_parallel", "tensor_parallel") without what has size 1 of the first
+        and the last; None where each has all of the model, and before ``fabric.launch()``."""
         return self._device_mesh
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A mesh of data-parallel ranks and those that share a model, tensor ranks or stages, with Lightning's names, for a
+"""A mesh of data-parallel ranks and those that share a model, tensor ranks and stages, with Lightning's names, for a
 Trainer and for Fabric."""
 
 from __future__ import annotations
@@ -47,11 +47,6 @@ class ModelSizes:
         for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", pipeline)):
             if size < 1:
                 raise ValueError(f"{name}={size}: expected at least one rank")
-        if tensor > 1 and pipeline > 1:
-            raise ValueError(
-                f"tensor_parallel_size={tensor} and pipeline_parallel_size={pipeline}: stages of layers that are cut, "
-                "too, are not there yet. Leave one at 1"
-            )
         if self.stage_order is not None and sorted(self.stage_order) != list(range(pipeline)):
             raise ValueError(
                 f"stage_order={list(self.stage_order)}: expected each number from 0 to {pipeline - 1} once, of "
@@ -67,27 +62,30 @@ class ModelSizes:
             )
 
     def make_mesh(self, world_size: int, device: torch.device) -> DeviceMesh | None:
-        """All ranks, as (:data:`DATA`, :data:`TENSOR`) or (:data:`PIPELINE`, :data:`DATA`); None where each is a
-        data-parallel one. Collective.
+        """All ranks, as (:data:`PIPELINE`, :data:`DATA`, :data:`TENSOR`) without the first or the last where its size
+        is 1; None where each is a data-parallel one. Collective.
 
         Raises:
             ValueError: if the ranks cannot be divided so.
         """
-        name, size = "tensor_parallel_size", self.tensor_parallel_size
-        if self.pipeline_parallel_size > 1:
-            name, size = "pipeline_parallel_size", self.pipeline_parallel_size
-        if size == 1:
+        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        if tensor * pipeline == 1:
             return None
-        if world_size % size:
+        if world_size % (tensor * pipeline):
+            sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+            given = " times ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
             raise ValueError(
-                f"{name}={size} does not divide the {world_size} ranks: choose devices and num_nodes so that it does"
+                f"{given} does not divide the {world_size} ranks: choose devices and num_nodes so that it does"
             )
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-        if self.pipeline_parallel_size == 1:
-            return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=(DATA, TENSOR))
-        blocks = torch.arange(world_size).view(size, -1)
-        return DeviceMesh(device.type, blocks[list(self.stage_order or range(size))], mesh_dim_names=(PIPELINE, DATA))
+        if pipeline == 1:
+            return init_device_mesh(device.type, (world_size // tensor, tensor), mesh_dim_names=(DATA, TENSOR))
+        # As Megatron-LM has it: tensor ranks, which speak most, are neighbours, and stages are farthest apart.
+        blocks = torch.arange(world_size).view(pipeline, -1, tensor)[list(self.stage_order or range(pipeline))]
+        if tensor == 1:
+            return DeviceMesh(device.type, blocks.squeeze(2), mesh_dim_names=(PIPELINE, DATA))
+        return DeviceMesh(device.type, blocks, mesh_dim_names=(PIPELINE, DATA, TENSOR))
 
 
 def sampler_ranks(mesh: DeviceMesh) -> dict[str, int]:
@@ -101,7 +99,8 @@ def bring_to_replicas(module: Module, mesh: DeviceMesh) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         part = getattr(tensor, "_local_tensor", tensor).detach()
         is_cut = any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
-        names = [DATA] if is_cut or is_pipeline(mesh) else [TENSOR, DATA]
+        has_tensor_ranks = TENSOR in (mesh.mesh_dim_names or ())
+        names = [TENSOR, DATA] if has_tensor_ranks and not is_cut else [DATA]
         for name in names:
             torch.distributed.broadcast(part, group=mesh.get_group(name), group_src=0)
 
@@ -126,11 +125,6 @@ def whole_weights(module: Module, mesh: DeviceMesh) -> dict[str, Any]:
 
 def load_weights(module: Module, weights: Mapping[str, Any], strict: bool, mesh: DeviceMesh) -> None:
     """Loads whole weights, of which each rank takes its parts, and what a rank has read its part of alone."""
-    if is_pipeline(mesh):
-        module.load_state_dict(weights, strict)
-        return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     params = dtensors_of(module, each_name=True)
     parts = dict(weights)
     for name in params.keys() & weights.keys():
@@ -138,6 +132,11 @@ def load_weights(module: Module, weights: Mapping[str, Any], strict: bool, mesh:
         # One of another shape is told of by torch, with its name.
         if isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == params[name].shape:
             parts[name] = cut_like(params[name], value)
+    if is_pipeline(mesh):  # whose stages leave out what others have
+        module.load_state_dict(parts, strict)
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
     set_model_state_dict(module, parts, options=StateDictOptions(strict=strict))
 
 

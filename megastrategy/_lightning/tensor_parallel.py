@@ -1,4 +1,4 @@
-"""A Trainer's mesh of data-parallel ranks and those that share a model, tensor ranks or stages.
+"""A Trainer's mesh of data-parallel ranks and those that share a model, tensor ranks and stages.
 
 Does nothing where every rank is a data-parallel one.
 """
@@ -53,8 +53,8 @@ class TensorParallelStrategy(TrainerStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """All ranks, as ("data_parallel", "tensor_parallel") or ("pipeline_parallel", "data_parallel"); None where each
-        has all of the model, and before the processes exist."""
+        """All ranks, as ("pipeline_parallel", "data_parallel", "tensor_parallel") without what has size 1 of the first
+        and the last; None where each has all of the model, and before the processes exist."""
         return self._device_mesh
 
     def setup_environment(self) -> None:

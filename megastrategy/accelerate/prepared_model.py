@@ -149,9 +149,9 @@ def clip_norm_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], max_norm:
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
     first = parts[0][0]
     norm = total_grad_norm(_counted_grads(parts), norm_type, first.engine.shard_collectives, first.device)
-    # the data-parallel ranks first, then the tensor ranks, so that all get the same bits
-    if (tensor_ranks := first.engine.local_parts.ranks) is not None:
-        norm = norms_over_owners(norm.reshape(1), norm_type, tensor_ranks)[0]
+    # the data-parallel ranks first, so that all get the same bits
+    for ranks in first.engine.local_parts.model_groups:
+        norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
     in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
     norm = norm if in_fp64 else norm.to(torch.float32)
     with torch.no_grad():

@@ -219,7 +219,8 @@ class GradBuffers(ABC):
             return self.reduced(bucket.index, *self.layout.shard_range(bucket, self._dp_rank))
         grad = self.params[param].grad
         assert grad is not None, "some rank has used it"
-        return grad.detach().as_strided((grad.numel(),), (1,))
+        part = self.local_parts.of(grad).detach()
+        return part.as_strided((part.numel(),), (1,))
 
     def take_over(self, other: GradBuffers, shards: Mapping[int, Tensor]) -> None:
         """Takes the place of ``other``, of another layout, in which gradients were reduced and scattered; ``shards``,

@@ -40,13 +40,8 @@ from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
 from .errors import CheckpointError, OptimizerNotShardableError
 from .forwarded import forwarding_members
-from .optimizer_checks import check_main_params, check_optimizer, not_shardable
-from .optimizer_copies import StateOfCopy, same
-from .profiler_ranges import profiler_range
-from .sharded_step import ShardedStep
-from .shown_state import ShownState
-from .stage_state import is_on_any_stage, is_staged, refuse_directories
-from .tensor_state import (
+from .model_state import (
+    has_main_params,
     parts_of_main_params,
     parts_of_state,
     require_everybody,
@@ -54,6 +49,12 @@ from .tensor_state import (
     whole_main_params,
     whole_state,
 )
+from .optimizer_checks import check_main_params, check_optimizer, not_shardable
+from .optimizer_copies import StateOfCopy, same
+from .profiler_ranges import profiler_range
+from .sharded_step import ShardedStep
+from .shown_state import ShownState
+from .stage_state import is_staged, refuse_directories
 from .trials.step_arguments import StepArguments
 
 
@@ -195,7 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def is_sharded(self) -> bool:
         """Whether this rank has a part of the state alone."""
-        return self._impl.sharded or self._impl.engine.local_parts.ranks is not None
+        return self._impl.sharded or bool(self._impl.engine.local_parts.model_groups)
 
     @property
     def is_of_stage(self) -> bool:
@@ -243,7 +244,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         impl.finish_grads()
         parts = impl.engine.local_parts
-        if not impl.sharded and not parts.has_parts and parts.ranks is None:
+        if not impl.sharded and not parts.has_parts and not parts.model_groups:
             params = [param for group in self.param_groups for param in group["params"]]
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         grads = impl.owned_grads()
@@ -293,8 +294,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         agreeing = impl.engine.collectives if impl.strangers.params else impl.owner_collectives
         grads = [*impl.owned_grads().values(), *impl.strangers.grads()]
         found_inf = unscale_grads_(grads, inv_scale, agreeing, impl.engine.device)
-        if (tensor_ranks := impl.engine.local_parts.ranks) is not None:
-            tensor_ranks.all_reduce_max(found_inf).wait()
+        for ranks in impl.engine.local_parts.model_groups:
+            ranks.all_reduce_max(found_inf).wait()
         return found_inf
 
     def wait_for_found_inf(self) -> None:
@@ -391,7 +392,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl = self._impl
         to_come = impl.main_params_to_come
         has_some = bool(to_come) or any(map(impl.layout.is_stepped_apart, range(len(impl.layout.params))))
-        if not (has_some if not self.is_of_stage else is_on_any_stage(impl, has_some)):
+        if not has_main_params(impl, has_some):
             return {}
         return whole_main_params(impl, self._main_params_of_parts)
 
@@ -422,8 +423,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Whoever writes them reads the device, which may wait for a rank that is gone.
         impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
         impl.split_state()
-        parts, tensor_ranks = tensor_parts(impl), impl.engine.local_parts.ranks
-        is_first = impl.engine.collectives.is_rank_zero and (tensor_ranks is None or tensor_ranks.is_rank_zero)
+        parts, groups = tensor_parts(impl), (impl.engine.collectives, *impl.engine.local_parts.model_groups)
+        is_first = all(ranks.is_rank_zero for ranks in groups)
         of_others = set() if is_first else {id(param) for param in impl.strangers.params}
 
         def stepped(param: Parameter) -> Tensor | None:

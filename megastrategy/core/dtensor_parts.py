@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
-from .collectives import make_collectives
+from .collectives import Collectives, make_collectives
 from .collectives.process_groups import destroy_group, private_group, ranks_of
 from .first_batch import check_first_batch
 from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
@@ -40,25 +40,21 @@ class DTensorParts(LocalParts):
     Args:
         module: parallelised already.
         process_group: the data-parallel ranks; None for all.
+        mesh: of one dimension, the tensor ranks; None for that of the module's DTensors, of which there are some.
 
     Attributes:
-        ranks: the ranks of the mesh, over a group of this object's own from :meth:`connect` on; None if it is one.
+        tensor_ranks: those of the mesh, over a group of this object's own from :meth:`connect` on; None if it is one.
         mesh: of every DTensor.
-
-    Raises:
-        ValueError: if the module is wrapped by ``fully_shard``, or a parameter is not cut over one mesh that is apart
-            from the data-parallel ranks.
     """
 
     has_parts = True
 
-    def __init__(self, module: nn.Module, process_group: ProcessGroup | None) -> None:
+    def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
         self._dp_ranks = ranks_of(process_group)
         self._own_group: ProcessGroup | None = None
         self._device = torch.device("cpu")
         self._has_seen_batch = False
-        self.mesh: DeviceMesh = next(iter(dtensors_of(module).values())).device_mesh
-        self.check(module)
+        self.mesh: DeviceMesh = mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh
         if self.mesh.get_local_rank() == 0 and self.mesh.get_rank() == min(self._dp_ranks, default=0):
             _warn_of_broken_ties(module)
 
@@ -69,9 +65,11 @@ class DTensorParts(LocalParts):
         group = self.mesh.get_group()
         made = private_group(group, device)
         self._own_group = made if made is not group else None
-        self.ranks = self.tensor_ranks = make_collectives(made, device)
+        self.tensor_ranks = make_collectives(made, device)
 
     def check(self, module: nn.Module) -> None:
+        """Refuses a module that ``fully_shard`` has wrapped, and a parameter that is not cut over one mesh, apart from
+        the data-parallel ranks."""
         if (kind := getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)) is not None:
             for name, child in module.named_modules():
                 if isinstance(child, kind):
@@ -146,20 +144,20 @@ class DTensorParts(LocalParts):
             for place, (param, grad) in enumerate(zip(params, grads, strict=True))
             if self.may_be_sum(param) and isinstance(grad, DTensor) and grad.placements[0].is_partial("sum")
         ]
-        if self.ranks is None or len(sums) < 2:  # torch's own redistribution of the one does as well
+        if self.tensor_ranks is None or len(sums) < 2:  # torch's own redistribution of the one does as well
             return [self.grad_of(param) for param in params]
         added_up: dict[int, Tensor] = {}
         local = {place: grads[place]._local_tensor.detach() for place in sums}
         for dtype in dict.fromkeys(part.dtype for part in local.values()):
             places = [place for place in sums if local[place].dtype == dtype]
             flat = torch.cat([local[place].flatten() for place in places])
-            self.ranks.all_reduce(flat, 1.0).wait()
+            self.tensor_ranks.all_reduce(flat, 1.0).wait()
             parts = flat.split([local[place].numel() for place in places])
             added_up |= {place: part.view(local[place].shape) for place, part in zip(places, parts, strict=True)}
         return [added_up[i] if i in added_up else self.grad_of(param) for i, param in enumerate(params)]
 
     def may_be_sum(self, param: Any) -> bool:
-        return self.ranks is not None and isinstance(param, DTensor) and param.placements[0].is_replicate()
+        return self.tensor_ranks is not None and isinstance(param, DTensor) and param.placements[0].is_replicate()
 
     def is_cut_alike(self, param: Tensor, grad: Tensor) -> bool:
         if isinstance(param, DTensor) and isinstance(grad, DTensor):
@@ -167,60 +165,65 @@ class DTensorParts(LocalParts):
         return True
 
     def is_cut(self, param: Tensor) -> bool:
-        return self.ranks is not None and isinstance(param, DTensor) and not param.placements[0].is_replicate()
+        return self.tensor_ranks is not None and isinstance(param, DTensor) and not param.placements[0].is_replicate()
 
     def room(self, param: Any) -> int:
-        if self.ranks is None or not self.is_cut(param) or param.numel() == 0:
+        if self.tensor_ranks is None or not self.is_cut(param) or param.numel() == 0:
             return int(param.numel())
         rows = int(param.shape[param.placements[0].dim])
-        _, largest = cut_of(rows, 0, self.ranks.size)  # the first rank's: parts are rounded up
+        _, largest = cut_of(rows, 0, self.tensor_ranks.size)  # the first rank's: parts are rounded up
         return largest * (int(param.numel()) // rows)
 
-    def names_of_replicas(self, named: Mapping[str, Parameter]) -> dict[str, str]:
-        return {name: name for name, param in named.items() if not self.is_cut(param)}
+    def replicas(self, named: Mapping[str, Parameter]) -> list[tuple[str, Collectives, dict[str, str]]]:
+        if self.tensor_ranks is None:
+            return []
+        whole = {name: name for name, param in named.items() if not self.is_cut(param)}
+        return [("tensor rank", self.tensor_ranks, whole)]
 
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
         return {key: self._cut_param(param) for key, param in named.items() if self.is_cut(param)}
 
     def _cut_param(self, param: Any) -> CutParam:
-        assert self.ranks is not None, "it is cut"
+        assert self.tensor_ranks is not None, "it is cut"
         dim = param.placements[0].dim % param.dim()
-        cut = CutParam(tuple(param.shape), dim, cut_of(param.shape[dim], self.ranks.rank, self.ranks.size))
+        cut = CutParam(
+            tuple(param.shape), dim, cut_of(param.shape[dim], self.tensor_ranks.rank, self.tensor_ranks.size)
+        )
         assert cut.part_shape == tuple(self.of(param).shape), "as DTensor cuts"
         return cut
 
     def counts_here(self, param: Tensor) -> bool:
-        return self.ranks is None or self.ranks.is_rank_zero or self.is_cut(param)
+        return self.tensor_ranks is None or self.tensor_ranks.is_rank_zero or self.is_cut(param)
 
     # --- the tensor ranks --------------------------------------------------------------------------------------------
 
     def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
-        if self.ranks is not None:
-            self.ranks.broadcast_all([self.of(tensor) for tensor in tensors if not self.is_cut(tensor)])
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.broadcast_all([self.of(tensor) for tensor in tensors if not self.is_cut(tensor)])
 
     def check_ranks_agree(
         self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
     ) -> None:
-        if self.ranks is not None:
+        if self.tensor_ranks is not None:
             rows = [[name, list(p.shape), str(p.dtype), self._placement(p)] for name, p in named.items()]
             what = "parameter (name, whole shape, dtype, placement)"
             where = "place (name, bucket, first element)"
-            check_all_agree({what: rows, "option (name, value)": options, where: places}, self.ranks)
+            check_all_agree({what: rows, "option (name, value)": options, where: places}, self.tensor_ranks)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.ranks is not None and not self._has_seen_batch:
+        if self.tensor_ranks is not None and not self._has_seen_batch:
             self._has_seen_batch = True
-            check_first_batch(args, kwargs, self.ranks, self._device)
+            check_first_batch(args, kwargs, self.tensor_ranks, self._device)
 
     def _placement(self, param: Tensor) -> str:
         return repr(param.placements) if isinstance(param, DTensor) else "plain"
 
     def close(self) -> None:
-        if self.ranks is not None:
-            self.ranks.close()
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.close()
         if self._own_group is not None:
-            assert self.ranks is not None
-            destroy_group(self.ranks.host.group)
+            assert self.tensor_ranks is not None
+            destroy_group(self.tensor_ranks.host.group)
             destroy_group(self._own_group)
             self._own_group = None
 

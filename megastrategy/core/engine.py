@@ -97,6 +97,7 @@ class Engine:
         self.device = common_device(self.module)
         self.staged_module = find_staged(self.module)
         self.local_parts = _find_local_parts(self.module, process_group, self.staged_module)
+        self.local_parts.check(self.module)
         self._own_group: ProcessGroup | None = None
         if collectives is None:
             group = private_group(process_group, self.device)
@@ -476,8 +477,12 @@ class Engine:
 
 
 def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, staged: StagedModule | None) -> LocalParts:
-    if staged is not None:
+    if staged is not None and staged.tensor_mesh is None:
         return StageParts(staged, module)
+    if staged is not None:
+        from .staged_tensor_parts import StagedTensorParts
+
+        return StagedTensorParts(staged, module, process_group)
     if not dtensors_of(module):
         return LocalParts()
     # Imported here: whoever has no tensor-parallel parameter does not pay for what it imports.

@@ -5,8 +5,8 @@ The engine knows memory, not meaning: layout, buckets, reductions and shards are
 parameter that torch's ``parallelize_module`` has cut that is its local tensor, so each tensor rank has a layout of its
 own parts, over its own data-parallel ranks. ``param.grad`` stays what its owner expects, a DTensor around a view of the
 buffer, and autograd adds into that in place. Three things look over the border: norms, "is any gradient not finite?"
-and checkpoints. They ask the data-parallel ranks first and the tensor ranks next, in the order of the ranks, so that
-every rank of both gets the same bits.
+and checkpoints. They ask the data-parallel ranks first, the tensor ranks next and the stages last, in the order of the
+ranks, so that every rank of all gets the same bits.
 
 [Note: one layout on all tensor ranks]
 Where a dimension does not divide, tensor ranks have parts of different sizes (a vocabulary of 50,257 on two ranks), and
@@ -70,18 +70,23 @@ class LocalParts:
     """Parameters that are whole on this rank: each is its own part.
 
     Attributes:
-        ranks: the ranks that have other parts of the same model: parts of the same parameters (tensor ranks), or other
-            parameters (stages). None where there are no others.
-        tensor_ranks: those of them that have the same parameters, in one layout.
+        tensor_ranks: the ranks that have parts of the same parameters, in one layout; None where there are no others.
+        stage_ranks: the ranks that have other parameters of the model, in layouts of their own; None likewise.
         has_parts: whether a parameter may be another object than its part here, on one tensor rank too.
     """
 
-    ranks: Collectives | None = None
     tensor_ranks: Collectives | None = None
+    stage_ranks: Collectives | None = None
     has_parts = False
 
+    @property
+    def model_groups(self) -> tuple[Collectives, ...]:
+        """The groups of ranks that share one model. What concerns all of it goes over one after the other, so that
+        every rank of each gets the same bits."""
+        return tuple(ranks for ranks in (self.tensor_ranks, self.stage_ranks) if ranks is not None)
+
     def connect(self, device: torch.device) -> None:
-        """Makes the group of ``ranks``, where there are any. Collective over them."""
+        """Makes the groups, where there are others. Collective over them."""
 
     def check(self, module: nn.Module) -> None:
         """Raises ValueError for a parameter that cannot be laid out."""
@@ -128,9 +133,10 @@ class LocalParts:
         [Note: one layout on all tensor ranks]."""
         return param.numel()
 
-    def names_of_replicas(self, named: Mapping[str, Parameter]) -> dict[str, str]:
-        """The names of those of the parameters that some of ``ranks`` hold alike, and what all of them call these."""
-        return {}
+    def replicas(self, named: Mapping[str, Parameter]) -> list[tuple[str, Collectives, dict[str, str]]]:
+        """The groups of which some ranks hold parameters alike: what a rank is called there, the group, and by name of
+        these parameters what all of them call each."""
+        return []
 
     def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
         """Those of the parameters that are cut, by the keys that are given."""

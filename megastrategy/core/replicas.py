@@ -24,19 +24,18 @@ def check_replicas(module: nn.Module, parts: LocalParts, collectives: Collective
     Raises:
         ReplicaMismatchError: on all of them, with the first parameter that differs.
     """
-    if collectives.size == 1 and parts.ranks is None:
+    if collectives.size == 1 and not parts.model_groups:
         return
     named = dict(module.named_parameters())
     own = {name: _digest(parts.of(param)) for name, param in named.items()}
     found = _first_difference(collectives.all_gather_objects(own), "data-parallel rank")
-    if parts.ranks is not None:
-        alike = {common: own[name] for name, common in parts.names_of_replicas(named).items()}
-        everybody = parts.ranks.all_gather_objects((found, alike))
+    for kind, ranks, names in parts.replicas(named):
+        everybody = ranks.all_gather_objects((found, {common: own[name] for name, common in names.items()}))
         seen = [theirs for theirs, _ in everybody if theirs is not None]
-        kind = "tensor rank" if parts.tensor_ranks is not None else "rank of the stages"
         found = seen[0] if seen else _first_difference([digests for _, digests in everybody], kind)
-        # one tensor group's, which the others do not know of yet
-        found = next((theirs for theirs in collectives.all_gather_objects(found) if theirs is not None), None)
+    for ranks in (*parts.model_groups, collectives) if parts.model_groups else ():
+        # one group's, which the others do not know of yet
+        found = next((theirs for theirs in ranks.all_gather_objects(found) if theirs is not None), None)
     if found is not None:
         raise ReplicaMismatchError(
             f"{found}. Weights are written on all ranks alike, or not at all; and a module that has a part of the "

@@ -112,19 +112,20 @@ class ShardedStep(OptimizerShards):
             engine.param_gather.finish()
             engine.param_buffers.recapture()
         total = total_grad_norm(self.owned_weights(), norm_type, self.owner_collectives, engine.device)
-        return self._in_norm_dtype(self._over_tensor_ranks(total, norm_type))
+        return self._in_norm_dtype(self._over_model(total, norm_type))
 
     def num_zeros(self) -> Tensor:
         """The number of zeros in the reduced gradients, without strangers'. Collective."""
         self.finish_grads()
-        groups = [ranks for ranks in (self.owner_collectives, self.engine.local_parts.ranks) if ranks is not None]
+        owners = [] if self.owner_collectives is None else [self.owner_collectives]
+        groups = [*owners, *self.engine.local_parts.model_groups]
         return count_zeros(self._counted(self.owned_grads()), groups, self.engine.device)
 
     def norm(self, grads: Mapping[int, Tensor], norm_type: float) -> Tensor:
         """The norm over all owners of ``grads``, and of strangers: a scalar in fp32, or fp64 if the model has fp64
         gradients."""
         total = total_grad_norm(self._counted(grads), norm_type, self.owner_collectives, self.engine.device)
-        total = self._over_tensor_ranks(total, norm_type)
+        total = self._over_model(total, norm_type)
         if self.strangers.params:
             total = self.strangers.join_norm(total, norm_type, self._ranks_of_norms())
         return self._in_norm_dtype(total)
@@ -134,10 +135,10 @@ class ShardedStep(OptimizerShards):
         counts_here, params = self.engine.local_parts.counts_here, self.engine.params
         return [grad for index, grad in grads.items() if counts_here(params[index])]
 
-    def _over_tensor_ranks(self, norm: Tensor, norm_type: float) -> Tensor:
-        if (ranks := self.engine.local_parts.ranks) is None:
-            return norm
-        return norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
+    def _over_model(self, norm: Tensor, norm_type: float) -> Tensor:
+        for ranks in self.engine.local_parts.model_groups:
+            norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
+        return norm
 
     def _in_norm_dtype(self, norm: Tensor) -> Tensor:
         in_fp64 = any(spec.grad_dtype == torch.float64 for spec in self.layout.params)
@@ -146,7 +147,7 @@ class ShardedStep(OptimizerShards):
     def _ranks_of_norms(self) -> list[Collectives]:
         """The groups over which a norm has to be one number: those in which what is stepped is divided."""
         dp = [self.engine.collectives] if self.sharded else []
-        return dp if (ranks := self.engine.local_parts.ranks) is None else [*dp, ranks]
+        return [*dp, *self.engine.local_parts.model_groups]
 
     # --- step --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ parameter of which several stages have a copy is in it once, as the first of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .checkpoint.full_state import REMAINDER, OnRankZero, number_params
 from .checkpoint.whole_state import gather_whole
+from .collectives import Collectives
 from .errors import CheckpointError
 from .local_parts import LocalParts
 from .sharded_step import ShardedStep
@@ -26,23 +27,18 @@ _TENSOR = "tensor"
 
 def is_staged(impl: ShardedStep) -> bool:
     """Whether other ranks have other layers of the model."""
-    return isinstance(impl.engine.local_parts, StageParts) and impl.engine.local_parts.ranks is not None
+    return impl.engine.local_parts.stage_ranks is not None
 
 
-def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """``gather`` returns the state of this stage, on the first of its data-parallel ranks; returned is that of all
-    stages, on the first rank of all. Collective over all ranks.
+def whole_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+    """``saved`` is the state of this stage's whole parameters; returned is that of all stages, on the first rank of
+    all. Collective over the stages.
 
     Raises:
-        CheckpointError: on all ranks that have a state, if the stages' optimizers have other groups.
+        CheckpointError: on all ranks of the stages, if their optimizers have other groups.
     """
-    parts = _stage_parts(impl)
-    _require_everybody(impl, parts, "state_dict()")
-    saved = gather()
-    if isinstance(saved["state"], OnRankZero):  # so it is on the same data-parallel rank of every stage
-        return saved
-    assert parts.ranks is not None
-    hosts, names = parts.ranks.host, _names_by_group(impl)
+    parts, ranks = _stages(impl)
+    hosts, names = ranks.host, _names_by_group(impl)
     options = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
     every: list[tuple[list[list[str]], list[dict[str, Any]]]] = hosts.all_gather_objects((names, options))
     _check_same_groups([theirs for _, theirs in every])
@@ -62,22 +58,17 @@ def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict
 
 
 def is_on_any_stage(impl: ShardedStep, is_here: bool) -> bool:
-    """Whether some stage has main params: one that is frozen has none, and takes part. Collective over all ranks."""
-    parts = _stage_parts(impl)
-    _require_everybody(impl, parts, "main_params()")
-    assert parts.ranks is not None
-    return parts.ranks.host.max_of_bytes([is_here]) == [1]
+    """Whether some stage has main params: one that is frozen has none, and takes part. Collective over the stages."""
+    _, ranks = _stages(impl)
+    return ranks.host.max_of_bytes([is_here]) == [1]
 
 
-def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+def whole_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """As :func:`whole_state`, for main params by name."""
-    parts, saved = _stage_parts(impl), gather()
-    if isinstance(saved, OnRankZero):
-        return saved
-    assert parts.ranks is not None
+    parts, ranks = _stages(impl)
     own = {name: {_TENSOR: value} for name, value in saved.items() if name == _saved_in_whole(name, parts)}
-    found = dict(gather_whole(own, parts.ranks.host, _HOST))
-    if not parts.ranks.is_rank_zero:
+    found = dict(gather_whole(own, ranks.host, _HOST))
+    if not ranks.is_rank_zero:
         return OnRankZero()
     return {name: found[name][_TENSOR] for name in sorted(found, key=parts.layer_of)}
 
@@ -85,9 +76,8 @@ def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]
 def state_of_stage(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     """This stage's part of the state of a whole model, whose numbers are its optimizer's own. Collective over the
     stages."""
-    parts = _stage_parts(impl)
-    assert parts.ranks is not None
-    whole = _whole_names(parts.ranks.all_gather_objects(_names_by_group(impl)), parts)
+    parts, ranks = _stages(impl)
+    whole = _whole_names(ranks.all_gather_objects(_names_by_group(impl)), parts)
     sizes, theirs = [len(group) for group in whole], [len(group["params"]) for group in saved["param_groups"]]
     if sizes != theirs:
         raise CheckpointError(
@@ -122,7 +112,7 @@ def refuse_directories(impl: ShardedStep) -> None:
 
 def main_params_of_stage(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """Main params by the names that this stage's parameters have."""
-    parts, found = _stage_parts(impl), dict(saved)
+    (parts, _), found = _stages(impl), dict(saved)
     for name in impl.names_by_id().values():
         for own in (name, name + REMAINDER):
             if (first := _saved_in_whole(own, parts)) != own and first in saved:
@@ -130,17 +120,11 @@ def main_params_of_stage(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[st
     return found
 
 
-def _stage_parts(impl: ShardedStep) -> StageParts:
+def _stages(impl: ShardedStep) -> tuple[StageParts, Collectives]:
     parts: LocalParts = impl.engine.local_parts
     assert isinstance(parts, StageParts)
-    return parts
-
-
-def _require_everybody(impl: ShardedStep, parts: StageParts, call: str) -> None:
-    what = f"{call} of the optimizer of a pipeline"
-    impl.engine.collectives.require_all_ranks(what)
-    assert parts.ranks is not None
-    parts.ranks.require_all_ranks(what)
+    assert parts.stage_ranks is not None
+    return parts, parts.stage_ranks
 
 
 def _names_by_group(impl: ShardedStep) -> list[list[str]]:

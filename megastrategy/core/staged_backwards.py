@@ -101,14 +101,14 @@ class StagedBackwards(FollowsStages):
         self._state = _State.MADE
 
     def _agree(self, parts: LocalParts, refusal: MegastrategyError | None) -> None:
-        if parts.ranks is not None:
+        if parts.stage_ranks is not None:
             # On the hosts: what the device has launched is not waited for.
-            [refused] = parts.ranks.host.max_of_bytes([refusal is not None])
+            [refused] = parts.stage_ranks.host.max_of_bytes([refusal is not None])
             if not refused:
                 return
             told = None if refusal is None else (type(refusal), str(refusal))
             assert isinstance(parts, StageParts)
-            for rank, theirs in enumerate(parts.ranks.all_gather_objects(told)):
+            for rank, theirs in enumerate(parts.stage_ranks.all_gather_objects(told)):
                 if theirs is not None:
                     kind, text = theirs
                     raise kind(f"stage {parts.stage_of(rank)}: {text}") from refusal

@@ -4,6 +4,8 @@
 Each rank has the layers of its stage alone, and a layout, buffers and an optimizer of those, over its own data-parallel
 ranks. What looks over the border is what does so for tensor ranks (local_parts' [Note: parts of parameters]): norms,
 "is any gradient not finite?" and checkpoints, with one difference: stages have other parameters, not parts of the same.
+A stage may have tensor ranks as well, each with parts of its layers. Rank t of one stage's then speaks with rank t of
+the others'.
 
 [Note: copies]
 A weight that two stages use (an embedding and the head that is tied to it) is a parameter on each. Their gradients have
@@ -23,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from .collectives import Collectives, make_collectives
 from .collectives.process_groups import destroy_group, private_group, subgroup
 from .first_batch import check_first_batch
-from .local_parts import LocalParts
+from .local_parts import LocalParts, dtensors_of
 from .module_checks import check_all_agree
 
 
@@ -85,11 +88,13 @@ class StagedModule(nn.Module):
 
     Attributes:
         stage_group: the ranks that have the others, in any order; None if this one has all.
+        tensor_mesh: of one dimension, the ranks that have parts of the same layers; None where layers are whole.
         places: by rank of the group, the number of its first stage.
         copies: of parameters that several of them have, all, in one order on all ranks. Names are this module's.
     """
 
     stage_group: ProcessGroup | None = None
+    tensor_mesh: DeviceMesh | None = None
     places: Sequence[int] = ()
     copies: Sequence[Copies] = ()
 
@@ -117,18 +122,17 @@ def find_staged(module: nn.Module) -> StagedModule | None:
 class StageParts(LocalParts):
     """The parameters of one stage.
 
+    It leaves to :class:`LocalParts`, or to what stands there in a class of both (staged_tensor_parts), where on this
+    rank a parameter lies.
+
     Args:
         staged: it or a module around it is ``module``.
-
-    Raises:
-        ValueError: if parameters outside of it are trained.
     """
 
     def __init__(self, staged: StagedModule, module: nn.Module) -> None:
         name = next(name for name, child in module.named_modules() if child is staged)
         self._staged, self._prefix = staged, f"{name}." if name else ""
-        self.check(module)
-        self._has_seen_batch = False
+        self._stages_saw_batch = False
         self._device = torch.device("cpu")
         self._groups: list[ProcessGroup] = []
         self._own_copies: dict[int, Collectives] = {}  # by id of the parameter, in one order on all ranks
@@ -146,16 +150,17 @@ class StageParts(LocalParts):
         return self._staged.layer_of(name.removeprefix(self._prefix))
 
     def stage_of(self, rank: int) -> int:
-        """The first stage of a rank of :attr:`ranks`."""
+        """The first stage of a rank of :attr:`stage_ranks`."""
         return self._staged.places[rank]
 
     def connect(self, device: torch.device) -> None:
+        super().connect(device)
         group = self._staged.stage_group
         assert group is not None, "there are other stages"
         self._device = device
         made = private_group(group, device)
         self._groups.append(made)
-        self.ranks = make_collectives(made, device)
+        self.stage_ranks = make_collectives(made, device)
         params, by_ranks = dict(self._staged.named_parameters()), dict[tuple[int, ...], Collectives | None]()
         for copies in self._staged.copies:
             holders = tuple(copies.names)
@@ -173,6 +178,12 @@ class StageParts(LocalParts):
                     self._counted_elsewhere.add(id(param))
 
     def check(self, module: nn.Module) -> None:
+        if self._staged.tensor_mesh is None and (cut := next(iter(dtensors_of(module)), None)) is not None:
+            raise ValueError(
+                f"parameter {cut!r} is a DTensor, and the pipeline's mesh has the stages alone: pass the tensor ranks' "
+                'dimension, too (Pipeline(..., mesh=mesh["pp", "tp"]))'
+            )
+        super().check(module)
         outside = [
             name
             for name, param in module.named_parameters()
@@ -185,34 +196,41 @@ class StageParts(LocalParts):
             )
 
     def counts_here(self, param: Tensor) -> bool:
-        return id(param) not in self._counted_elsewhere
+        return id(param) not in self._counted_elsewhere and super().counts_here(param)
 
     def lies_alone(self, param: Tensor) -> bool:
         return id(param) in self._own_copies
 
-    def names_of_replicas(self, named: Mapping[str, Parameter]) -> dict[str, str]:
-        return {name: self.name_in_whole(name) for name, param in named.items() if id(param) in self._own_copies}
+    def replicas(self, named: Mapping[str, Parameter]) -> list[tuple[str, Collectives, dict[str, str]]]:
+        assert self.stage_ranks is not None
+        copies = {name: self.name_in_whole(name) for name, param in named.items() if id(param) in self._own_copies}
+        return [*super().replicas(named), ("rank of the stages", self.stage_ranks, copies)]
 
     def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
-        given = {id(tensor) for tensor in tensors}
+        given = {id(tensor): tensor for tensor in tensors}
+        super().broadcast_replicas(given.values())
         for param in self.copied:
             if id(param) in given:
-                self._own_copies[id(param)].broadcast_all([param])
+                self._own_copies[id(param)].broadcast_all([self.of(param)])
 
     def check_ranks_agree(
         self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
     ) -> None:
-        if self.ranks is None:
+        super().check_ranks_agree(named, options, places)
+        if self.stage_ranks is None:
             return
-        check_all_agree({"option (name, value)": options}, self.ranks)
+        check_all_agree({"option (name, value)": options}, self.stage_ranks)
         for param in self.copied:
-            row = ["copy of a parameter", list(param.shape), str(param.dtype), param.requires_grad]
-            check_all_agree({"copy (shape, dtype, requires_grad)": [row]}, self._own_copies[id(param)])
+            shape = [list(param.shape), list(self.of(param).shape)]
+            row = ["copy of a parameter", *shape, str(param.dtype), param.requires_grad]
+            what = "copy (whole shape, shape of the part here, dtype, requires_grad)"
+            check_all_agree({what: [row]}, self._own_copies[id(param)])
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.ranks is not None and not self._has_seen_batch:
-            self._has_seen_batch = True
-            check_first_batch(args, kwargs, self.ranks, self._device, of_stages=True)
+        super().before_forward(args, kwargs)
+        if self.stage_ranks is not None and not self._stages_saw_batch:
+            self._stages_saw_batch = True
+            check_first_batch(args, kwargs, self.stage_ranks, self._device, of_stages=True)
 
     def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
         """Makes ``has_grad`` true of a parameter that other stages have copies of where it is on any of them.
@@ -237,7 +255,8 @@ class StageParts(LocalParts):
         return [(index_by_id[id(param)], param) for param in self.copied if id(param) in index_by_id]
 
     def close(self) -> None:
-        for ranks in {id(ranks): ranks for ranks in [self.ranks, *self._own_copies.values()]}.values():
+        super().close()
+        for ranks in {id(ranks): ranks for ranks in [self.stage_ranks, *self._own_copies.values()]}.values():
             if ranks is not None:
                 ranks.close()
                 if ranks.host is not ranks:

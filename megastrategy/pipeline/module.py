@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core import Copies, FollowsStages, StagedModule, gather_whole, make_collectives, private_group, subgroup
@@ -36,7 +37,9 @@ class Pipeline(StagedModule):
         loss: of the last layer's output and a target: a mean over the samples.
         microbatches: how many parts a batch is divided into, along the first dimension.
         schedule: "1F1B", "GPipe" or, with several stages a rank, "Interleaved1F1B", as torch calls them.
-        mesh: of the ranks that have the stages, in their order; None where one process has all layers.
+        mesh: of the ranks that have the stages, in their order; with a second dimension, of the tensor ranks that have
+            parts of each stage's layers (``mesh["pp", "tp"]``), whether ``parallelize_module`` cuts the layers before
+            or the Pipeline after. None where one process has all layers.
         keep_together: first and last layer, by number, of parts that are not to be cut.
         inputs: by a layer's number, the names of :meth:`forward`'s keyword arguments that it gets as well.
 
@@ -64,8 +67,8 @@ class Pipeline(StagedModule):
         super().__init__()
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches}: expected at least one")
-        if mesh is not None and mesh.ndim != 1:
-            raise ValueError(f"the mesh has {mesh.ndim} dimensions: pass that of the stages alone (mesh['pp'])")
+        if mesh is not None:
+            mesh, self.tensor_mesh = _stages_and_tensor_ranks(mesh)
         names = [type(layer).__name__ for layer in layers]
         num_ranks = mesh.size() if mesh is not None else len(split_spec)
         plan = make_plan(names, split_spec, num_ranks, "1F1B" if mesh is None else schedule, keep_together)
@@ -75,7 +78,7 @@ class Pipeline(StagedModule):
         self._inputs = {number: (n,) if isinstance(n, str) else tuple(n) for number, n in (inputs or {}).items()}
         if unknown := sorted(number for number in self._inputs if not 0 <= number < len(layers)):
             raise ValueError(f"inputs has layer {unknown[0]}: expected numbers of layers, 0 to {len(layers) - 1}")
-        # Not the mesh's local rank, which is that of its group, and torch sorts the ranks of groups.
+        # Not the mesh's local rank, which is that of its group: torch sorts the ranks of groups.
         in_order = mesh.mesh.flatten().tolist() if mesh is not None else [0]
         self._rank = in_order.index(dist.get_rank()) if mesh is not None else 0
         self._device = _device_of(mesh, layers)
@@ -250,12 +253,17 @@ class Pipeline(StagedModule):
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     """The state of a module with a :class:`Pipeline` in it, as one process would have it, in the order of the layers:
-    on the host of the lowest rank of the stages; empty on the others. Collective over the stages.
+    on the host of the lowest rank of the stages, and of the tensor ranks; empty on the others. Collective over both.
 
-    ``module.load_state_dict`` takes it on every stage, which leaves out what other stages have.
+    ``module.load_state_dict`` takes it on every stage whose layers are whole, and leaves out what other stages have.
     """
     name, pipeline = next((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
     state = module.state_dict()
+    if (tensor_mesh := pipeline.tensor_mesh) is not None:
+        is_first = tensor_mesh.get_local_rank() == 0
+        state = {key: _whole(value, keep=is_first) for key, value in state.items()}
+        if not is_first:  # whose stages have the same
+            return {}
     if pipeline.stage_group is None:
         return state
     prefix = f"{name}." if name else ""
@@ -269,6 +277,14 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     # What lies outside of the layers is the same on all stages.
     in_order = {place[-1]: found[place][""] for place in sorted(found)}
     return outside | in_order if pipeline._ranks.is_rank_zero else {}
+
+
+def _whole(value: Any, *, keep: bool) -> Any:
+    """What is a DTensor in host memory, whole, where it is to be kept. Collective over its mesh."""
+    if not isinstance(value, DTensor):
+        return value
+    whole = value.full_tensor()  # type: ignore[no-untyped-call]
+    return whole.cpu() if keep else None
 
 
 class _Elsewhere(nn.Module):
@@ -294,6 +310,19 @@ class _Done(torch.autograd.Function):
         if ctx.backwards is not None:
             ctx.backwards.use(grads[0])
         return None, None, None
+
+
+def _stages_and_tensor_ranks(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The two dimensions of a mesh, the second of which it may lack."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return mesh, None
+    if mesh.ndim > 2 or len(names) < 2:
+        raise ValueError(
+            f"the mesh has {mesh.ndim} dimensions, named {list(names)}: pass that of the stages (mesh['pp']), or with "
+            "the tensor ranks behind it (mesh['pp', 'tp'])"
+        )
+    return mesh[names[0]], mesh[names[1]]
 
 
 def _find_copies(layers: Sequence[nn.Module], plan: StagePlan, order: Sequence[int]) -> list[Copies]:

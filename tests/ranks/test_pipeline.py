@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -65,8 +66,8 @@ OPTIONS = [
 LONG = [Case((2, 4), tied=True, steps=50)]
 
 
-def trained(pp: int, cases: list[Case]) -> list[Outcome]:
-    mesh = mesh_of(pp)
+def trained(pp: int, cases: list[Case], tp: int | None = None) -> list[Outcome]:
+    mesh = mesh_of(pp, tp)
     return [train_on(mesh, case) for case in cases]
 
 
@@ -83,7 +84,46 @@ def trained(pp: int, cases: list[Case]) -> list[Outcome]:
     ],
 )
 def test_stages_train_as_one_process_does(pp: int, dp: int, cases: list[Case]) -> None:
-    by_rank = run_processes(pp * dp, trained, pp, cases, timeout_s=900.0)
+    check_against_one_process(dp, cases, run_processes(pp * dp, trained, pp, cases, timeout_s=900.0))
+
+
+SOME_CUT = [
+    Case((2, 4), tied=True, steps=6),
+    Case((4, 2), "GPipe", "prefix", steps=4, sequence_parallel=True),
+    Case((1, 2, 1, 2), "Interleaved1F1B", "middle", tied=True, steps=4, sequence_parallel=True),
+    Case((2, 4), frozen="tail", dtype=torch.bfloat16, steps=4),
+]
+
+
+@pytest.mark.parametrize(
+    ("dp", "cases"),
+    [
+        pytest.param(1, SOME_CUT, id="2x1x2"),
+        *(
+            pytest.param(
+                2,
+                [dataclasses.replace(case, sequence_parallel=along) for case in every(2)],
+                id=f"all-2x2x2{'-sequence' * along}",
+                marks=pytest.mark.long,
+            )
+            for along in (False, True)
+        ),
+    ],
+)
+def test_stages_whose_layers_are_cut_train_as_one_process_does(dp: int, cases: list[Case]) -> None:
+    """On stages times data-parallel times tensor ranks."""
+    by_rank = run_processes(4 * dp, trained, 2, cases, 2, timeout_s=1800.0)
+    check_against_one_process(dp, cases, by_rank)
+    for number, case in enumerate(cases):
+        for rank in range(0, 4 * dp, 2):
+            ours, theirs = (by_rank[r][number] for r in (rank, rank + 1))
+            replicas = [name for name, part in ours.parts.items() if part.shape == ours.weights[name].shape]
+            assert replicas or case.frozen != "nothing"
+            for name in replicas:
+                assert torch.equal(ours.parts[name], theirs.parts[name]), f"{case}, {name}: to the bit"
+
+
+def check_against_one_process(dp: int, cases: list[Case], by_rank: list[list[Outcome]]) -> None:
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         alone = train_alone(case, dp)
         found = {name: weight for outcome in outcomes for name, weight in outcome.weights.items()}

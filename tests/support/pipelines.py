@@ -9,12 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.pipeline import Pipeline, whole_state_dict
 
-from .tensor_parallel import adamw
+from .tensor_parallel import adamw, whole
 
 VOCAB, WIDTH, SEQUENCE, SAMPLES = 61, 16, 6, 8
 """Of the model, and of a data-parallel rank's batch."""
@@ -34,17 +42,35 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
-def make_layers(case: Case) -> list[nn.Module]:
-    """Embedding, four blocks and a head, the same on every rank."""
+def make_layers(case: Case, tensor_mesh: DeviceMesh | None = None) -> list[nn.Module]:
+    """Embedding, four blocks and a head, the same on every rank; cut over the ranks of ``tensor_mesh``, if there is
+    one."""
     torch.manual_seed(7)
     embed, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
     nn.init.normal_(embed.weight, std=0.1)
     if case.tied:
         head.weight = embed.weight
     layers = [embed, *(Block(hidden) for hidden in (24, 32, 40, 48)), head]
-    for number in FROZEN[case.frozen]:
+    layers = [layer.to(case.dtype) for layer in layers]
+    if tensor_mesh is not None:
+        parallelize_module(nn.ModuleList(layers), tensor_mesh, plan(sequence_parallel=case.sequence_parallel))
+        if case.tied:
+            head.weight = embed.weight
+    for number in FROZEN[case.frozen]:  # here, as SequenceParallel makes new Parameters, which are trained
         layers[number].requires_grad_(False)
-    return [layer.to(case.dtype) for layer in layers]
+    return layers
+
+
+def plan(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """torch's plan for the layers; 61 rows of the vocabulary do not divide."""
+    along = Shard(1) if sequence_parallel else Replicate()
+    styles: dict[str, ParallelStyle] = {
+        "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=along),
+        "[1-4].up": ColwiseParallel(input_layouts=along),
+        "[1-4].down": RowwiseParallel(output_layouts=along),
+        "5": ColwiseParallel(input_layouts=along, output_layouts=Replicate()),
+    }
+    return styles | ({"[1-4].norm": SequenceParallel()} if sequence_parallel else {})
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -53,7 +79,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Says what is trained. ``split``: the layers of each stage."""
+    """Says what is trained. ``split``: the layers of each stage; ``sequence_parallel``: on tensor ranks."""
 
     split: tuple[int, ...]
     schedule: str = "1F1B"
@@ -64,6 +90,7 @@ class Case:
     microbatches: int = 4
     clip_norm: float | None = 0.1
     options: tuple[tuple[str, Any], ...] = ()
+    sequence_parallel: bool = False
 
 
 def batch_of(dp_rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -75,22 +102,27 @@ def batch_of(dp_rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass
 class Outcome:
-    """``weights``: by name; of a rank those of its stages. ``state``: the optimizer's, where it is."""
+    """``weights``: by name, whole; of a rank those of its stages. ``parts``: as this rank has them. ``state``: the
+    optimizer's, where it is."""
 
     weights: dict[str, Tensor]
     losses: list[float]
     norms: list[float]
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parts: dict[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def mesh_of(pp: int) -> DeviceMesh:
-    """All ranks of the default group, as stages times data-parallel ranks."""
-    return init_device_mesh("cpu", (pp, dist.get_world_size() // pp), mesh_dim_names=("pp", "dp"))
+def mesh_of(pp: int, tp: int | None = None) -> DeviceMesh:
+    """All ranks of the default group, as stages times data-parallel ranks, times tensor ranks if a number is given."""
+    dp = dist.get_world_size() // (pp * (tp or 1))
+    if tp is None:
+        return init_device_mesh("cpu", (pp, dp), mesh_dim_names=("pp", "dp"))
+    return init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 @dataclasses.dataclass
 class Trainee:
-    """A model and its optimizer on a mesh of ("pp", "dp")."""
+    """A model and its optimizer on a mesh of ("pp", "dp"), or of ("pp", "dp", "tp")."""
 
     case: Case
     net: Pipeline
@@ -101,13 +133,14 @@ class Trainee:
     @classmethod
     def make(cls, mesh: DeviceMesh, case: Case, **options: Any) -> Trainee:
         """All ranks together."""
+        has_tensor_ranks = "tp" in (mesh.mesh_dim_names or ())
         net = Pipeline(
-            make_layers(case),
+            make_layers(case, mesh["tp"] if has_tensor_ranks else None),
             case.split,
             loss=loss_of,
             microbatches=case.microbatches,
             schedule=case.schedule,
-            mesh=mesh["pp"],
+            mesh=mesh["pp", "tp"] if has_tensor_ranks else mesh["pp"],
         )
         config = DistributedDataParallelConfig(bucket_size=1500, **dict(case.options))
         model = DistributedDataParallel(net, config, process_group=mesh.get_group("dp"), **options)
@@ -125,7 +158,9 @@ class Trainee:
                 norms.append(float(self.optimizer.clip_grad_norm_(self.case.clip_norm)))
             self.optimizer.step()
         self.model.finish_param_gather()
-        return Outcome({name: p.detach().clone() for name, p in self.net.named_parameters()}, losses, norms)
+        named = dict(self.net.named_parameters())
+        parts = {name: getattr(p, "_local_tensor", p).detach().clone() for name, p in named.items()}
+        return Outcome({name: whole(param) for name, param in named.items()}, losses, norms, parts=parts)
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
         """Whole weights, optimizer state and main params, where they are."""

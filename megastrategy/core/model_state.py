@@ -1,6 +1,7 @@
-"""Saves and loads the optimizer of a tensor-parallel model as that of one in which no parameter is cut.
+"""Saves and loads the optimizer of a model that several ranks share as that of one rank that has all of it.
 
-Every function here hands on what it gets where no parameter is cut. See checkpoint.tensor_ranks.
+The parts of what tensor ranks have cut come together first, then what the stages have; loading goes the other way.
+Every function here hands on what it gets where a rank has the whole model. See checkpoint.tensor_ranks and stage_state.
 """
 
 from __future__ import annotations
@@ -19,57 +20,67 @@ from .local_parts import CutParam
 from .sharded_step import ShardedStep
 
 _MAIN = "main_param"
-_CALL = "{} of the optimizer of a tensor-parallel model"
+_CALL = "{} of the optimizer of a model that ranks share"
 
 
 def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """``gather`` returns the state of this rank's parts, on the first of its data-parallel ranks; returned is that of
-    whole parameters, on the first of all. Collective over both.
+    the whole model, on the first of all. Collective over all ranks.
 
     Raises:
         NotOnAllRanksError: if a rank calls it alone.
+        CheckpointError: on all ranks that have a state, if ranks of the model have other things in it.
     """
-    if stage_state.is_staged(impl):
-        return stage_state.whole_state(impl, gather)
-    local_parts = impl.engine.local_parts
-    if not local_parts.has_parts:
-        return gather()
-    if (ranks := local_parts.ranks) is not None:
+    if impl.engine.local_parts.model_groups:
         require_everybody(impl, _CALL.format(STATE))
     saved = gather()
-    # Elsewhere is nothing, on all tensor ranks of those data-parallel ranks alike.
-    if isinstance(saved["state"], OnRankZero):
-        return saved
-    numbers = number_params(impl.inner)
+    # Elsewhere is nothing, on all ranks of the model that those data-parallel ranks have alike.
+    if not isinstance(saved["state"], OnRankZero) and impl.engine.local_parts.has_parts:
+        saved = _state_of_whole_params(impl, saved)
+    if not isinstance(saved["state"], OnRankZero) and stage_state.is_staged(impl):
+        saved = stage_state.whole_state(impl, saved)
+    return saved
+
+
+def _state_of_whole_params(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+    local_parts, numbers = impl.engine.local_parts, number_params(impl.inner)
     params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
     # What an optimizer made of a DTensor at construction, and keeps while that is frozen, is a DTensor, too.
     state = {
         number: {name: local_parts.of(value) for name, value in kept.items()} if number in params else kept
         for number, kept in saved["state"].items()
     }
+    ranks = local_parts.tensor_ranks
     whole = state if ranks is None else join_parts(state, local_parts.cut_params(params), ranks)
     return {**saved, "state": whole}
 
 
+def has_main_params(impl: ShardedStep, is_here: bool) -> bool:
+    """Whether some rank of the model has main params; ``is_here``: this one has. Collective over a pipeline's ranks."""
+    if not stage_state.is_staged(impl):
+        return is_here
+    require_everybody(impl, _CALL.format(MAIN_PARAMS))
+    return stage_state.is_on_any_stage(impl, is_here)
+
+
 def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
     """As :func:`whole_state`, for main params by name."""
-    if stage_state.is_staged(impl):
-        return stage_state.whole_main_params(impl, gather)
-    if (ranks := impl.engine.local_parts.ranks) is None:
-        return gather()
-    require_everybody(impl, _CALL.format(MAIN_PARAMS))
+    if impl.engine.local_parts.model_groups:
+        require_everybody(impl, _CALL.format(MAIN_PARAMS))
     saved = gather()
-    if isinstance(saved, OnRankZero):
-        return saved
-    cut = _cut_by_saved_name(impl)
-    joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
-    return {name: kept[_MAIN] for name, kept in joined.items()} if ranks.is_rank_zero else OnRankZero()
+    if not isinstance(saved, OnRankZero) and (ranks := impl.engine.local_parts.tensor_ranks) is not None:
+        cut = _cut_by_saved_name(impl)
+        joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
+        saved = {name: kept[_MAIN] for name, kept in joined.items()} if ranks.is_rank_zero else OnRankZero()
+    if not isinstance(saved, OnRankZero) and stage_state.is_staged(impl):
+        saved = stage_state.whole_main_params(impl, saved)
+    return saved
 
 
 def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
-    """This rank's parts of a state of whole parameters: views."""
+    """This rank's parts of the whole model's state: views. Collective over a pipeline's stages."""
     if stage_state.is_staged(impl):
-        return stage_state.state_of_stage(impl, saved)
+        saved = stage_state.state_of_stage(impl, saved)
     params = {
         number: param
         for stored, group in zip(saved["param_groups"], impl.inner.param_groups, strict=False)
@@ -88,7 +99,7 @@ def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
 def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     """This rank's parts of main params by name, whole ones or DTensors: views."""
     if stage_state.is_staged(impl):
-        return stage_state.main_params_of_stage(impl, saved)
+        saved = stage_state.main_params_of_stage(impl, saved)
     local_parts = impl.engine.local_parts
     if not local_parts.has_parts:
         return saved
@@ -109,11 +120,11 @@ def _cut_by_saved_name(impl: ShardedStep) -> dict[str, CutParam]:
 
 
 def require_everybody(impl: ShardedStep, what: str) -> None:
-    """Returns when all data-parallel ranks, and all tensor ranks, are about to do the same.
+    """Returns when all data-parallel ranks, and all that share the model, are about to do the same.
 
     Raises:
         NotOnAllRanksError: if they are not, within bounded time.
     """
     impl.engine.collectives.require_all_ranks(what)
-    if (ranks := impl.engine.local_parts.ranks) is not None:
+    for ranks in impl.engine.local_parts.model_groups:
         ranks.require_all_ranks(what)
