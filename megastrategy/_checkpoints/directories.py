@@ -27,6 +27,7 @@ from ..core import (
     DistributedOptimizer,
     directory_keys,
     is_directory_checkpoint,
+    names_elsewhere,
     read_directory,
     read_weights,
     save_directory,
@@ -73,11 +74,11 @@ def local_directory(path: str | Path) -> Path:
     return local
 
 
-def of_rank_zero(key: str, state: Mapping[str, Any], module: Module) -> set[tuple[str, str]]:
-    """Returns the entries of a module's state that rank 0 writes, as under torch DDP: all but the parameters, which are
-    equal on all ranks."""
+def written_by(state: Mapping[str, Any], module: Module, is_first: bool) -> dict[str, Any]:
+    """Returns what a rank writes of a module's state: parameters, which are equal on all ranks, and on the first of its
+    data-parallel ranks all the rest, like BatchNorm's statistics, as under torch DDP."""
     params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {(key, name) for name in state if name not in params}
+    return {name: value for name, value in state.items() if is_first or name in params}
 
 
 class OptimizerInDirectory(NamedTuple):
@@ -103,7 +104,6 @@ class DirectorySaver:
         state: dict[str, Any],
         extra: dict[str, Any],
         path: Path,
-        rank_zeros: set[tuple[str, str]],
         *,
         in_background: bool = False,
         is_apart: bool = False,
@@ -120,12 +120,12 @@ class DirectorySaver:
             with contextlib.suppress(OSError):  # which the save will meet, and tell all ranks of
                 path.parent.mkdir(parents=True, exist_ok=True)  # at once: callbacks put links beside it
         if not in_background:
-            save_directory(state, extra, path, collectives, rank_zeros, is_apart=is_apart)
+            save_directory(state, extra, path, collectives, is_apart=is_apart)
             return
         if self._executor is None:
             self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megastrategy-checkpoint")
         copies = to_host(state), to_host(extra)
-        self._pending = self._executor.submit(save_directory, *copies, path, collectives, rank_zeros)
+        self._pending = self._executor.submit(save_directory, *copies, path, collectives)
 
     def then(self, action: Callable[[], None]) -> None:
         """Runs ``action`` when the save in the background is complete: to remove what it replaces, for one."""
@@ -185,7 +185,7 @@ def load_trainer_directory(path: Path, module: Module | None, weights_only: bool
     keys = directory_keys(path)
     # Lightning's FSDPStrategy and its ModelParallelStrategy have two names for it.
     key = "model" if "model" in keys else "state_dict"
-    weights = read_directory(path, key) if module is None else read_weights(path, key, module)
+    weights = read_directory(path, key) if module is None else read_weights(path, key, module, names_elsewhere(module))
     checkpoint["state_dict"] = weights | checkpoint.pop(NOT_TENSORS, {}).get("model", {})
     optimizers = [key for key in keys if key.startswith("optimizer_")]
     if optimizers or "lr_schedulers" in checkpoint:  # a module without optimizers has none; weights alone no schedulers

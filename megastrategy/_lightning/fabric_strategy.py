@@ -32,7 +32,7 @@ from .._checkpoints.directories import (
     check_state_dict_type,
     load_extra,
     local_directory,
-    of_rank_zero,
+    written_by,
 )
 from .._checkpoints.files import local_path, own_memory, trainable_weights
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
@@ -49,6 +49,7 @@ from ..core import (
     config_from_arguments,
     describe_translation,
     directory_keys,
+    names_elsewhere,
     not_tensors,
     read_directory,
     read_weights,
@@ -307,26 +308,31 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
     ) -> None:
         modules: dict[str, dict[str, Any]] = {}
-        optimizers: dict[str, dict[str, Any]] = {}
+        written: dict[str, dict[str, Any]] = {}
         extra: dict[str, Any] = {}
-        rank_zeros: set[tuple[str, str]] = set()
         for key, given in state.items():
             value: Any = self._distributed(given)
             keeps = filter.get(key, lambda name, item: True)
             # all ranks write these together; everything else is rank 0's, in ``meta.pt``
             if isinstance(given, Module):
                 saved = self.get_module_state_dict(value)
-                # module buffers differ from rank to rank: whoever writes least must not decide which are saved
-                rank_zeros |= of_rank_zero(key, saved, unwrapped(given))
                 modules[key] = {name: item for name, item in saved.items() if keeps(name, item)}
+                written[key] = written_by(modules[key], unwrapped(given), self._is_first_replica())
                 continue
             if isinstance(value, DistributedOptimizer):
-                optimizers[key] = {k: v for k, v in value.sharded_state_dict().items() if keeps(k, v)}
+                written[key] = {k: v for k, v in value.sharded_state_dict().items() if keeps(k, v)}
                 continue
             saved = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
             extra[key] = {k: v for k, v in saved.items() if keeps(k, v)} if isinstance(saved, dict) else saved
-        written = {key: (modules | optimizers)[key] for key in state if key in modules or key in optimizers}
-        save_directory(written, extra | not_tensors(modules), path, checkpoint_collectives(), rank_zeros)
+        save_directory(written, extra | self._not_tensors(modules), path, checkpoint_collectives())
+
+    def _is_first_replica(self) -> bool:
+        """Whether this rank writes what data-parallel ranks may have otherwise, as buffers."""
+        return self.is_global_zero
+
+    def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """What rank 0 writes beside the tensors of modules' states, by key. Collective over a pipeline's stages."""
+        return not_tensors(weights)
 
     def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:
         """Reads a directory, but for the states of optimizers in ``state``: these stay there, to be read in part."""
@@ -339,8 +345,10 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         def read(key: str) -> Any:
             if key in left:
                 return OptimizerInDirectory(path, key)
-            own = read_weights(path, key, modules[key]) if key in modules else read_directory(path, key)
-            return own | apart.get(key, {})
+            apart_from_tensors = apart.get(key, {})
+            if (module := modules.get(key)) is None:
+                return read_directory(path, key) | apart_from_tensors
+            return read_weights(path, key, module, names_elsewhere(module)) | apart_from_tensors
 
         return extra | {key: read(key) for key in directory_keys(path)}
 

@@ -5,7 +5,7 @@ Does nothing where every rank is a data-parallel one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,11 @@ from .meshes import (
     DATA,
     ModelSizes,
     empty_init_context,
+    is_first_replica,
     is_on_meta,
     load_weights,
     materialise,
+    not_tensors_of_stages,
     sampler_ranks,
     whole_weights,
 )
@@ -41,7 +43,6 @@ class FabricTensorParallelStrategy(FabricStrategy):
         self._sizes = sizes
         self.tensor_parallel_size = sizes.tensor_parallel_size
         self.pipeline_parallel_size = sizes.pipeline_parallel_size
-        sizes.check_state_dict_type(self.state_dict_type)
         if parallelize_fn is not None and sizes.tensor_parallel_size == 1:
             raise ValueError(
                 "parallelize_fn is given and tensor_parallel_size is 1: there is nothing to parallelise over. Pass "
@@ -118,6 +119,13 @@ class FabricTensorParallelStrategy(FabricStrategy):
         if self._device_mesh is None or self.state_dict_type == "sharded":
             return super().get_module_state_dict(module)
         return whole_weights(unwrapped(module), self._device_mesh)
+
+    def _is_first_replica(self) -> bool:
+        return super()._is_first_replica() if self._device_mesh is None else is_first_replica(self._device_mesh)
+
+    def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        found = super()._not_tensors(weights)
+        return found if self._device_mesh is None else not_tensors_of_stages(found, self._device_mesh)
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
         if self._device_mesh is None:

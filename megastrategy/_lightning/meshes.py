@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 
-from ..core import cut_like, dtensors_of
+from ..core import NOT_TENSORS, cut_like, dtensors_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -51,14 +51,6 @@ class ModelSizes:
             raise ValueError(
                 f"stage_order={list(self.stage_order)}: expected each number from 0 to {pipeline - 1} once, of "
                 f"pipeline_parallel_size={pipeline} blocks of ranks"
-            )
-
-    def check_state_dict_type(self, state_dict_type: str) -> None:
-        """Raises ValueError for one in which such a model is not saved."""
-        if self.pipeline_parallel_size > 1 and state_dict_type == "sharded":
-            raise ValueError(
-                f"pipeline_parallel_size={self.pipeline_parallel_size} contradicts state_dict_type='sharded': a "
-                "pipeline is saved whole. Leave state_dict_type at 'full'"
             )
 
     def make_mesh(self, world_size: int, device: torch.device) -> DeviceMesh | None:
@@ -105,6 +97,24 @@ def bring_to_replicas(module: Module, mesh: DeviceMesh) -> None:
             torch.distributed.broadcast(part, group=mesh.get_group(name), group_src=0)
 
 
+def is_first_replica(mesh: DeviceMesh) -> bool:
+    """Whether this rank has the first replica of what it has of the model."""
+    return not any(mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name != PIPELINE)
+
+
+def not_tensors_of_stages(found: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Joins what :func:`~megastrategy.core.not_tensors` has found on each stage. Collective over the stages."""
+    if not is_pipeline(mesh):
+        return found
+    every: list[Any] = [None] * mesh[PIPELINE].size()
+    torch.distributed.all_gather_object(every, found, group=mesh.get_group(PIPELINE))
+    joined: dict[str, dict[str, Any]] = {}
+    for by_key in (theirs.get(NOT_TENSORS, {}) for theirs in every):
+        for key, values in by_key.items():
+            joined.setdefault(key, {}).update(values)
+    return {NOT_TENSORS: joined} if joined else {}
+
+
 def is_pipeline(mesh: DeviceMesh) -> bool:
     """Whether its ranks share a model by layers."""
     return PIPELINE in (mesh.mesh_dim_names or ())
@@ -125,6 +135,11 @@ def whole_weights(module: Module, mesh: DeviceMesh) -> dict[str, Any]:
 
 def load_weights(module: Module, weights: Mapping[str, Any], strict: bool, mesh: DeviceMesh) -> None:
     """Loads whole weights, of which each rank takes its parts, and what a rank has read its part of alone."""
+    if is_pipeline(mesh):
+        from ..pipeline import load_whole_state_dict
+
+        load_whole_state_dict(module, weights, strict)
+        return
     params = dtensors_of(module, each_name=True)
     parts = dict(weights)
     for name in params.keys() & weights.keys():
@@ -132,9 +147,6 @@ def load_weights(module: Module, weights: Mapping[str, Any], strict: bool, mesh:
         # One of another shape is told of by torch, with its name.
         if isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == params[name].shape:
             parts[name] = cut_like(params[name], value)
-    if is_pipeline(mesh):  # whose stages leave out what others have
-        module.load_state_dict(parts, strict)
-        return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     set_model_state_dict(module, parts, options=StateDictOptions(strict=strict))

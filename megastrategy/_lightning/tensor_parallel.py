@@ -22,11 +22,13 @@ from .meshes import (
     ModelSizes,
     bring_to_replicas,
     empty_init_context,
+    is_first_replica,
     is_loss_parallel,
     is_on_meta,
     is_pipeline,
     load_weights,
     materialise,
+    not_tensors_of_stages,
     sampler_ranks,
     whole_weights,
 )
@@ -49,7 +51,6 @@ class TensorParallelStrategy(TrainerStrategy):
         self._sizes = sizes
         self.tensor_parallel_size = sizes.tensor_parallel_size
         self.pipeline_parallel_size = sizes.pipeline_parallel_size
-        sizes.check_state_dict_type(self.state_dict_type)
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
@@ -188,6 +189,13 @@ class TensorParallelStrategy(TrainerStrategy):
             self.global_rank,
             filepath,
         )
+
+    def _is_first_replica(self) -> bool:
+        return super()._is_first_replica() if self._device_mesh is None else is_first_replica(self._device_mesh)
+
+    def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        found = super()._not_tensors(weights)
+        return found if self._device_mesh is None else not_tensors_of_stages(found, self._device_mesh)
 
     def _parts_are_lost(self) -> bool:
         """Whether an exception may have left ranks of one model in different places, so that none can ask another."""

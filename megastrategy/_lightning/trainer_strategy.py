@@ -29,8 +29,8 @@ from .._checkpoints.directories import (
     load_optimizers,
     load_trainer_directory,
     local_directory,
-    of_rank_zero,
     remove_directory,
+    written_by,
 )
 from .._checkpoints.files import local_path, own_memory, trainable_weights
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
@@ -408,12 +408,20 @@ class TrainerStrategy(
         assert self.lightning_module is not None
         weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
-        checkpoint |= not_tensors({"model": weights})
-        rank_zeros = of_rank_zero("model", weights, self.lightning_module)
+        checkpoint |= self._not_tensors({"model": weights})
+        state["model"] = written_by(weights, self.lightning_module, self._is_first_replica())
         path, is_apart = self._directory_to_save(filepath)
         # after the fit nobody would wait for it; and parts are taken away to be put together once this returns
         in_background &= self._engine is not None and not self._engine.is_closed and not is_apart
-        self._directory_saver.save(state, checkpoint, path, rank_zeros, in_background=in_background, is_apart=is_apart)
+        self._directory_saver.save(state, checkpoint, path, in_background=in_background, is_apart=is_apart)
+
+    def _is_first_replica(self) -> bool:
+        """Whether this rank writes what data-parallel ranks may have otherwise, as buffers."""
+        return self.is_global_zero
+
+    def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """What rank 0 writes beside the tensors of modules' states, by key. Collective over a pipeline's stages."""
+        return not_tensors(weights)
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Path, bool]:
         """Returns the directory, and whether each rank has one of its own for its part. Collective."""

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from .._checkpoints.directories import written_by
 from .._faults.process_collectives import checkpoint_collectives
 from .._whole_optimizers import WholeOptimizers
 from ..core import DistributedOptimizer, LoneCollectives, adapt_scaler
@@ -391,7 +392,7 @@ class Accelerator(TensorParallel, SavesAlone, CountsTokens, ResumesData, acceler
         for hook in hooks.values():
             hook(models, weights, str(location))  # which may take out what it saves itself
         own = {
-            id(state): checkpoint.part_of_process(state, model, self.is_main_process)
+            id(state): written_by(state, model, self.is_main_process)
             for state, model in zip(states, models, strict=True)
         }
         weights = [own.get(id(state), state) for state in weights]

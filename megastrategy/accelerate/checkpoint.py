@@ -56,13 +56,6 @@ def load_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | N
                 item.load_main_params(saved[number])
 
 
-def part_of_process(state: dict[str, Any], model: Module, is_main: bool) -> dict[str, Any]:
-    """Returns what a rank writes of a model's state: parameters, which are equal on all ranks, and on the main process
-    all the rest, like BatchNorm's statistics, as under torch DDP."""
-    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in state.items() if is_main or name in params}
-
-
 def is_sharded(folder: Path) -> bool:
     """Whether weights and optimizers are in the directory of :func:`save_sharded`."""
     return is_directory_checkpoint(folder / DIRECTORY)

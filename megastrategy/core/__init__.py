@@ -39,7 +39,7 @@ from .layout import Bucket, BufferLayout, ParamSpec, build_layout
 from .local_parts import cut_like, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
 from .rebucketing.arrival_order import better_layout_order
-from .stages import Copies, FollowsStages, StagedModule
+from .stages import Copies, FollowsStages, StagedModule, names_elsewhere
 from .strangers import describe_unreduced
 from .trials.known_findings import KnownFindings
 
@@ -84,6 +84,7 @@ __all__ = [
     "make_collectives",
     "memory_use",
     "memory_use_of_ddp",
+    "names_elsewhere",
     "norms_over_owners",
     "not_tensors",
     "one_listener",

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint.flat_shard import FlatShard
 from .checkpoint.full_state import (
     CollectiveGather,
     Gather,
@@ -29,23 +28,21 @@ from .checkpoint.full_state import (
     gather_main_params,
     gather_state_dict,
     load_full_state_dict,
-    load_own_state,
     number_params,
 )
 from .checkpoint.hand_over import MAIN_PARAMS, STATE, Borrowing
 from .checkpoint.host_copies import to_host
-from .checkpoint.sharded_optimizer import check_same_groups, read_optimizer, sharded_state_dict
 from .checkpoint.whole_state import groups_as_saved
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
+from .directory_state import own_share, read_share
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
-from .errors import CheckpointError, OptimizerNotShardableError
+from .errors import OptimizerNotShardableError
 from .forwarded import forwarding_members
 from .model_state import (
     has_main_params,
     parts_of_main_params,
     parts_of_state,
     require_everybody,
-    tensor_parts,
     whole_main_params,
     whole_state,
 )
@@ -54,7 +51,7 @@ from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
 from .sharded_step import ShardedStep
 from .shown_state import ShownState
-from .stage_state import is_staged, refuse_directories
+from .stage_state import is_staged
 from .trials.step_arguments import StepArguments
 
 
@@ -416,26 +413,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.
 
         The keys are ``state``, ``param_groups`` and, for 16-bit weights, ``main_params``. Nothing is copied or sent;
-        tensors are the optimizer's own. Of a tensor-parallel parameter it is a part of the whole's, too.
+        tensors are the optimizer's own. Of a tensor-parallel parameter it is a part of the whole's, too, and of a
+        pipeline what this stage has. Collective over a pipeline's stages.
         """
-        impl = self._impl
-        refuse_directories(impl)
-        # Whoever writes them reads the device, which may wait for a rank that is gone.
-        impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
-        impl.split_state()
-        parts, groups = tensor_parts(impl), (impl.engine.collectives, *impl.engine.local_parts.model_groups)
-        is_first = all(ranks.is_rank_zero for ranks in groups)
-        of_others = set() if is_first else {id(param) for param in impl.strangers.params}
-
-        def stepped(param: Parameter) -> Tensor | None:
-            if id(param) in of_others:
-                return None  # rank 0's are saved
-            return impl.stepped_tensor(param) if impl.has_shards else param
-
-        where = impl.followed_by_id, impl.shards, impl.layout, impl.element_names, parts
-        state = sharded_state_dict(impl.inner, impl.names_by_id(), stepped, *where)
-        main_params = {**state.pop("main_params", {}), **parts.placed(impl.main_params_to_come)}
-        return state | ({"main_params": main_params} if main_params else {})
+        return own_share(self._impl)
 
     def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
         """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
@@ -450,29 +431,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: if it cannot be read, or is of another model.
         """
-        impl = self._impl
-        refuse_directories(impl)
-        names, followed = impl.names_by_id(), impl.followed_by_id
-        own = impl.shards, impl.layout, impl.element_names, impl.whole_params, followed.values(), tensor_parts(impl).cut
-        saved = read_optimizer(Path(path), key, names.values(), *own)
-        if "param_groups" not in saved:
-            raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
-        own_groups = [[names[id(param)] for param in group["params"]] for group in self.param_groups]
-        check_same_groups(Path(path), saved["param_groups"], own_groups)
-
-        def values_of(param: Parameter) -> dict[str, Any]:
-            values = saved.get("state", {}).get(names[id(param)], {})
-            return {name: value.local if isinstance(value, FlatShard) else value for name, value in values.items()}
-
-        def apply() -> None:
-            with impl.at_rest.replaced():
-                impl.split_state(replace=True)
-                groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
-                index_by_id = followed if impl.has_shards else {}
-                load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
-                impl.load_main_params(saved.get("main_params", {}))
-
-        return apply
+        return read_share(self._impl, Path(path), key)
 
     def __copy__(self) -> torch.optim.Optimizer:
         """Makes one of the user's class; see optimizer_copies' [Note: what a copy is]."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,11 +73,17 @@ class LocalParts:
         tensor_ranks: the ranks that have parts of the same parameters, in one layout; None where there are no others.
         stage_ranks: the ranks that have other parameters of the model, in layouts of their own; None likewise.
         has_parts: whether a parameter may be another object than its part here, on one tensor rank too.
+        elsewhere: the names of parameters that other ranks' stages have.
     """
 
     tensor_ranks: Collectives | None = None
     stage_ranks: Collectives | None = None
     has_parts = False
+    elsewhere: Collection[str] = ()
+
+    def name_in_whole(self, name: str) -> str:
+        """The name that a parameter has in a model of one process: a copy's is that of the first."""
+        return name
 
     @property
     def model_groups(self) -> tuple[Collectives, ...]:

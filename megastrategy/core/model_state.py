@@ -14,7 +14,6 @@ from torch import Tensor
 from . import stage_state
 from .checkpoint.full_state import REMAINDER, OnRankZero, number_params
 from .checkpoint.hand_over import MAIN_PARAMS, STATE
-from .checkpoint.sharded_optimizer import TensorParts
 from .checkpoint.tensor_ranks import join_parts
 from .local_parts import CutParam
 from .sharded_step import ShardedStep
@@ -105,12 +104,6 @@ def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[st
         return saved
     cut, parts = _cut_by_saved_name(impl), {name: local_parts.of(value) for name, value in saved.items()}
     return {name: cut[name].cut(part) if name in cut else part for name, part in parts.items()}
-
-
-def tensor_parts(impl: ShardedStep) -> TensorParts:
-    """Tells what this tensor rank writes into a directory, and reads from it."""
-    local_parts = impl.engine.local_parts
-    return TensorParts(local_parts.cut_params(dict(impl.engine.module.named_parameters())))
 
 
 def _cut_by_saved_name(impl: ShardedStep) -> dict[str, CutParam]:

@@ -38,12 +38,8 @@ def whole_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: on all ranks of the stages, if their optimizers have other groups.
     """
     parts, ranks = _stages(impl)
-    hosts, names = ranks.host, _names_by_group(impl)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
-    every: list[tuple[list[list[str]], list[dict[str, Any]]]] = hosts.all_gather_objects((names, options))
-    _check_same_groups([theirs for _, theirs in every])
-    whole = _whole_names([theirs for theirs, _ in every], parts)
-    numbers = {name: number for number, name in enumerate(name for group in whole for name in group)}
+    hosts, groups = ranks.host, whole_groups(impl, saved["param_groups"])
+    numbers = {name: number for number, name in enumerate(name for group in groups for name in group["params"])}
     own_names = _name_of_number(impl)
     own = {
         numbers[name]: kept
@@ -53,8 +49,25 @@ def whole_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     state = dict(gather_whole(own, hosts, _HOST))
     if not hosts.is_rank_zero:
         return {**saved, "state": OnRankZero()}
-    groups = [{**group, "params": [numbers[n] for n in members]} for group, members in zip(options, whole, strict=True)]
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     return {**saved, "state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
+
+
+def whole_groups(impl: ShardedStep, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of all stages' optimizers, whose parameters are names; ``groups``: this one's, whose parameters may be
+    anything. Collective over the stages.
+
+    Raises:
+        CheckpointError: on all of them, if they have other groups.
+    """
+    parts, ranks = _stages(impl)
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    every: list[tuple[list[list[str]], list[dict[str, Any]]]] = ranks.all_gather_objects(
+        (_names_by_group(impl), options)
+    )
+    _check_same_groups([theirs for _, theirs in every])
+    whole = _whole_names([theirs for theirs, _ in every], parts)
+    return [{**group, "params": members} for group, members in zip(options, whole, strict=True)]
 
 
 def is_on_any_stage(impl: ShardedStep, is_here: bool) -> bool:
@@ -99,15 +112,6 @@ def state_of_stage(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
             if number in saved["state"]:
                 state[numbers[id(param)]] = saved["state"][number]
     return {**saved, "state": state, "param_groups": groups}
-
-
-def refuse_directories(impl: ShardedStep) -> None:
-    """Raises CheckpointError where each rank's groups have other parameters: a directory has those of one rank."""
-    if is_staged(impl):
-        raise CheckpointError(
-            "the optimizer of a pipeline is not saved in parts (sharded_state_dict(), directories): save state_dict(), "
-            "which is whole, and loads into any stages"
-        )
 
 
 def main_params_of_stage(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:

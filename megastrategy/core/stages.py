@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,12 +90,14 @@ class StagedModule(nn.Module):
         stage_group: the ranks that have the others, in any order; None if this one has all.
         tensor_mesh: of one dimension, the ranks that have parts of the same layers; None where layers are whole.
         places: by rank of the group, the number of its first stage.
-        copies: of parameters that several of them have, all, in one order on all ranks. Names are this module's.
+        elsewhere: the names of parameters and buffers that other stages have. Names are this module's.
+        copies: of parameters that several of them have, all, in one order on all ranks.
     """
 
     stage_group: ProcessGroup | None = None
     tensor_mesh: DeviceMesh | None = None
     places: Sequence[int] = ()
+    elsewhere: Collection[str] = ()
     copies: Sequence[Copies] = ()
 
     def layer_of(self, name: str) -> int:
@@ -119,6 +121,16 @@ def find_staged(module: nn.Module) -> StagedModule | None:
     return staged[0] if staged else None
 
 
+def names_elsewhere(module: nn.Module) -> frozenset[str]:
+    """The names in ``module`` of parameters and buffers that it would have, were it whole."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, child in module.named_modules()
+        if isinstance(child, StagedModule)
+        for name in child.elsewhere
+    )
+
+
 class StageParts(LocalParts):
     """The parameters of one stage.
 
@@ -132,6 +144,7 @@ class StageParts(LocalParts):
     def __init__(self, staged: StagedModule, module: nn.Module) -> None:
         name = next(name for name, child in module.named_modules() if child is staged)
         self._staged, self._prefix = staged, f"{name}." if name else ""
+        self.elsewhere = names_elsewhere(module)
         self._stages_saw_batch = False
         self._device = torch.device("cpu")
         self._groups: list[ProcessGroup] = []
@@ -142,7 +155,6 @@ class StageParts(LocalParts):
         """Parameters that other stages have copies of, in one order on all ranks."""
 
     def name_in_whole(self, name: str) -> str:
-        """The name that a parameter has in a model of one process: a copy's is that of the first."""
         return self._first_names.get(name, name)
 
     def layer_of(self, name: str) -> int:

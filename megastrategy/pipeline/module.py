@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core import Copies, FollowsStages, StagedModule, gather_whole, make_collectives, private_group, subgroup
+from ..core import (
+    Copies,
+    FollowsStages,
+    StagedModule,
+    cut_like,
+    dtensors_of,
+    gather_whole,
+    make_collectives,
+    private_group,
+    subgroup,
+)
 from ..errors import StageError
 from .plan import StagePlan, make_plan
 from .schedules import Chunk, Run
@@ -33,7 +43,7 @@ class Pipeline(StagedModule):
     Args:
         layers: the whole chain, on every rank. A layer gets what the one before it returned, a tuple as several
             arguments. Built on meta, those of this rank get memory, by each module's ``reset_parameters``.
-        split_spec: the number of layers of each stage.
+        split_spec: the number of layers of each stage; "auto" for the planner's, on devices of one kind.
         loss: of the last layer's output and a target: a mean over the samples.
         microbatches: how many parts a batch is divided into, along the first dimension.
         schedule: "1F1B", "GPipe" or, with several stages a rank, "Interleaved1F1B", as torch calls them.
@@ -42,6 +52,7 @@ class Pipeline(StagedModule):
             or the Pipeline after. None where one process has all layers.
         keep_together: first and last layer, by number, of parts that are not to be cut.
         inputs: by a layer's number, the names of :meth:`forward`'s keyword arguments that it gets as well.
+        sample: for the planner, one microbatch of the first layer's argument; values do not matter.
 
     Attributes:
         layers: all of them; those of other ranks are empty modules in their places, so that parameters have the
@@ -55,7 +66,7 @@ class Pipeline(StagedModule):
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        split_spec: Sequence[int],
+        split_spec: Sequence[int] | Literal["auto"],
         *,
         loss: Callable[[Any, Tensor], Tensor],
         microbatches: int,
@@ -63,12 +74,22 @@ class Pipeline(StagedModule):
         mesh: DeviceMesh | None = None,
         keep_together: Sequence[tuple[int, int]] = (),
         inputs: Mapping[int, str | Sequence[str]] | None = None,
+        sample: Tensor | None = None,
     ) -> None:
         super().__init__()
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches}: expected at least one")
         if mesh is not None:
             mesh, self.tensor_mesh = _stages_and_tensor_ranks(mesh)
+        self._device = _device_of(mesh, layers)
+        if split_spec == "auto":
+            split_spec = [len(layers)]
+            if mesh is not None:
+                # The planner is a tool: who writes the division does not import it.
+                from .auto import planned_split
+
+                division = microbatches, schedule, keep_together
+                split_spec = planned_split(layers, sample, mesh, self._device, *division)
         names = [type(layer).__name__ for layer in layers]
         num_ranks = mesh.size() if mesh is not None else len(split_spec)
         plan = make_plan(names, split_spec, num_ranks, "1F1B" if mesh is None else schedule, keep_together)
@@ -81,7 +102,6 @@ class Pipeline(StagedModule):
         # Not the mesh's local rank, which is that of its group: torch sorts the ranks of groups.
         in_order = mesh.mesh.flatten().tolist() if mesh is not None else [0]
         self._rank = in_order.index(dist.get_rank()) if mesh is not None else 0
-        self._device = _device_of(mesh, layers)
         self._in_order: ProcessGroup | None = None  # the ranks in the order of the stages
         order: list[int] = []
         if mesh is not None and mesh.size() > 1:
@@ -90,6 +110,12 @@ class Pipeline(StagedModule):
             self.places = [order.index(rank) for rank in range(len(order))]
             self.copies = _find_copies(layers, self.plan, order)  # while they are still one parameter
         own = {number for stage in self.plan.stages_of(self._rank) for number in self.plan.layers(stage)}
+        self.elsewhere = {
+            f"layers.{number}.{name}"
+            for number, layer in enumerate(layers)
+            if number not in own
+            for name, _ in (*layer.named_parameters(), *layer.named_buffers())
+        }
         self.layers = nn.ModuleList(layer if i in own else _Elsewhere() for i, layer in enumerate(layers))
         _materialise(self.layers, self._device)
         if mesh is not None and next(self.layers.parameters(), None) is None:
@@ -255,7 +281,7 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     """The state of a module with a :class:`Pipeline` in it, as one process would have it, in the order of the layers:
     on the host of the lowest rank of the stages, and of the tensor ranks; empty on the others. Collective over both.
 
-    ``module.load_state_dict`` takes it on every stage whose layers are whole, and leaves out what other stages have.
+    :func:`load_whole_state_dict` takes it on every rank.
     """
     name, pipeline = next((name, child) for name, child in module.named_modules() if isinstance(child, Pipeline))
     state = module.state_dict()
@@ -279,11 +305,28 @@ def whole_state_dict(module: nn.Module) -> dict[str, Any]:
     return outside | in_order if pipeline._ranks.is_rank_zero else {}
 
 
+def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+    """Loads what :func:`whole_state_dict` gave, or a process that had all layers: each rank takes what it has.
+
+    Args:
+        module: with a :class:`Pipeline` in it.
+        state: the whole, on every rank. DTensors in it are this rank's parts already.
+        strict: as for ``module.load_state_dict``; what other stages have is never asked for.
+    """
+    params, own = dtensors_of(module, each_name=True), dict(state)
+    for name in params.keys() & state.keys():
+        value = state[name]
+        # One of another shape is told of by torch, with its name.
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == params[name].shape:
+            own[name] = cut_like(params[name], value)
+    module.load_state_dict(own, strict)
+
+
 def _whole(value: Any, *, keep: bool) -> Any:
     """What is a DTensor in host memory, whole, where it is to be kept. Collective over its mesh."""
     if not isinstance(value, DTensor):
         return value
-    whole = value.full_tensor()  # type: ignore[no-untyped-call]
+    whole = value.full_tensor()
     return whole.cpu() if keep else None
 
 

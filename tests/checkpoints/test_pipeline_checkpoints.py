@@ -2,76 +2,119 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+from megastrategy.core import read_directory
 from tests.support.pipelines import Case, Outcome, Trainee, make_layers, mesh_of, train_alone
 from tests.support.processes import run_processes
+from tests.support.sharded_training import assert_same
 from tests.support.tensor_parallel import adamw
 
 HALF, STEPS = 3, 6
 
-Mesh = tuple[int, int, tuple[int, ...], str]
-"""Stages' ranks, data-parallel ranks, the division and its schedule."""
-MESHES: list[Mesh] = [
-    (2, 2, (2, 4), "1F1B"),
-    (2, 1, (5, 1), "GPipe"),
-    (4, 1, (1, 2, 1, 2), "1F1B"),
-    (2, 1, (1, 2, 1, 2), "Interleaved1F1B"),
-    (3, 1, (2, 2, 2), "1F1B"),
+Kind = Literal["file", "directory"]
+
+
+class Mesh(NamedTuple):
+    """Stages' ranks, data-parallel ranks, the division and its schedule; tensor ranks."""
+
+    pp: int
+    dp: int
+    split: tuple[int, ...]
+    schedule: str
+    tp: int | None = None
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.dp * (self.tp or 1)
+
+
+MESHES = [
+    Mesh(2, 2, (2, 4), "1F1B"),
+    Mesh(2, 1, (5, 1), "GPipe"),
+    Mesh(2, 1, (3, 3), "1F1B", tp=2),
+    Mesh(4, 1, (1, 2, 1, 2), "1F1B"),
+    Mesh(2, 1, (1, 2, 1, 2), "Interleaved1F1B"),
+    Mesh(3, 1, (2, 2, 2), "1F1B"),
 ]
 
 
 def case_of(mesh: Mesh, dtype: torch.dtype, frozen: str = "middle") -> Case:
-    return Case(mesh[2], mesh[3], frozen, tied=True, dtype=dtype, steps=STEPS)
+    return Case(mesh.split, mesh.schedule, frozen, tied=True, dtype=dtype, steps=STEPS)
 
 
-def save(pp: int, case: Case, path: str) -> None:
-    trainee = Trainee.make(mesh_of(pp), case)
+def save(mesh: Mesh, case: Case, path: Path) -> None:
+    """Saves a file and a directory of the same."""
+    trainee = Trainee.make(mesh_of(mesh.pp, mesh.tp), case)
     trainee.train(range(HALF))
     saved = trainee.save()
     if torch.distributed.get_rank() == 0:
-        torch.save(saved, path)
+        path.mkdir()
+        torch.save(saved, path / "file")
+    torch.distributed.barrier()
+    trainee.save_directory(path / "directory")
     trainee.model.close()
 
 
-def resume(pp: int, case: Case, paths: list[str]) -> list[Outcome]:
-    mesh, outcomes = mesh_of(pp), []
+def resume(mesh: Mesh, case: Case, paths: list[Path], kind: Kind) -> list[Outcome]:
+    on_ranks, outcomes = mesh_of(mesh.pp, mesh.tp), []
     for path in paths:
-        trainee = Trainee.make(mesh, case)
-        trainee.load(torch.load(path, weights_only=True))
+        trainee = Trainee.make(on_ranks, case)
+        if kind == "file":
+            trainee.load(torch.load(path / "file", weights_only=True))
+        else:
+            trainee.load_directory(path / "directory")
         outcomes.append(trainee.train(range(HALF, STEPS)))
         trainee.model.close()
     return outcomes
 
 
 @pytest.mark.parametrize(
-    ("meshes", "dtype"),
+    ("meshes", "dtype", "kind"),
     [
-        pytest.param(MESHES[:2], torch.float32, id="short"),
+        pytest.param(MESHES[:2], torch.float32, "file", id="short-file"),
+        pytest.param(MESHES[1:3], torch.bfloat16, "directory", id="short-directory"),
         *(
-            pytest.param(MESHES, dtype, id=f"all-{dtype}", marks=pytest.mark.long)
-            for dtype in (torch.float32, torch.bfloat16)
+            pytest.param(MESHES, dtype, kind, id=f"all-{dtype}-{kind}", marks=pytest.mark.long)
+            for dtype, kind in itertools.product((torch.float32, torch.bfloat16), ("file", "directory"))
         ),
     ],
 )
-def test_every_division_goes_on_from_every_other(tmp_path: Path, meshes: list[Mesh], dtype: torch.dtype) -> None:
-    paths = []
-    for number, mesh in enumerate(meshes):
-        run_processes(mesh[0] * mesh[1], save, mesh[0], case_of(mesh, dtype), path := str(tmp_path / f"{number}.pt"))
-        paths.append(path)
+def test_every_division_goes_on_from_every_other(
+    tmp_path: Path, meshes: list[Mesh], dtype: torch.dtype, kind: Kind
+) -> None:
+    paths = [tmp_path / str(number) for number in range(len(meshes))]
+    for mesh, path in zip(meshes, paths, strict=True):
+        run_processes(mesh.size, save, mesh, case_of(mesh, dtype), path)
+        assert_directory_is_what_the_file_is(path)
     for mesh in meshes:
-        case, (pp, dp) = case_of(mesh, dtype), mesh[:2]
-        by_rank = run_processes(pp * dp, resume, pp, case, paths, timeout_s=300.0)
+        case = case_of(mesh, dtype)
+        by_rank = run_processes(mesh.size, resume, mesh, case, paths, kind, timeout_s=300.0)
         for saver, outcomes in zip(meshes, zip(*by_rank, strict=True), strict=True):
-            expected = uninterrupted(case, saver[1], dp)
+            expected = uninterrupted(case, saver.dp, mesh.dp)
             for outcome in outcomes:
                 for name, weight in outcome.weights.items():
                     error = (weight.float() - expected[name].float()).abs().max().item()
                     assert error <= (1e-6 if dtype == torch.float32 else 2.0**-7), f"{saver} -> {mesh}, {name}: {error}"
+
+
+def assert_directory_is_what_the_file_is(path: Path) -> None:
+    """To the bit."""
+    weights, state, main_params = torch.load(path / "file", weights_only=True)
+    optimizer = read_directory(path / "directory", "optimizer")
+    assert_same(read_directory(path / "directory", "model"), weights)
+    assert_same(optimizer.get("main_params", {}), main_params)
+    names = dict[int, str]()
+    for group, by_name in zip(state["param_groups"], optimizer["param_groups"], strict=True):
+        names |= zip(group["params"], by_name["params"], strict=True)
+        assert {**group, "params": 0} == {**by_name, "params": 0}
+    assert_same(optimizer["state"], {names[number]: values for number, values in state["state"].items()})
 
 
 def uninterrupted(case: Case, dp_before: int, dp_after: int) -> dict[str, torch.Tensor]:
@@ -83,9 +126,9 @@ def uninterrupted(case: Case, dp_before: int, dp_after: int) -> dict[str, torch.
 def test_a_file_is_that_of_one_process(tmp_path: Path, dtype: torch.dtype) -> None:
     """Names, numbers, shapes and dtypes; and torch's own classes load it."""
     mesh = MESHES[0]
-    case, path = case_of(mesh, dtype), str(tmp_path / "file.pt")
-    run_processes(4, save, 2, case, path)
-    weights, state, main_params = torch.load(path, weights_only=True)
+    case = case_of(mesh, dtype)
+    run_processes(4, save, mesh, case, path := tmp_path / "saved")
+    weights, state, main_params = torch.load(path / "file", weights_only=True)
 
     layers = nn.ModuleDict({"layers": nn.ModuleList(make_layers(case))})
     optimizer = adamw(layers.parameters())

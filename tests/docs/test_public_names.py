@@ -33,7 +33,7 @@ PUBLIC = {
     "megastrategy.ray": ["RayMegatronDDPStrategy"],
     "megastrategy.accelerate": ["Accelerator", "MegatronDDPPlugin", "replace_accelerators"],
     "megastrategy.data": ["ResumableSampler"],
-    "megastrategy.pipeline": ["Pipeline", "whole_state_dict"],
+    "megastrategy.pipeline": ["Pipeline", "load_whole_state_dict", "whole_state_dict"],
     "megastrategy.errors": [
         "BatchMismatchError",
         "BucketInFlightError",

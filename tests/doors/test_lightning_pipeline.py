@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import MegatronDDPStrategy, Pipeline
+from megastrategy.core import read_directory
 from tests.support.pipelines import SAMPLES, SEQUENCE, VOCAB, Case, loss_of, make_layers
 from tests.support.tensor_parallel import adamw
 
@@ -32,8 +33,12 @@ class LitModel(pl.LightningModule):
 
     def configure_model(self) -> None:
         if self.net is None:
-            mesh = None if self.device_mesh is None else self.device_mesh["pipeline_parallel"]
-            self.net = Pipeline(make_layers(CASE), self.split, loss=loss_of, microbatches=2, mesh=mesh)
+            mesh, cut_over = self.device_mesh, None
+            if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names:
+                mesh, cut_over = mesh["pipeline_parallel", "tensor_parallel"], mesh["tensor_parallel"]
+            elif mesh is not None:
+                mesh = mesh["pipeline_parallel"]
+            self.net = Pipeline(make_layers(CASE, cut_over), self.split, loss=loss_of, microbatches=2, mesh=mesh)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         assert self.net is not None
@@ -120,6 +125,35 @@ def test_stages_train_save_and_resume_as_one_process_does(
     assert_close(four["state_dict"], expected["state_dict"], "resumed")
 
 
+def fit_on_tensor_ranks(folder: str, epochs: int, resume: str | None, kind: Any) -> dict[str, Any]:
+    strategy = MegatronDDPStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, state_dict_type=kind)
+    return fit(strategy, 4, BATCH_SIZE, folder, epochs, resume)
+
+
+def test_stages_whose_layers_are_cut_resume_from_a_directory_and_from_a_file(
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path
+) -> None:
+    folder, names = str(tmp_path), ("state_dict", "optimizer_states")
+    [alone] = one_rank.run(fit, "ddp", 1, BATCH_SIZE, folder, 2, None)
+    expected = {epochs: read(tmp_path / f"1 devices, epoch={epochs - 1}.ckpt") for epochs in (1, 2)}
+    first = mesh.run(fit_on_tensor_ranks, folder, 1, None, "sharded")
+    written = tmp_path / "4 devices, 1 epochs.ckpt"
+    assert written.is_dir()
+    assert_close(read_directory(written, "model"), expected[1]["state_dict"], "a directory")
+    second = mesh.run(fit_on_tensor_ranks, folder, 2, str(written), "full")
+    for before, after in zip(first, second, strict=True):
+        assert before["losses"] + after["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert after["metrics"] == second[0]["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert torch.equal(after["predicted"], alone["predicted"])
+    four = read(tmp_path / "4 devices, 2 epochs.ckpt")
+    for name in names:
+        assert_close(four[name], expected[2][name], name)
+    one_rank.run(fit, "ddp", 1, BATCH_SIZE, folder, 3, str(tmp_path / "4 devices, 2 epochs.ckpt"))
+    three = read(tmp_path / "1 devices, 3 epochs.ckpt")["state_dict"]
+    one_rank.run(fit, "ddp", 1, BATCH_SIZE, folder, 3, str(tmp_path / "1 devices, 2 epochs.ckpt"))
+    assert_close(three, read(tmp_path / "1 devices, 3 epochs.ckpt")["state_dict"], "in one process")
+
+
 def fit_refused(strategy: Any, **options: Any) -> None:
     trainer = pl.Trainer(
         strategy=strategy,
@@ -147,8 +181,10 @@ def refused(**options: Any) -> str:
     [
         ({"accumulate_grad_batches": 3}, "Let a batch be 3 times as large, and have 3 times as many microbatches"),
         ({"stage_order": [0, 2]}, "expected each number from 0 to 1 once"),
-        ({"tensor_parallel_size": 2}, "Leave one at 1"),
-        ({"state_dict_type": "sharded"}, "a pipeline is saved whole"),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size=2 times pipeline_parallel_size=2 does not divide the 2 ranks",
+        ),
     ],
 )
 def test_what_a_pipeline_leaves_no_room_for_is_refused(options: dict[str, Any], said: str) -> None:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
+from megastrategy._checkpoints.directories import written_by
 from megastrategy.core import read_directory, save_directory
 from megastrategy.core.collectives import make_collectives
 
@@ -233,8 +234,9 @@ class Ours(Player):
         self.optimizer.load_main_params(saved.main)
 
     def save_directory(self, path: Path) -> None:
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.sharded_state_dict()}
-        save_directory(state, {}, path, self.wrapped.engine.collectives, of_rank_zero=[("model", "seen")])
+        weights = written_by(self.model.state_dict(), self.model, self.wrapped.engine.collectives.rank == 0)
+        state = {"model": weights, "optimizer": self.optimizer.sharded_state_dict()}
+        save_directory(state, {}, path, self.wrapped.engine.collectives)
 
     def load_directory(self, path: Path, saved: Saved) -> None:
         with _reading:

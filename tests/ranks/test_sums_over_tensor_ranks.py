@@ -108,6 +108,8 @@ HOWS: dict[Any, tuple[Mode, ...]] = {
     synced_then_not: MODES,
     used_once: MODES,
 }
+# In turns; all modes of the one whose reductions are counted.
+SOME = {how: modes if how is thrice else (modes[n % len(modes)],) for n, (how, modes) in enumerate(HOWS.items())}
 
 
 def expected(how: Any) -> dict[str, Tensor | None]:
@@ -130,7 +132,7 @@ def got(mesh: Any, how: Any, mode: Mode) -> tuple[dict[str, Tensor | None], dict
     backward."""
     trainee = Trainee.make(mesh, Case(mode))
     params = dict(trainee.module.named_parameters())
-    ranks = trainee.model.engine.local_parts.ranks
+    ranks = trainee.model.engine.local_parts.tensor_ranks
     assert ranks is not None
     counts = [0, 0]
 
@@ -184,22 +186,33 @@ def counted_apart(mesh: Any) -> str:
 UNREDUCED: tuple[Mode, ...] = ("all-reduce", "flattened")
 
 
-def answers() -> dict[str, Any]:
+def answers(hows: dict[Any, tuple[Mode, ...]]) -> dict[str, Any]:
     mesh = meshes(2)
-    answers = {f"{how.__name__}, {mode}": got(mesh, how, mode) for how, modes in HOWS.items() for mode in modes}
+    answers = {f"{how.__name__}, {mode}": got(mesh, how, mode) for how, modes in hows.items() for mode in modes}
     answers["counted apart"] = counted_apart(mesh)
     return answers | {f"changed, {mode}": changed_without_a_sync(mesh, mode) for mode in UNREDUCED}
 
 
 @pytest.fixture(scope="module")
 def answered() -> list[dict[str, Any]]:
-    return run_processes(2 * DP, answers, timeout_s=300.0)
+    return run_processes(2 * DP, answers, SOME, timeout_s=300.0)
 
 
 @pytest.mark.parametrize("how", HOWS, ids=lambda how: how.__name__)
 def test_gradients_are_those_of_one_process(answered: list[dict[str, Any]], how: Any) -> None:
+    check(answered, how, SOME[how])
+
+
+@pytest.mark.long
+def test_gradients_are_those_of_one_process_in_every_mode() -> None:
+    answered = run_processes(2 * DP, answers, HOWS, timeout_s=300.0)
+    for how, modes in HOWS.items():
+        check(answered, how, modes)
+
+
+def check(answered: list[dict[str, Any]], how: Any, modes: tuple[Mode, ...]) -> None:
     alone = expected(how)
-    for mode in HOWS[how]:
+    for mode in modes:
         for rank, answer in enumerate(answered):
             grads, local, _, _ = answer[f"{how.__name__}, {mode}"]
             assert local == answered[0][f"{how.__name__}, {mode}"][1], (

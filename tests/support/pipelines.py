@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.pipeline import Pipeline, whole_state_dict
+from megastrategy.core import host_collectives, names_elsewhere, read_weights, save_directory
+from megastrategy.pipeline import Pipeline, load_whole_state_dict, whole_state_dict
 
 from .tensor_parallel import adamw, whole
 
@@ -168,9 +170,17 @@ class Trainee:
 
     def load(self, saved: tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]) -> None:
         weights, state, main_params = saved
-        self.net.load_state_dict(weights)
+        load_whole_state_dict(self.net, weights)
         self.optimizer.load_state_dict(state)
         self.optimizer.load_main_params(main_params)
+
+    def save_directory(self, path: Path) -> None:
+        state = {"model": self.net.state_dict(), "optimizer": self.optimizer.sharded_state_dict()}
+        save_directory(state, {}, path, host_collectives())
+
+    def load_directory(self, path: Path) -> None:
+        self.net.load_state_dict(read_weights(path, "model", self.net, names_elsewhere(self.net)))
+        self.optimizer.load_sharded(path)
 
 
 def train_on(mesh: DeviceMesh, case: Case) -> Outcome:

@@ -133,6 +133,12 @@ def make(name: str) -> tuple[nn.Module, Tensor]:
 
 def counted_peak(work: Callable[[], object]) -> int:
     """The most bytes that the CPU's allocator had given out at once in ``work()``, beyond those before it."""
+    _, peak = counted(work)
+    return peak
+
+
+def counted(work: Callable[[], object]) -> tuple[int, int]:
+    """The bytes that the CPU's allocator has given out in ``work()`` and not got back, and the most of them at once."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         work()
     assert profile.profiler is not None
@@ -141,7 +147,7 @@ def counted_peak(work: Callable[[], object]) -> int:
     for event in sorted(changes, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
-    return peak
+    return live, peak
 
 
 def main(name: str, counts: bool) -> None:

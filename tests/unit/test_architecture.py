@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "_whole_optimizers": {"core"},
     "_faults": {"core"},
     "_checkpoints": {"core", "_faults"},
-    "pipeline": {"core", "errors"},
+    "pipeline": {"core", "errors", "tools.plan.cards", "tools.plan.partitions"},
     "_lightning": {
         "core",
         "_faults",

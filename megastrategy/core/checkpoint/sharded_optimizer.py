@@ -125,8 +125,9 @@ def read_optimizer(
     layout: BufferLayout,
     known: set[str] | None,
     whole: Collection[int],
-    followed: Collection[int],
+    followed: Mapping[str, int],
     cut: Mapping[str, CutParam],
+    elsewhere: Collection[str] = (),
 ) -> dict[str, Any]:
     """An optimizer's state by parameter name, of which only this rank's parts are read: a range of a tensor as
     :class:`FlatShard`, all else in its shape.
@@ -136,16 +137,28 @@ def read_optimizer(
         names: of the optimizer's parameters.
         shards, layout, known: as for :func:`sharded_state_dict`.
         whole: parameters that are not divided among data-parallel ranks: each has one owner.
-        followed: parameters that have shards, here or elsewhere; of others every data-parallel rank reads all.
+        followed: parameters that have shards, on some data-parallel rank, by name; of others every one reads all.
         cut: as :attr:`TensorParts.cut`.
+        elsewhere: the names of parameters that other ranks of the model have, which are passed over.
 
     Raises:
         CheckpointError: if the directory cannot be read, or a parameter in it is not in ``names``, or of another shape.
     """
-    indices = {layout.params[index].name: index for index in followed}
     per_element = per_element_keys(_sizes_of_state(read_metadata(path), key), known)
-    divided = set(indices.values()).difference(whole) if layout.num_shards > 1 else set[int]()
-    targets = _Targets(path, layout, shards, {*names, *indices}, indices, per_element, divided, set(whole), cut)
+    divided = set(followed.values()).difference(whole) if layout.num_shards > 1 else set[int]()
+    present = {*names, *followed}
+    targets = _Targets(
+        path,
+        layout,
+        shards,
+        present,
+        set(elsewhere).difference(present),
+        followed,
+        per_element,
+        divided,
+        set(whole),
+        cut,
+    )
     saved = read_directory(path, key, targets)
     if "state" in saved:
         saved["state"] = {
@@ -162,7 +175,8 @@ class _Targets:
     """Makes the tensors that a rank reads an optimizer's state into; see :func:`read_optimizer`.
 
     Attributes:
-        present: the names of all parameters that there are.
+        present: the names of all parameters that there are here.
+        elsewhere: of those that are on other ranks of the model alone.
         indices: the layout's, of those that have shards, by name.
         divided: those of which each data-parallel rank has a range.
     """
@@ -171,6 +185,7 @@ class _Targets:
     layout: BufferLayout
     shards: Mapping[int, ParamShard]
     present: Collection[str]
+    elsewhere: Collection[str]
     indices: Mapping[str, int]
     per_element: Collection[str]
     divided: Collection[int]
@@ -183,6 +198,8 @@ class _Targets:
         if place[1] not in ("state", "main_params"):
             return torch.empty(size, dtype=dtype)
         name, what = str(place[2]).removesuffix(REMAINDER), str(place[-1])
+        if name in self.elsewhere:
+            return None
         # Before anything is loaded: a rank that left out what it does not know would resume another optimizer.
         if name not in self.present:
             raise CheckpointError(
@@ -227,11 +244,15 @@ def _empty(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.
     return torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
 
 
-def check_same_groups(path: Path, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]]) -> None:
-    """Raises CheckpointError, naming the first difference, if saved groups are not of the same parameters."""
+def check_same_groups(
+    path: Path, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], elsewhere: Collection[str] = ()
+) -> None:
+    """Raises CheckpointError, naming the first difference, if saved groups are not of the same parameters. Those that
+    are ``elsewhere`` alone do not count."""
     if len(saved) != len(own):
         raise CheckpointError(f"{path} has {len(saved)} parameter group(s), the optimizer {len(own)}")
     for number, (group, names) in enumerate(zip(saved, own, strict=True)):
-        for name in sorted(set(names).symmetric_difference(group["params"])):
+        there = [name for name in group["params"] if name in names or name not in elsewhere]
+        for name in sorted(set(names).symmetric_difference(there)):
             has, has_not = ("the optimizer", path) if name in names else (path, "the optimizer")
             raise CheckpointError(f"parameter {name!r} is in group {number} of {has}, but not of {has_not}")

@@ -45,7 +45,6 @@ def save_directory(
     extra: dict[str, Any],
     path: Path,
     collectives: Collectives,
-    of_rank_zero: Collection[tuple[str, str]] = (),
     *,
     is_apart: bool = False,
 ) -> None:
@@ -56,30 +55,17 @@ def save_directory(
 
     Args:
         state: nested dictionaries of tensors, :class:`FlatShard` and plain values; the same structure on all ranks
-            but for parts that a rank does not have.
+            but for parts that a rank does not have. Of what several ranks have it does not matter who writes it.
         extra: plain types and tensors, saved by rank 0.
         path: of the directory; the same on all ranks, on a file system that all share.
         collectives: over the ranks, on a gloo group that torch.distributed knows and nobody else uses meanwhile.
-        of_rank_zero: the (key, name) of what ranks need not have in common, like a module's buffers; of the rest it
-            does not matter who writes it.
         is_apart: ``path`` is another one on each rank, which has this rank's files alone. The union of all is the
             checkpoint, and somebody else makes it.
 
     Raises:
         CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
     """
-    from torch.distributed.checkpoint import api, default_planner, filesystem, state_dict_saver
-    from torch.distributed.checkpoint.planner import SavePlan
-
-    class Planner(default_planner.DefaultSavePlanner):
-        def create_local_plan(self) -> SavePlan:
-            plan = super().create_local_plan()
-            # The planner gives what all ranks have to whichever writes least; buffers differ by rank, and torch DDP's
-            # are rank 0's.
-            left_out = {name for name, place in self.mappings.items() if tuple(place[:2]) in of_rank_zero}
-            if collectives.rank != 0:
-                plan.items[:] = [item for item in plan.items if item.index.fqn not in left_out]
-            return plan
+    from torch.distributed.checkpoint import api, filesystem, state_dict_saver
 
     staged = path.with_name(f".{path.name}.incomplete")
     is_rank_zero = collectives.rank == 0
@@ -91,10 +77,7 @@ def save_directory(
             staged.mkdir(parents=True)
     try:
         state_dict_saver.save(
-            state,
-            storage_writer=filesystem.FileSystemWriter(staged),
-            planner=Planner(),
-            process_group=collectives.group,
+            state, storage_writer=filesystem.FileSystemWriter(staged), process_group=collectives.group
         )
     # Raised on all ranks, when any failed: the saver has gathered what each said, and nobody waits.
     except api.CheckpointException as error:
@@ -319,16 +302,20 @@ def read_directory(
     return nested
 
 
-def read_weights(path: Path, key: str, module: nn.Module) -> dict[str, Any]:
+def read_weights(path: Path, key: str, module: nn.Module, elsewhere: Collection[str] = ()) -> dict[str, Any]:
     """Reads the state of a module under ``key``, whole but for tensor-parallel parameters: of these a rank reads its
     part alone, as a DTensor. Not collective.
+
+    ``elsewhere``: the names of what is not read, since other ranks have it.
 
     Raises:
         CheckpointError: if the directory is not complete, or cannot be read.
     """
     params = dtensors_of(module, each_name=True)
 
-    def make(place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor:
+    def make(place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
+        if str(place[1]) in elsewhere:
+            return None
         param = params.get(str(place[1]))
         # One of another shape is told of by whoever loads the state, with its name.
         if param is None or len(place) > 2 or tuple(saved.size) != tuple(param.shape):

@@ -1,0 +1,72 @@
+"""``split_spec="auto"``: the planner's division for devices of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core import dtensors_of
+from ..tools.plan.cards import Card
+from ..tools.plan.partitions import plan
+
+_PLENTY = 2**60
+"""Bytes, where nobody says how many a device has."""
+
+
+def planned_split(
+    layers: Sequence[nn.Module],
+    sample: Tensor | None,
+    mesh: DeviceMesh,
+    device: torch.device,
+    microbatches: int,
+    schedule: str,
+    keep_together: Sequence[tuple[int, int]],
+) -> Sequence[int]:
+    """The number of layers of each stage with which a step is fastest by the planner's simulation. Collective over the
+    stages.
+
+    Args:
+        sample: one microbatch, of the first layer.
+        mesh: of the stages.
+        device: this rank's.
+
+    Raises:
+        ValueError: if there is no sample, the devices differ, layers are cut, a rank has several stages, or nothing
+            fits.
+    """
+    if sample is None:
+        raise ValueError("split_spec='auto' needs a sample, one microbatch of the first layer: pass sample=")
+    if cut := next(iter(dtensors_of(nn.ModuleList(layers))), None):
+        raise ValueError(
+            f"split_spec='auto' plans layers that are whole, and parameter {cut!r} is a DTensor: make the division with "
+            "megastrategy.plan before parallelize_module"
+        )
+    if schedule not in ("1F1B", "GPipe"):
+        raise ValueError(f"split_spec='auto' with schedule={schedule!r}: the planner cuts for one stage a rank")
+    memory, name = _PLENTY, device.type
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        memory, name = properties.total_memory, properties.name
+    every: list[tuple[str, int]] = [("", 0)] * mesh.size()
+    dist.all_gather_object(every, (name, memory), group=mesh.get_group())
+    if len(set(every)) > 1:
+        raise ValueError(
+            f"split_spec='auto' is for devices of one kind, and the stages have {', '.join(n for n, _ in every)}: say "
+            "what they are to megastrategy.plan(layers, sample, devices=..., microbatches=...), and pass its split_spec"
+        )
+    # How fast they are does not matter to who gets what: all are as fast.
+    cards = [Card(name, memory, 1e12)] * mesh.size()
+    schedules = {"1F1B": "1f1b", "GPipe": "gpipe"}
+    found = plan(
+        layers,
+        sample,
+        devices=cards,
+        microbatches=microbatches,
+        keep_together=keep_together,
+        schedule=schedules[schedule],  # type: ignore[arg-type] # the two of them
+    )
+    return found.split_spec

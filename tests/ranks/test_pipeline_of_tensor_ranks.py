@@ -1,0 +1,191 @@
+"""Stages whose layers are cut over tensor ranks, among the things that a training loop does: what one rank finds, all
+ranks of the model hear. That they train as one process does is in test_pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
+from megastrategy.errors import LayoutMismatchError, NonFiniteGradError, ReplicaMismatchError
+from megastrategy.pipeline import Pipeline
+from tests.support.pipelines import Case, Trainee, loss_of, make_layers, mesh_of, train_alone
+from tests.support.processes import run_processes
+from tests.support.tensor_parallel import adamw
+
+from .test_pipeline_rules import forward, message
+
+CASE = Case((2, 4), tied=True, steps=3, sequence_parallel=True)
+LAST_OF_FIRST_STAGE, LAST = 1, 3
+"""Ranks of the mesh of 2 stages x 1 x 2 tensor ranks: each is its stage's second tensor rank."""
+
+
+def weights(trainee: Trainee) -> dict[str, Tensor]:
+    """This rank's parts."""
+    named = trainee.net.named_parameters()
+    return {name: getattr(param, "_local_tensor", param).detach().clone() for name, param in named}
+
+
+def unchanged(trainee: Trainee, before: dict[str, Tensor]) -> bool:
+    return all(torch.equal(before[name], weight) for name, weight in weights(trainee).items())
+
+
+def counted_once(mesh: DeviceMesh) -> tuple[float, int, int]:
+    """The norm of the weights, the number of zeros in gradients, and that of a gradient's elements."""
+    trainee = Trainee.make(mesh, CASE)
+    norm = float(trainee.optimizer.param_norm())
+    forward(trainee).backward()
+    zeros = int(trainee.optimizer.grad_num_zeros())
+    trainee.optimizer.clip_grad_value_(0.0)
+    every = int(trainee.optimizer.grad_num_zeros())
+    trainee.model.close()
+    return norm, zeros, every
+
+
+def nan_on_one_rank(mesh: DeviceMesh) -> tuple[str, bool, bool]:
+    """The error, whether weights are what they were, and whether training goes on afterwards."""
+    trainee = Trainee.make(mesh, Case((2, 4), options=(("check_for_nan_in_grad", True),)))
+    before, handle = weights(trainee), None
+    if dist.get_rank() == LAST:
+        param = dict(trainee.net.named_parameters())["layers.3.up.weight"]
+        handle = param.register_hook(lambda grad: grad * float("nan"))
+    text = message(NonFiniteGradError, lambda: forward(trainee))
+    same = unchanged(trainee, before)
+    if handle is not None:
+        handle.remove()
+    goes_on = trainee.train(range(1)).losses[0] > 0
+    trainee.model.close()
+    return text, same, goes_on
+
+
+def inf_on_one_rank(mesh: DeviceMesh) -> tuple[float, bool]:
+    """The scale after a step that has to be skipped everywhere, and whether weights are what they were."""
+    trainee = Trainee.make(mesh, CASE)
+    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    before = weights(trainee)
+    if dist.get_rank() == LAST_OF_FIRST_STAGE:
+        # of a part that no other rank has
+        trainee.net.layers[1].up.weight.register_hook(lambda grad: grad * float("inf"))
+    scaler.scale(forward(trainee)).backward()
+    scaler.step(trainee.optimizer)
+    scaler.update()
+    same = unchanged(trainee, before)
+    trainee.model.close()
+    return scaler.get_scale(), same
+
+
+def replicas_that_part(mesh: DeviceMesh) -> tuple[str, str]:
+    """What every rank hears of a norm that parts inside of one tensor group, and of a tied weight's part that does
+    between the stages, on one tensor rank."""
+    told = []
+    for rank, name in ((LAST, "layers.3.norm.weight"), (LAST, "layers.5.weight")):
+        trainee = Trainee.make(mesh, CASE)
+        if dist.get_rank() == rank:
+            with torch.no_grad():
+                param = dict(trainee.net.named_parameters())[name]
+                getattr(param, "_local_tensor", param).add_(1.0)
+        told.append(message(ReplicaMismatchError, trainee.model.check_replicas))
+        trainee.model.close()
+    return told[0], told[1]
+
+
+def stage_without_cuts(mesh: DeviceMesh) -> tuple[float, float]:
+    """How far norms and weights are from one process where only the last stage's layers are cut."""
+    case = Case((4, 2), steps=3)
+    layers = make_layers(case)
+    parallelize_module(layers[4], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    net = Pipeline(layers, case.split, loss=loss_of, microbatches=4, mesh=mesh["pp", "tp"])
+    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
+    trainee = Trainee(case, net, model, DistributedOptimizer(adamw(model.parameters()), model), 0)
+    found, alone = trainee.train(range(3)), train_alone(case, 1)
+    model.close()
+    norms = max(abs(own - other) / other for own, other in zip(found.norms, alone.norms, strict=True))
+    return norms, max(float((w - alone.weights[name]).abs().max()) for name, w in found.weights.items())
+
+
+def misuse(mesh: DeviceMesh) -> dict[str, str]:
+    """The errors' words."""
+    said = {}
+    plain = Pipeline(make_layers(CASE, mesh["tp"]), CASE.split, loss=loss_of, microbatches=4, mesh=mesh["pp"])
+    wrap = lambda net: DistributedDataParallel(net, process_group=mesh.get_group("dp"))  # noqa: E731
+    said["cut, and no tensor ranks"] = message(ValueError, lambda: wrap(plain))
+    build = lambda given: Pipeline(make_layers(CASE), CASE.split, loss=loss_of, microbatches=4, mesh=given)  # noqa: E731
+    said["three dimensions"] = message(ValueError, lambda: build(mesh))
+    nameless = init_device_mesh("cpu", (2, 2))
+    said["no names"] = message(ValueError, lambda: build(nameless))
+    # The tied weight is cut on the last stage alone, so that its copies do not match.
+    layers: list[nn.Module] = make_layers(CASE)
+    parallelize_module(layers[5], mesh["tp"], ColwiseParallel())
+    tied = Pipeline(make_layers(CASE), CASE.split, loss=loss_of, microbatches=4, mesh=mesh["pp", "tp"])
+    if mesh.get_local_rank("pp") == 1:
+        tied.layers[5] = layers[5]
+    said["copies cut otherwise"] = message(LayoutMismatchError, lambda: wrap(tied))
+    return said
+
+
+ASKED = (counted_once, nan_on_one_rank, inf_on_one_rank, replicas_that_part, stage_without_cuts, misuse)
+
+
+def answers() -> dict[str, Any]:
+    mesh = mesh_of(2, 2)
+    return {ask.__name__: ask(mesh) for ask in ASKED}
+
+
+@pytest.fixture(scope="module")
+def answered() -> list[dict[str, Any]]:
+    """By rank."""
+    return run_processes(4, answers, timeout_s=400.0)
+
+
+def test_every_element_counts_once(answered: list[dict[str, Any]]) -> None:
+    layers = nn.ModuleList(make_layers(CASE))
+    norm = float(torch.stack([param.detach().norm() for param in layers.parameters()]).norm())
+    numel = sum(param.numel() for param in layers.parameters())
+    for answer in answered:
+        found, zeros, every = answer["counted_once"]
+        assert (found, zeros, every) == answered[0]["counted_once"]
+        assert found == pytest.approx(norm, rel=1e-6)
+        assert zeros < every == numel
+
+
+def test_a_nan_on_one_rank_stops_all_with_its_name(answered: list[dict[str, Any]]) -> None:
+    for text, same, goes_on in (answer["nan_on_one_rank"] for answer in answered):
+        assert "stage 1: " in text
+        assert "rank 0, tensor rank 1, parameter 'layers.3.up.weight'" in text
+        assert same
+        assert goes_on
+
+
+def test_an_infinite_gradient_on_one_rank_skips_the_step_of_all(answered: list[dict[str, Any]]) -> None:
+    assert [answer["inf_on_one_rank"] for answer in answered] == [(2.0, True)] * 4
+
+
+def test_replicas_and_copies_that_part_are_told_on_all_ranks(answered: list[dict[str, Any]]) -> None:
+    for norm, copy in (answer["replicas_that_part"] for answer in answered):
+        assert "parameter 'layers.3.norm.weight' has one value on tensor rank 0 and another on tensor rank 1" in norm
+        assert "parameter 'layers.0.weight' has one value on rank of the stages 0" in copy
+
+
+def test_a_stage_none_of_whose_layers_are_cut_takes_part(answered: list[dict[str, Any]]) -> None:
+    for norms, weight in (answer["stage_without_cuts"] for answer in answered):
+        assert norms <= 2e-6
+        assert weight <= 1e-6
+
+
+SAID = {
+    "cut, and no tensor ranks": 'pass the tensor ranks\' dimension, too (Pipeline(..., mesh=mesh["pp", "tp"]))',
+    "three dimensions": "the mesh has 3 dimensions, named ['pp', 'dp', 'tp']",
+    "no names": "the mesh has 2 dimensions, named []",
+    "copies cut otherwise": "copy (whole shape, shape of the part here, dtype, requires_grad)",
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_misuse_gets_words(answered: list[dict[str, Any]], what: str) -> None:
+    assert all(SAID[what] in answer["misuse"][what] for answer in answered)

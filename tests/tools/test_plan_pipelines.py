@@ -1,0 +1,141 @@
+"""The memory that a plan says for each stage, beside what the allocator counts in a pipeline that runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import megastrategy
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Pipeline
+from megastrategy.tools.plan.cards import parse_cards
+from tests.support.pipelines import mesh_of
+from tests.support.processes import run_processes
+from tests.tools.planned_script import counted
+
+WIDTH, SEQUENCE, MICROBATCH, DEPTH = 128, 64, 8, 6
+FROZEN = {"nothing": (), "prefix": (0, 1), "middle": (2, 3)}
+"""By name, the layers that are frozen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    split: tuple[int, ...]
+    schedule: str
+    frozen: str
+    microbatches: int = 6
+
+
+class Block(nn.Module):
+    """Attention and an MLP, behind a norm each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+def layers(frozen: str) -> list[nn.Module]:
+    made = [Block() for _ in range(DEPTH)]
+    for number in FROZEN[frozen]:
+        made[number].requires_grad_(False)
+    return list(made)
+
+
+class MeanSquare(torch.autograd.Function):
+    """A loss that takes no memory of the output's size but its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.save_for_backward(output)
+        return output.flatten().dot(output.flatten()) / output.numel()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        [output] = ctx.saved_tensors
+        return output * (2.0 * grad / output.numel())
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    mean: Tensor = MeanSquare.apply(output)
+    return mean
+
+
+def peaks(cases: list[Case]) -> list[int]:
+    torch.set_num_threads(1)
+    return [peak(case) for case in cases]
+
+
+def peak(case: Case) -> int:
+    """The most bytes at once in a step on this rank, with all that was there before it but the batch."""
+    mesh, built = mesh_of(len(case.split)), list[Any]()
+    x = torch.randn(case.microbatches * MICROBATCH, SEQUENCE, WIDTH)
+    target = torch.zeros(x.shape[0])
+
+    def build() -> None:
+        with torch.device("meta"):  # so that a rank has memory for its own layers alone
+            every = layers(case.frozen)
+        net = Pipeline(
+            every,
+            case.split,
+            loss=loss,
+            microbatches=case.microbatches,
+            schedule=case.schedule,
+            mesh=mesh["pp"],
+        )
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(), process_group=mesh.get_group("dp"))
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        built.append(model)
+        model(x, target=target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        built.append(optimizer)
+
+    left, _ = counted(build)
+    _, most = counted(lambda: built[0](x, target=target))
+    built[0].close()
+    return left + most
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([Case((3, 2, 1), "1F1B", "middle")], id="short"),
+        pytest.param(
+            [
+                Case(split, schedule, frozen)
+                for split, schedule, frozen in itertools.product(
+                    ((3, 2, 1), (1, 2, 3), (2, 2, 2)), ("1F1B", "GPipe"), FROZEN
+                )
+            ],
+            id="all",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_stages_peak_is_what_the_plan_says_within_1_percent(cases: list[Case]) -> None:
+    by_rank = run_processes(3, peaks, cases, timeout_s=300.0)
+    sample = torch.randn(MICROBATCH, SEQUENCE, WIDTH)
+    for number, case in enumerate(cases):
+        plan = megastrategy.plan(
+            layers(case.frozen),
+            sample,
+            devices=parse_cards("card=8GB@1TFLOPS:3"),
+            microbatches=case.microbatches,
+            schedule="1f1b" if case.schedule == "1F1B" else "gpipe",
+            split_spec=case.split,
+        )
+        for stage, planned in enumerate(plan.memory):
+            assert by_rank[stage][number] == pytest.approx(planned, rel=0.01), f"{case}, stage {stage}"
