@@ -26,7 +26,7 @@ import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, Pipeline
 from megastrategy.tools.plan.cards import Card
 from megastrategy.tools.plan.layers import measure_layers
-from megastrategy.tools.plan.search import Layer
+from megastrategy.tools.plan.stage_memory import Layer
 
 from .processes import Rank, loopback_places, run_ranks
 

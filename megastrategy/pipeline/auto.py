@@ -42,7 +42,7 @@ def planned_split(
         raise ValueError("split_spec='auto' needs a sample, one microbatch of the first layer: pass sample=")
     if cut := next(iter(dtensors_of(nn.ModuleList(layers))), None):
         raise ValueError(
-            f"split_spec='auto' plans layers that are whole, and parameter {cut!r} is a DTensor: make the division with "
+            f"split_spec='auto' plans whole layers, and parameter {cut!r} is a DTensor: make the division with "
             "megastrategy.plan before parallelize_module"
         )
     if schedule not in ("1F1B", "GPipe"):

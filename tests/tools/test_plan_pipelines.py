@@ -79,10 +79,15 @@ def peaks(cases: list[Case]) -> list[int]:
 
 
 def peak(case: Case) -> int:
-    """The most bytes at once in a step on this rank, with all that was there before it but the batch."""
+    """The most bytes at once in a step on this rank, with all that was there before it; the batch on the first stage,
+    which alone uses it."""
     mesh, built = mesh_of(len(case.split)), list[Any]()
-    x = torch.randn(case.microbatches * MICROBATCH, SEQUENCE, WIDTH)
-    target = torch.zeros(x.shape[0])
+    x, target = torch.empty(0), torch.zeros(case.microbatches * MICROBATCH)
+
+    def make_batch() -> None:
+        nonlocal x
+        torch.manual_seed(0)  # on all stages
+        x = torch.randn(case.microbatches * MICROBATCH, SEQUENCE, WIDTH)
 
     def build() -> None:
         with torch.device("meta"):  # so that a rank has memory for its own layers alone
@@ -103,10 +108,11 @@ def peak(case: Case) -> int:
         optimizer.zero_grad()
         built.append(optimizer)
 
+    batch, _ = counted(make_batch)
     left, _ = counted(build)
     _, most = counted(lambda: built[0](x, target=target))
     built[0].close()
-    return left + most
+    return left + most + (batch if mesh.get_local_rank("pp") == 0 else 0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +131,7 @@ def peak(case: Case) -> int:
         ),
     ],
 )
-def test_a_stages_peak_is_what_the_plan_says_within_1_percent(cases: list[Case]) -> None:
+def test_a_stages_peak_is_what_the_plan_says_to_a_thousandth(cases: list[Case]) -> None:
     by_rank = run_processes(3, peaks, cases, timeout_s=300.0)
     sample = torch.randn(MICROBATCH, SEQUENCE, WIDTH)
     for number, case in enumerate(cases):
@@ -138,4 +144,4 @@ def test_a_stages_peak_is_what_the_plan_says_within_1_percent(cases: list[Case])
             split_spec=case.split,
         )
         for stage, planned in enumerate(plan.memory):
-            assert by_rank[stage][number] == pytest.approx(planned, rel=0.01), f"{case}, stage {stage}"
+            assert by_rank[stage][number] == pytest.approx(planned, rel=1e-3), f"{case}, stage {stage}"

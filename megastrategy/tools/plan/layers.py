@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from .live_bytes import LiveBytes
-from .search import Layer
+from .stage_memory import Layer
 
 
 class LayerError(ValueError):
@@ -63,9 +63,18 @@ def measure_layers(
                 where = "the sample" if number == 0 else f"what layer {number - 1} returns"
                 raise LayerError(f"layer {name} fails with {where}, {given}: {first_line(error)}") from error
         # What a layer returns and the next saves, too, is one tensor.
-        saved_bytes = sum(saved.values()) - (x.nbytes if is_saved and _key(x) in saved else 0)
-        found.append(dataclasses.replace(measured, saved_bytes=saved_bytes, fixed_bytes=fixed_bytes))
-        x, is_saved = out, _key(out) in saved
+        saves_input, saves_output = _key(x) in saved, _key(out) in saved
+        found.append(
+            dataclasses.replace(
+                measured,
+                saved_bytes=sum(saved.values()) - (x.nbytes if is_saved and saves_input else 0),
+                saved_input_bytes=x.nbytes if saves_input and not is_saved else 0,
+                saves_output=saves_output,
+                input_needs_grad=is_behind_trained,
+                fixed_bytes=fixed_bytes,
+            )
+        )
+        x, is_saved = out, saves_output
         is_behind_trained = is_behind_trained or is_trained
     return found
 
@@ -107,22 +116,26 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
         if not isinstance(out, Tensor):
             raise LayerError(f"layer {name} returns {type(out).__name__}: stages send one tensor to each other")
         forward_flops = float(flops.get_total_flops())
+        returned = live.position()
         # A layer whose output depends on nothing that is trained has no backward.
         if out.requires_grad:
             seed = torch.zeros_like(out)
-            live.keep([seed])  # it comes from the next stage
+            for param in trained:  # as in the buffers of a stage, to which autograd adds what it makes
+                param.grad = torch.zeros_like(param)
+            live.keep([seed, *(param.grad for param in trained if param.grad is not None)])
             with flops:
                 out.backward(seed)
             # The counter began at zero again.
             backward_flops = float(flops.get_total_flops())
-            live.keep(param.grad for param in trained if param.grad is not None)
         live.stop()
     for param, grad in zip(trained, grads, strict=True):
         param.grad = grad
     # What is saved of the input was there before.
     made = sum(nbytes for key, nbytes in saved.items() if key != _key(x))
-    peak_bytes = max(0, live.peak_bytes() - made)
-    return Layer(name, forward_flops, backward_flops, 0, 0, peak_bytes, x.nbytes), out.detach(), saved
+    forward_peak = live.peak_bytes(0, returned)
+    backward_peak = max(0, live.peak_bytes(returned) - made) if out.requires_grad else 0
+    layer_alone = Layer(name, forward_flops, backward_flops, 0, 0, forward_peak, backward_peak, x.nbytes, out.nbytes)
+    return layer_alone, out.detach(), saved
 
 
 def _key(tensor: Tensor) -> int:

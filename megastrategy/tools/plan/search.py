@@ -24,13 +24,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cards import Card
 from .schedule import Schedule, StageTimes, num_in_flight, step_ms
+from .stage_memory import Layer, stages_from
 
 Objective = Literal["time", "waste"]
 
@@ -50,28 +51,6 @@ class TooManyError(ValueError):
     """
 
     best: Candidate | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One layer, measured for one microbatch.
-
-    Attributes:
-        name: for people.
-        forward_flops, backward_flops: 0 backward for a layer in a frozen prefix.
-        fixed_bytes: weights, gradients and optimizer state.
-        saved_bytes: what its backward needs.
-        peak_bytes: the most that its forward and backward hold beyond what is saved.
-        input_bytes: what comes from the layer before.
-    """
-
-    name: str
-    forward_flops: float
-    backward_flops: float
-    fixed_bytes: int
-    saved_bytes: int
-    peak_bytes: int
-    input_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,15 +169,10 @@ def _weight(card: Card) -> float:
 
 
 def _peak_bytes(question: Question, stage: int, num_stages: int, start: int, end: int) -> int:
-    layers, m = question.layers[start:end], question.num_microbatches
-    received = layers[0].input_bytes if start else 0
-    sent = question.layers[end].input_bytes if end < len(question.layers) else 0
-    return (
-        sum(layer.fixed_bytes for layer in layers)
-        + num_in_flight(question.schedule, stage, num_stages, m) * sum(layer.saved_bytes for layer in layers)
-        + max(layer.peak_bytes for layer in layers)
-        + m * (received + sent)
-    )
+    m, ahead = question.num_microbatches, num_in_flight(question.schedule, stage, num_stages, question.num_microbatches)
+    held = next(itertools.islice(stages_from(question.layers, start), end - start - 1, None))
+    fixed = sum(layer.fixed_bytes for layer in question.layers[start:end])
+    return fixed + held.peak(ahead, m, alternates=ahead < m)
 
 
 def search(question: Question, objective: Objective = "time") -> Candidate | None:
@@ -242,16 +216,29 @@ def _value(candidate: Candidate, objective: Objective) -> float:
     return candidate.step_ms if objective == "time" else candidate.waste
 
 
+class _StageTables(NamedTuple):
+    """As :class:`~.stage_memory.StageBytes`, of every range of layers."""
+
+    received: Tensor
+    waiting: Tensor
+    working: Tensor
+    on_their_way: Tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tables:
-    """Sums over the layers before each (float64, one longer than the layers), and the largest peak of each range."""
+    """Sums over the layers before each (float64, one longer than the layers); what every range of layers holds as a
+    stage, from the row's layer to before the column's; and the most that a stage behind a layer holds beyond what it
+    would with one microbatch more that waits."""
 
     forward: Tensor
     backward: Tensor
     fixed: Tensor
     saved: Tensor
-    inputs: Tensor
-    peaks: Tensor
+    held: _StageTables
+    most_beyond: Tensor
+    most_received: float
+    most_sent: float
     cuts: Tensor
 
     @classmethod
@@ -261,18 +248,22 @@ class _Tables:
         def sums(values: Sequence[float]) -> Tensor:
             return torch.tensor([0.0, *itertools.accumulate(values)], dtype=torch.float64)
 
-        peaks = torch.zeros(len(layers) + 1, len(layers) + 1, dtype=torch.float64)
+        size = len(layers) + 1
+        held = _StageTables(*torch.zeros(4, size, size, dtype=torch.float64))
         for start in range(len(layers)):
-            running = itertools.accumulate((layer.peak_bytes for layer in layers[start:]), max)
-            peaks[start, start + 1 :] = torch.tensor(list(running), dtype=torch.float64)
-        inputs = [0.0, *(float(layer.input_bytes) for layer in layers[1:]), 0.0]
+            columns = torch.tensor(list(stages_from(layers, start)), dtype=torch.float64).T
+            for table, column in zip(held, columns, strict=True):
+                table[start, start + 1 :] = column
+        beyond = (held.working + held.on_their_way - held.waiting).amax(1).clamp_min(0)
         return cls(
             sums([layer.forward_flops for layer in layers]),
             sums([layer.backward_flops for layer in layers]),
             sums([layer.fixed_bytes for layer in layers]),
             sums([layer.saved_bytes for layer in layers]),
-            torch.tensor(inputs, dtype=torch.float64),
-            peaks,
+            held,
+            beyond.flip(0).cummax(0).values.flip(0),
+            float(held.received.amax()),
+            float(max(layer.output_bytes for layer in layers)),
             torch.tensor(question.cuts, dtype=torch.int64),
         )
 
@@ -381,20 +372,20 @@ class _Grown:
     def _peaks(self, stage: int, begin: Tensor, ends: Tensor) -> Tensor:
         tables, m = self._tables, self._question.num_microbatches
         ahead = num_in_flight(self._question.schedule, stage, len(self._order), m)
-        fixed, saved = tables.fixed[ends] - tables.fixed[begin], tables.saved[ends] - tables.saved[begin]
-        crossing = tables.inputs[begin] + tables.inputs[ends]
-        return fixed + ahead * saved + tables.peaks[begin, ends] + m * crossing
+        received, waiting, working, on_their_way = (table[begin, ends] for table in tables.held)
+        others = (ahead - 1) * waiting + (ahead < m) * on_their_way
+        return tables.fixed[ends] - tables.fixed[begin] + m * received + others + working
 
     def _waste_bound(self, waste: Tensor, ends: Tensor, stage: int) -> Tensor:
         """The least T of these stages and those to come: no card is fuller than it may be, and all that is left takes
-        no more than with the most microbatches ahead, and every stage's peak and receive buffers the largest."""
+        no more than with the most microbatches ahead, and the largest of what else stages hold."""
         question, tables, rest = self._question, self._tables, self._order[stage + 1 :]
         if not rest:
             return waste
-        m, layers = question.num_microbatches, len(question.layers)
+        m = question.num_microbatches
         ahead = num_in_flight(question.schedule, stage + 1, len(self._order), m)
         fixed, saved = tables.fixed[-1] - tables.fixed[ends], tables.saved[-1] - tables.saved[ends]
-        of_each = tables.peaks[ends, layers] + 2 * m * tables.inputs.amax()
+        of_each = tables.most_beyond[ends] + m * tables.most_received + ahead * tables.most_sent
         nbytes = fixed + ahead * saved + len(rest) * of_each
         emptied = sum(map(_weight, rest)) - max(_weight(card) / card.memory_bytes for card in rest) * nbytes
         return waste + emptied.clamp_min(sum(map(_weight, rest)) * question.slack)
