@@ -25,7 +25,7 @@ from .stage_state import is_staged, main_params_of_stage, whole_groups
 
 
 def own_share(impl: ShardedStep) -> dict[str, Any]:
-    """What this rank writes; see :meth:`DistributedOptimizer.sharded_state_dict
+    """Returns what this rank writes; see :meth:`DistributedOptimizer.sharded_state_dict
     <megastrategy.DistributedOptimizer.sharded_state_dict>`. Collective over a pipeline's stages."""
     engine, local_parts, own_names = impl.engine, impl.engine.local_parts, impl.names_by_id()
     # Whoever writes them reads the device, which may wait for a rank that is gone.

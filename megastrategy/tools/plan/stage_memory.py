@@ -49,7 +49,7 @@ class Layer:
 
 
 class StageBytes(NamedTuple):
-    """What a stage holds beside its layers' ``fixed_bytes``; see [Note: what a stage holds].
+    """Bytes that a stage holds beside its layers' ``fixed_bytes``; see [Note: what a stage holds].
 
     Attributes:
         received: for each microbatch of a step.
