@@ -331,7 +331,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         return self.is_global_zero
 
     def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns what rank 0 writes beside the tensors of modules' states, by key. Collective over a pipeline's stages."""
+        """Returns what rank 0 writes beside modules' tensors, by key. Collective over a pipeline's stages."""
         return not_tensors(weights)
 
     def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:

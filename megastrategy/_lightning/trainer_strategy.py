@@ -420,7 +420,7 @@ class TrainerStrategy(
         return self.is_global_zero
 
     def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns what rank 0 writes beside the tensors of modules' states, by key. Collective over a pipeline's stages."""
+        """Returns what rank 0 writes beside modules' tensors, by key. Collective over a pipeline's stages."""
         return not_tensors(weights)
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Path, bool]:

@@ -323,7 +323,7 @@ def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: b
 
 
 def _whole(value: Any, *, keep: bool) -> Any:
-    """What is a DTensor in host memory, whole, where it is to be kept. Collective over its mesh."""
+    """Makes a DTensor whole, in host memory where it is to be kept. Collective over its mesh."""
     if not isinstance(value, DTensor):
         return value
     whole = value.full_tensor()
