@@ -27,7 +27,7 @@ from ..core import (
     subgroup,
 )
 from ..errors import StageError
-from .plan import StagePlan, make_plan
+from .plan import StagePlan, check_schedule, make_plan
 from .schedules import Chunk, Run
 
 _MOST_RUNS = 8
@@ -77,6 +77,7 @@ class Pipeline(StagedModule):
         sample: Tensor | None = None,
     ) -> None:
         super().__init__()
+        check_schedule(schedule)
         if microbatches < 1:
             raise ValueError(f"microbatches={microbatches}: expected at least one")
         if mesh is not None:

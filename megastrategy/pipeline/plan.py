@@ -42,6 +42,17 @@ class StagePlan:
         return next(stage for stage, end in enumerate(ends) if layer < end) % self.num_ranks
 
 
+def check_schedule(schedule: str) -> None:
+    """Raises ValueError for what is none of :data:`SCHEDULES`."""
+    if schedule not in SCHEDULES:
+        why = (
+            "it computes the gradients of weights apart from backward, where no hook of a parameter tells of them"
+            if schedule.removeprefix("Schedule") in SPLIT_BACKWARDS
+            else "there is no such schedule"
+        )
+        raise ValueError(f"schedule={schedule!r}: {why}. Choose one of {', '.join(map(repr, SCHEDULES))}")
+
+
 def make_plan(
     names: Sequence[str],
     split_spec: Sequence[int],
@@ -61,14 +72,8 @@ def make_plan(
     Raises:
         ValueError: if it does not fit, with the layers' names.
     """
+    check_schedule(schedule)
     num_layers, spec = len(names), list(split_spec)
-    if schedule not in SCHEDULES:
-        why = (
-            "it computes the gradients of weights apart from backward, where no hook of a parameter tells of them"
-            if schedule.removeprefix("Schedule") in SPLIT_BACKWARDS
-            else "there is no such schedule"
-        )
-        raise ValueError(f"schedule={schedule!r}: {why}. Choose one of {', '.join(map(repr, SCHEDULES))}")
     if any(count < 1 for count in spec):
         raise ValueError(f"split_spec={spec}: every stage has at least one layer")
     if sum(spec) != num_layers:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -35,7 +39,7 @@ class Mesh(NamedTuple):
         return self.pp * self.dp * (self.tp or 1)
 
 
-MESHES = [
+OF_STAGES = [
     Mesh(2, 2, (2, 4), "1F1B"),
     Mesh(2, 1, (5, 1), "GPipe"),
     Mesh(2, 1, (3, 3), "1F1B", tp=2),
@@ -43,6 +47,9 @@ MESHES = [
     Mesh(2, 1, (1, 2, 1, 2), "Interleaved1F1B"),
     Mesh(3, 1, (2, 2, 2), "1F1B"),
 ]
+WHOLE = [Mesh(1, dp, (6,), "1F1B", tp) for dp, tp in ((1, None), (2, None), (1, 2), (2, 2), (4, None))]
+"""With all layers on every rank, or parts of all."""
+MESHES = OF_STAGES + WHOLE
 
 
 def case_of(mesh: Mesh, dtype: torch.dtype, frozen: str = "middle") -> Case:
@@ -78,8 +85,8 @@ def resume(mesh: Mesh, case: Case, paths: list[Path], kind: Kind) -> list[Outcom
 @pytest.mark.parametrize(
     ("meshes", "dtype", "kind"),
     [
-        pytest.param(MESHES[:2], torch.float32, "file", id="short-file"),
-        pytest.param(MESHES[1:3], torch.bfloat16, "directory", id="short-directory"),
+        pytest.param([OF_STAGES[0], WHOLE[0]], torch.float32, "file", id="short-file"),
+        pytest.param(OF_STAGES[1:3], torch.bfloat16, "directory", id="short-directory"),
         *(
             pytest.param(MESHES, dtype, kind, id=f"all-{dtype}-{kind}", marks=pytest.mark.long)
             for dtype, kind in itertools.product((torch.float32, torch.bfloat16), ("file", "directory"))
@@ -108,13 +115,45 @@ def assert_directory_is_what_the_file_is(path: Path) -> None:
     """To the bit."""
     weights, state, main_params = torch.load(path / "file", weights_only=True)
     optimizer = read_directory(path / "directory", "optimizer")
-    assert_same(read_directory(path / "directory", "model"), weights)
+    assert_same(read_directory(path / "directory", "model"), dict(weights))
     assert_same(optimizer.get("main_params", {}), main_params)
     names = dict[int, str]()
     for group, by_name in zip(state["param_groups"], optimizer["param_groups"], strict=True):
         names |= zip(group["params"], by_name["params"], strict=True)
         assert {**group, "params": 0} == {**by_name, "params": 0}
     assert_same(optimizer["state"], {names[number]: values for number, values in state["state"].items()})
+
+
+def train(case: Case, folder: Path, steps: range, *, resume: bool, kill_at: int | None = None) -> Outcome:
+    """Trains on 2 x 2 ranks, and saves a directory after every step; in a step a rank of the last stage is killed."""
+    trainee, outcome = Trainee.make(mesh_of(2), case), None
+    if resume:
+        trainee.load_directory(folder / f"step {steps.start}")
+    for step in steps:
+        if step == kill_at and torch.distributed.get_rank() == 3:
+            trainee.net.layers[3].up.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+        outcome = trainee.train(range(step, step + 1))
+        trainee.save_directory(folder / f"step {step + 1}")
+    trainee.model.close()
+    assert outcome is not None
+    return outcome
+
+
+def test_a_run_whose_stage_is_killed_ends_on_all_ranks_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    case = Case((2, 4), tied=True, steps=STEPS)
+    expected = run_processes(4, functools.partial(train, resume=False), case, tmp_path / "uncut", range(STEPS))
+    start, folder = time.monotonic(), tmp_path / "cut"
+    with pytest.raises(AssertionError) as caught:
+        run_processes(4, functools.partial(train, resume=False, kill_at=HALF), case, folder, range(STEPS))
+    assert time.monotonic() - start < 60.0, "below the groups' timeout"
+    for rank in range(3):
+        assert f"rank {rank}:\nTraceback" in str(caught.value), "with a reason of its own"
+    assert {path.name for path in folder.iterdir()} == {f"step {step}" for step in range(1, HALF + 1)}
+    resumed = run_processes(4, functools.partial(train, resume=True), case, folder, range(HALF, STEPS))
+    for one, other in zip(resumed, expected, strict=True):
+        assert one.norms == other.norms
+        for name, weight in one.weights.items():
+            assert torch.equal(weight, other.weights[name]), name
 
 
 def uninterrupted(case: Case, dp_before: int, dp_after: int) -> dict[str, torch.Tensor]:
@@ -125,7 +164,7 @@ def uninterrupted(case: Case, dp_before: int, dp_after: int) -> dict[str, torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_file_is_that_of_one_process(tmp_path: Path, dtype: torch.dtype) -> None:
     """Names, numbers, shapes and dtypes; and torch's own classes load it."""
-    mesh = MESHES[0]
+    mesh = OF_STAGES[0]
     case = case_of(mesh, dtype)
     run_processes(4, save, mesh, case, path := tmp_path / "saved")
     weights, state, main_params = torch.load(path / "file", weights_only=True)

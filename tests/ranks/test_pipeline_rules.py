@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import pickle
-import signal
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -476,20 +473,3 @@ def test_one_process_trains_the_same_module() -> None:
     alone = train_alone(case, 1)
     for name, param in net.named_parameters():
         torch.testing.assert_close(param.detach(), alone.weights[name], rtol=0.0, atol=1e-6)
-
-
-def killed() -> None:
-    trainee = Trainee.make(mesh_of(2), CASE)
-    trainee.train(range(1))
-    if dist.get_rank() == 3:
-        trainee.net.layers[3].up.weight.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
-    trainee.train(range(1, 3))
-
-
-def test_a_killed_stage_ends_all_ranks_of_the_mesh() -> None:
-    start = time.monotonic()
-    with pytest.raises(AssertionError) as caught:
-        run_processes(4, killed, timeout_s=120.0)
-    assert time.monotonic() - start < 60.0, "below the groups' timeout"
-    for rank in range(3):
-        assert f"rank {rank}:\nTraceback" in str(caught.value), "with a reason of its own"
