@@ -20,10 +20,10 @@ from .meshes import (
     DATA,
     ModelSizes,
     empty_init_context,
+    give_memory,
     is_first_replica,
     is_on_meta,
     load_weights,
-    materialise,
     not_tensors_of_stages,
     sampler_ranks,
     whole_weights,
@@ -92,7 +92,7 @@ class FabricTensorParallelStrategy(FabricStrategy):
             if not isinstance(module, Module):
                 raise TypeError(f"parallelize_fn returned {type(module).__name__}: expected the module")
             if is_on_meta(module):
-                materialise(module, self.root_device)
+                give_memory(module, self.root_device)
         return super().setup_module(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

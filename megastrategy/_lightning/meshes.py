@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 
-from ..core import NOT_TENSORS, cut_like, dtensors_of
+from ..core import NOT_TENSORS, cut_like, dtensors_of, materialise
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -165,22 +165,12 @@ def is_on_meta(module: Module) -> bool:
     return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
-def materialise(module: Module, device: torch.device) -> None:
-    """Gives a module on meta memory, and the values that ``reset_parameters`` of its submodules chooses."""
-    module.to_empty(device=device)
-    without = set[str]()
-    for child in module.modules():
-        own = itertools.chain(child.parameters(recurse=False), child.buffers(recurse=False))
-        if next(own, None) is None:
-            continue
-        if callable(reset := getattr(child, "reset_parameters", None)):
-            reset()
-        else:
-            without.add(type(child).__name__)
-    if without:
+def give_memory(module: Module, device: torch.device) -> None:
+    """Gives what is on meta memory; warns of classes that cannot give it values."""
+    if without := materialise(module, device):
         rank_zero_warn(
-            f"{', '.join(sorted(without))} have no reset_parameters() method: their parameters and buffers, made on "
-            "meta, have memory and no values now. Load or set them before training"
+            f"{', '.join(without)} have no reset_parameters() method: their parameters and buffers, made on meta, have "
+            "memory and no values now. Load or set them before training"
         )
 
 

@@ -22,12 +22,12 @@ from .meshes import (
     ModelSizes,
     bring_to_replicas,
     empty_init_context,
+    give_memory,
     is_first_replica,
     is_loss_parallel,
     is_on_meta,
     is_pipeline,
     load_weights,
-    materialise,
     not_tensors_of_stages,
     sampler_ranks,
     whole_weights,
@@ -85,7 +85,7 @@ class TensorParallelStrategy(TrainerStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         # configure_model has cut what was made on meta, so that memory for the parts alone is needed.
         if self._device_mesh is not None and self.model is not None and is_on_meta(self.model):
-            materialise(self.model, self.root_device)
+            give_memory(self.model, self.root_device)
         if self._device_mesh is None or trainer.state.fn == "fit":
             super().setup(trainer)
             return

@@ -38,6 +38,7 @@ from .grad_scaler import GradScaler, adapt_scaler
 from .layout import Bucket, BufferLayout, ParamSpec, build_layout
 from .local_parts import cut_like, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
+from .meta_modules import materialise
 from .rebucketing.arrival_order import better_layout_order
 from .stages import Copies, FollowsStages, StagedModule, names_elsewhere
 from .strangers import describe_unreduced
@@ -82,6 +83,7 @@ __all__ = [
     "host_collectives",
     "is_directory_checkpoint",
     "make_collectives",
+    "materialise",
     "memory_use",
     "memory_use_of_ddp",
     "names_elsewhere",

@@ -23,6 +23,7 @@ from ..core import (
     dtensors_of,
     gather_whole,
     make_collectives,
+    materialise,
     private_group,
     subgroup,
 )
@@ -118,7 +119,11 @@ class Pipeline(StagedModule):
             for name, _ in (*layer.named_parameters(), *layer.named_buffers())
         }
         self.layers = nn.ModuleList(layer if i in own else _Elsewhere() for i, layer in enumerate(layers))
-        _materialise(self.layers, self._device)
+        if without := materialise(self.layers, self._device):
+            raise TypeError(
+                f"layer {without[0]} is on meta and has no reset_parameters(): give the class one, or build this layer "
+                "on a device"
+            )
         if mesh is not None and next(self.layers.parameters(), None) is None:
             raise ValueError(
                 f"rank {self._rank} of the stages has {', '.join(names[i] for i in sorted(own))}, and no parameter, so "
@@ -384,20 +389,6 @@ def _device_of(mesh: DeviceMesh | None, layers: Sequence[nn.Module]) -> torch.de
         real = (param.device for layer in layers for param in layer.parameters() if not param.is_meta)
         return next(real, torch.device("cpu"))
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Gives what is on meta memory on ``device``, and the values that each module gives itself."""
-    for name, child in module.named_modules():
-        own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in own):
-            if not callable(reset := getattr(child, "reset_parameters", None)):
-                raise TypeError(
-                    f"{type(child).__name__} ({name or 'the module'}) is on meta and has no reset_parameters(): give "
-                    "the class one, or build this layer on a device"
-                )
-            child.to_empty(device=device, recurse=False)
-            reset()
 
 
 def _batch_size(values: Any) -> int:

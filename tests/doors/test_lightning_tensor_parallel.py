@@ -400,7 +400,7 @@ def fit_from_meta() -> dict[str, Any]:
 def test_a_module_made_on_meta_gets_memory_for_its_parts(mesh: Ranks) -> None:
     outcomes = mesh.run(fit_from_meta)
     [told] = outcomes[0]["told"]
-    assert told.startswith("LanguageModel have no"), "its temperature; the layers have one"
+    assert told.startswith("model (LanguageModel) have no"), "its temperature; the layers have one"
     assert len(outcomes[0]["state"]["state"]) > 10
     assert [own["state"] for own in outcomes[1:]] == [{}] * 3, "as under ModelParallelStrategy"
     for own in outcomes:
