@@ -97,6 +97,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_other_engines.py",
         "ranks/test_unfreezing.py",
         "ranks/test_weight_chunks.py",
+        "unit/test_meta_modules.py",
     ),
     "precision": (
         "doors/test_fabric_precision.py",
