@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.constants import default_pg_timeout
 
-from ._checkpoints.directories import local_directory
+from ._checkpoints.directories import place_of_directory
 from ._versions import RAY, require
 
 require("ray.train.lightning", RAY)
 
 from ray.train.lightning import RayDDPStrategy
+
+if TYPE_CHECKING:
+    from .core import Directory
 
 if TYPE_CHECKING or RayDDPStrategy.__base__.__module__.startswith("lightning."):
     from .lightning import MegatronDDPStrategy
@@ -74,9 +77,11 @@ class RayMegatronDDPStrategy(MegatronDDPStrategy, RayDDPStrategy):  # type: igno
     )
     del _given
 
-    def _directory_to_save(self, filepath: str | Path) -> tuple[Path, bool]:
-        own = local_directory(filepath)
-        of_rank_zero: Path = self.broadcast(own.parent)
+    def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
+        own = place_of_directory(filepath)
+        # a store is the same for all, whatever the name
+        parent = own.parent if isinstance(own, Path) else None
+        of_rank_zero = self.broadcast(parent)
         # all ranks or none: each would else wait for others to finish what they do not have
-        is_apart = self.reduce_boolean_decision(own.parent != of_rank_zero, all=False)
+        is_apart = self.reduce_boolean_decision(parent != of_rank_zero, all=False)
         return (own, True) if is_apart else super()._directory_to_save(filepath)

@@ -24,11 +24,14 @@ from ..core import (
     EXTRA_FILE,
     NOT_TENSORS,
     CheckpointError,
+    Directory,
     DistributedOptimizer,
+    RemoteDirectory,
     directory_keys,
     is_directory_checkpoint,
     names_elsewhere,
     read_directory,
+    read_remote_extra,
     read_weights,
     save_directory,
     to_host,
@@ -48,30 +51,42 @@ def check_state_dict_type(value: str) -> None:
         )
 
 
-def remove_directory(path: Path) -> None:
+def refuse_storage_options(options: Any) -> None:
+    """Raises TypeError, as Lightning's ``TorchCheckpointIO`` does: whoever loads the directory would lack them."""
+    if options is not None:
+        raise TypeError(
+            "state_dict_type='sharded' takes no storage_options: how a store is reached is read from fsspec's "
+            "configuration or its environment variables (FSSPEC_S3_ENDPOINT_URL, ...), by every rank"
+        )
+
+
+def remove_directory(path: Directory) -> None:
     """Removes a checkpoint, which is there as a whole or not at all, also if the removal is cut off: it loses its name
     first.
 
     The next removal takes what one that was cut off left.
     """
+    if isinstance(path, RemoteDirectory):
+        path.remove()
+        return
     path.replace(path.with_name(f".{path.name}.removed"))
     for removed in path.parent.glob(".*.removed"):
         shutil.rmtree(removed)
 
 
-def local_directory(path: str | Path) -> Path:
-    """Returns the local path under which a directory is saved or loaded.
+def place_of_directory(path: str | Path) -> Directory:
+    """Returns where a directory is saved: on a local or mounted file system by its path."""
+    return local_path(path) or RemoteDirectory(str(path).rstrip("/"))
 
-    Raises:
-        ValueError: if that is not on a file system of this machine.
+
+def existing_directory(path: str | Path) -> Directory | None:
+    """Returns the place of a directory to load or remove; None if there is none, or a file.
+
+    A directory need not be a complete checkpoint: so it can be refused by name.
     """
-    local = local_path(path)
-    if local is None:
-        raise ValueError(
-            f"{path}: sharded checkpoints are written to local and mounted file systems only; choose "
-            "state_dict_type='full' for remote ones"
-        )
-    return local
+    place = place_of_directory(path)
+    is_there = place.kind() == "directory" if isinstance(place, RemoteDirectory) else place.is_dir()
+    return place if is_there else None
 
 
 def written_by(state: Mapping[str, Any], module: Module, is_first: bool) -> dict[str, Any]:
@@ -84,7 +99,7 @@ def written_by(state: Mapping[str, Any], module: Module, is_first: bool) -> dict
 class OptimizerInDirectory(NamedTuple):
     """Stands for an optimizer's state that stays on the disk until the optimizer is there to read its part."""
 
-    path: Path
+    path: Directory
     key: str
 
 
@@ -103,7 +118,7 @@ class DirectorySaver:
         self,
         state: dict[str, Any],
         extra: dict[str, Any],
-        path: Path,
+        path: Directory,
         *,
         in_background: bool = False,
         is_apart: bool = False,
@@ -116,7 +131,7 @@ class DirectorySaver:
         """
         self.wait()  # so that at most one copy is in memory
         collectives = checkpoint_collectives()
-        if collectives.rank == 0 or is_apart:
+        if isinstance(path, Path) and (collectives.rank == 0 or is_apart):
             with contextlib.suppress(OSError):  # which the save will meet, and tell all ranks of
                 path.parent.mkdir(parents=True, exist_ok=True)  # at once: callbacks put links beside it
         if not in_background:
@@ -160,21 +175,26 @@ class DirectorySaver:
                 self._executor = None
 
 
-def load_extra(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:
     """Reads what rank 0 saved beside the tensors.
 
     Raises:
         CheckpointError: if the directory is no complete checkpoint of Lightning's layout.
     """
-    if not is_directory_checkpoint(path) or not (path / EXTRA_FILE).is_file():
-        raise CheckpointError(
-            f"{path} is no complete sharded checkpoint: a directory with .metadata and {EXTRA_FILE} is one"
-        )
-    extra: dict[str, Any] = own_memory(load_file(path / EXTRA_FILE, "cpu", weights_only))
-    return extra
+    incomplete = f"{path} is no complete sharded checkpoint: a directory with .metadata and {EXTRA_FILE} is one"
+    if not is_directory_checkpoint(path):
+        raise CheckpointError(incomplete)
+    try:
+        if isinstance(path, RemoteDirectory):
+            far: dict[str, Any] = read_remote_extra(path, weights_only)
+            return far
+        near: dict[str, Any] = own_memory(load_file(path / EXTRA_FILE, "cpu", weights_only))
+        return near
+    except FileNotFoundError as error:
+        raise CheckpointError(incomplete) from error
 
 
-def load_trainer_directory(path: Path, module: Module | None, weights_only: bool | None) -> dict[str, Any]:
+def load_trainer_directory(path: Directory, module: Module | None, weights_only: bool | None) -> dict[str, Any]:
     """Reads a Trainer's checkpoint: weights into host memory, of ``module``'s tensor-parallel parameters this rank's
     parts; the states of optimizers are left on the disk.
 

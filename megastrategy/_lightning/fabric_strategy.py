@@ -30,11 +30,13 @@ from .._checkpoints.directories import (
     OptimizerInDirectory,
     StateDictType,
     check_state_dict_type,
+    existing_directory,
     load_extra,
-    local_directory,
+    place_of_directory,
+    refuse_storage_options,
     written_by,
 )
-from .._checkpoints.files import local_path, own_memory, trainable_weights
+from .._checkpoints.files import own_memory, trainable_weights
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, engine_collectives
 from .._prepared_models import PreparedModels
@@ -42,6 +44,7 @@ from .._whole_optimizers import WholeOptimizers
 from ..core import (
     NOT_TENSORS,
     CheckpointError,
+    Directory,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -291,7 +294,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
     ) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder."""
         if self.state_dict_type == "sharded":
-            self._save_directory(local_directory(self.broadcast(path)), state, filter or {})
+            refuse_storage_options(storage_options)
+            self._save_directory(place_of_directory(self.broadcast(path)), state, filter or {})
             return
         optimizers = {key: self._distributed(value) for key, value in state.items()}
         distributed = {key: value for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)}
@@ -305,7 +309,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         super().save_checkpoint(path, state, storage_options, filter)
 
     def _save_directory(
-        self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
+        self, path: Directory, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]
     ) -> None:
         modules: dict[str, dict[str, Any]] = {}
         written: dict[str, dict[str, Any]] = {}
@@ -334,7 +338,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         """Returns what rank 0 writes beside modules' tensors, by key. Collective over a pipeline's stages."""
         return not_tensors(weights)
 
-    def _read_directory(self, path: Path, state: Any, weights_only: bool | None) -> dict[str, Any]:
+    def _read_directory(self, path: Directory, state: Any, weights_only: bool | None) -> dict[str, Any]:
         """Reads a directory, but for the states of optimizers in ``state``: these stay there, to be read in part."""
         items = state.items() if isinstance(state, dict) else ()
         left = {key for key, value in items if isinstance(self._distributed(value), DistributedOptimizer)}
@@ -367,8 +371,8 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             CheckpointError: if the file is none, or holds the weights or the optimizer of another model.
             KeyError: if ``strict``, and a key of ``state`` is not there.
         """
-        if (local := local_path(path)) is not None and local.is_dir():
-            loaded = self._read_directory(local, state, weights_only)
+        if (directory := existing_directory(path)) is not None:
+            loaded = self._read_directory(directory, state, weights_only)
         else:
             loaded = super().load_checkpoint(path, None, strict, weights_only)
         # the user keeps it, perhaps longer than the file is there

@@ -26,13 +26,15 @@ from .._checkpoints.directories import (
     OptimizerInDirectory,
     StateDictType,
     check_state_dict_type,
+    existing_directory,
     load_optimizers,
     load_trainer_directory,
-    local_directory,
+    place_of_directory,
+    refuse_storage_options,
     remove_directory,
     written_by,
 )
-from .._checkpoints.files import local_path, own_memory, trainable_weights
+from .._checkpoints.files import own_memory, trainable_weights
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.interfaces import add_way_out
 from .._faults.process_collectives import (
@@ -46,6 +48,7 @@ from .._faults.recovery import PATIENCE, StoreExchange, join_setup, report_failu
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
     CheckpointError,
+    Directory,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
@@ -383,6 +386,7 @@ class TrainerStrategy(
             return
         self.add_place(checkpoint)
         if self.state_dict_type == "sharded":
+            refuse_storage_options(storage_options)
             self._save_directory(checkpoint, filepath)
             return
         if "optimizer_states" in checkpoint:
@@ -423,17 +427,16 @@ class TrainerStrategy(
         """Returns what rank 0 writes beside modules' tensors, by key. Collective over a pipeline's stages."""
         return not_tensors(weights)
 
-    def _directory_to_save(self, filepath: str | Path) -> tuple[Path, bool]:
+    def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
         """Returns the directory, and whether each rank has one of its own for its part. Collective."""
-        return local_directory(self.broadcast(filepath)), False
+        return place_of_directory(self.broadcast(filepath)), False
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, not before what replaces it is complete."""
         self._directory_saver.then(functools.partial(self._remove_now, filepath))
 
     def _remove_now(self, filepath: str | Path) -> None:
-        path = local_path(filepath)
-        if self.is_global_zero and path is not None and path.is_dir():
+        if self.is_global_zero and (path := existing_directory(filepath)) is not None:
             remove_directory(path)
         else:
             super().remove_checkpoint(filepath)
@@ -446,9 +449,9 @@ class TrainerStrategy(
             CheckpointError: if the file is not a Trainer's.
         """
         self._directory_saver.wait()
-        if (local := local_path(checkpoint_path)) is not None and local.is_dir():
+        if (path := existing_directory(checkpoint_path)) is not None:
             self._loaded_from = str(checkpoint_path)
-            return self.take_place(load_trainer_directory(local, self.lightning_module, weights_only))
+            return self.take_place(load_trainer_directory(path, self.lightning_module, weights_only))
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if not isinstance(checkpoint, dict) or not {"state_dict", "pytorch-lightning_version"} & set(checkpoint):
             raise CheckpointError(

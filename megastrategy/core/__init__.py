@@ -8,16 +8,17 @@ travel (and only it calls torch.distributed), ``checkpoint`` how state is saved 
 may be sharded, ``rebucketing`` which buckets would be better.
 """
 
+from .checkpoint.completeness import describe_hole
 from .checkpoint.host_copies import to_host
+from .checkpoint.remote_directory import EXTRA_FILE, Directory, RemoteDirectory
 from .checkpoint.sharded_state import (
-    EXTRA_FILE,
     NOT_TENSORS,
     check_replaceable,
-    describe_hole,
     directory_keys,
     is_directory_checkpoint,
     not_tensors,
     read_directory,
+    read_remote_extra,
     read_weights,
     replace_path,
     save_directory,
@@ -53,6 +54,7 @@ __all__ = [
     "CollectiveError",
     "Collectives",
     "Copies",
+    "Directory",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
@@ -66,6 +68,7 @@ __all__ = [
     "MemoryUse",
     "NotOnAllRanksError",
     "ParamSpec",
+    "RemoteDirectory",
     "StagedModule",
     "adapt_scaler",
     "better_layout_order",
@@ -92,6 +95,7 @@ __all__ = [
     "one_listener",
     "private_group",
     "read_directory",
+    "read_remote_extra",
     "read_weights",
     "replace_path",
     "save_directory",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.nn import Parameter
 
 from .checkpoint.flat_shard import FlatShard
 from .checkpoint.full_state import REMAINDER, load_own_state
+from .checkpoint.remote_directory import Directory
 from .checkpoint.sharded_optimizer import TensorParts, check_same_groups, read_optimizer, sharded_state_dict
 from .errors import CheckpointError
 from .sharded_step import ShardedStep
@@ -54,7 +54,7 @@ def own_share(impl: ShardedStep) -> dict[str, Any]:
     return state | ({"main_params": main_params} if main_params else {})
 
 
-def read_share(impl: ShardedStep, path: Path, key: str) -> Callable[[], None]:
+def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], None]:
     """Reads this rank's part, and returns what loads it; see :meth:`DistributedOptimizer.read_sharded
     <megastrategy.DistributedOptimizer.read_sharded>`. Not collective.
 

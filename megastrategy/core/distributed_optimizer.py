@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -32,6 +31,7 @@ from .checkpoint.full_state import (
 )
 from .checkpoint.hand_over import MAIN_PARAMS, STATE, Borrowing
 from .checkpoint.host_copies import to_host
+from .checkpoint.remote_directory import Directory, directory_at
 from .checkpoint.whole_state import groups_as_saved
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .directory_state import own_share, read_share
@@ -418,20 +418,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return own_share(self._impl)
 
-    def load_sharded(self, path: str | Path, key: str = "optimizer") -> None:
+    def load_sharded(self, path: str | Directory, key: str = "optimizer") -> None:
         """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
         self.read_sharded(path, key)()
 
-    def read_sharded(self, path: str | Path, key: str = "optimizer") -> Callable[[], None]:
+    def read_sharded(self, path: str | Directory, key: str = "optimizer") -> Callable[[], None]:
         """Reads what :meth:`sharded_state_dict` gave, saved under ``key``, on any number of ranks or under FSDP.
 
-        Each rank reads its part. Nothing is changed until what is returned is called, after the weights were loaded:
-        where a saved main param does not round to the present weight, the weight wins.
+        Each rank reads its part; ``path`` may be a URL, for fsspec. Nothing is changed until what is returned is
+        called, after the weights: where a saved main param does not round to the present one, the weight wins.
 
         Raises:
             CheckpointError: if it cannot be read, or is of another model.
         """
-        return read_share(self._impl, Path(path), key)
+        return read_share(self._impl, directory_at(path), key)
 
     def __copy__(self) -> torch.optim.Optimizer:
         """Makes one of the user's class; see optimizer_copies' [Note: what a copy is]."""

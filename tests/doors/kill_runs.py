@@ -13,7 +13,7 @@ import os
 import random
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.files import load_file, save_file
+from megastrategy.core import RemoteDirectory, is_directory_checkpoint
+from tests.support.object_store import PROTOCOL
 from tests.support.optimizers import MatricesAndRest
 from tests.support.ports import free_port
 from tests.support.tensor_parallel import whole
@@ -101,22 +104,43 @@ class Cut(Module):
 
 
 def with_trainer(
-    folder: Path, num_steps: int, kind: type[Module] = Module, state_dict_type: str = "full", **options: Any
+    folder: Path,
+    num_steps: int,
+    kind: type[Module] = Module,
+    state_dict_type: str = "full",
+    *,
+    dirpath: str | None = None,
+    ckpt_path: str | None = "last",
+    plugins: Sequence[Any] = (),
+    **options: Any,
 ) -> dict[str, Tensor]:
     """As a user has it: the newest file, a last one beside it, and resuming by itself."""
-    saver = ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=1, save_last=True)
+    saver = ModelCheckpoint(dirpath or folder / "checkpoints", "{step}", every_n_train_steps=1, save_last=True)
     strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE, state_dict_type=state_dict_type, **options)
-    trainer = make_trainer(
-        strategy, callbacks=[saver], enable_checkpointing=True, max_steps=num_steps, max_epochs=-1, log_every_n_steps=50
-    )
+    limits = {"max_steps": num_steps, "max_epochs": -1, "log_every_n_steps": 50}
+    trainer = make_trainer(strategy, callbacks=[saver], enable_checkpointing=True, plugins=[*plugins], **limits)
     module = kind(folder)
-    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(SIZE * 10_000)), batch_size=1), ckpt_path="last")
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(SIZE * 10_000)), batch_size=1), ckpt_path=ckpt_path)
     return module.net.state_dict()
 
 
 def with_directories(folder: Path, num_steps: int) -> dict[str, Tensor]:
     """The same with sharded checkpoints, of which every rank writes a part."""
     return with_trainer(folder, num_steps, state_dict_type="sharded")
+
+
+def with_store(folder: Path, num_steps: int, plugins: Sequence[Any] = ()) -> dict[str, Tensor]:
+    """The same in an object store, where Lightning does not find the last one by itself."""
+    url = f"{PROTOCOL}://{folder}/checkpoints"
+    last = RemoteDirectory(f"{url}/last.ckpt")
+    ckpt_path = last.url if is_directory_checkpoint(last) else None
+    far = {"dirpath": url, "ckpt_path": ckpt_path, "plugins": plugins}
+    return with_trainer(folder, num_steps, state_dict_type="sharded", **far)
+
+
+def with_store_in_background(folder: Path, num_steps: int) -> dict[str, Tensor]:
+    """The same while training goes on."""
+    return with_store(folder, num_steps, [AsyncCheckpointIO()])
 
 
 def with_tensor_ranks(folder: Path, num_steps: int) -> dict[str, Tensor]:

@@ -13,8 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core import EXTRA_FILE, read_directory
+from megastrategy.core import (
+    EXTRA_FILE,
+    RemoteDirectory,
+    is_directory_checkpoint,
+    read_directory,
+    read_remote_extra,
+)
 from megastrategy.core.collectives import process_groups
+from tests.support.object_store import PROTOCOL
 
 from . import kill_script
 from .fits import AwkwardModule, loader, make_strategy, make_trainer
@@ -29,6 +36,8 @@ from .kill_runs import (
     with_directories,
     with_loop,
     with_owners,
+    with_store,
+    with_store_in_background,
     with_tensor_ranks,
     with_trainer,
 )
@@ -40,9 +49,10 @@ Job = Callable[[Path, int], dict[str, Tensor]]
 LIMIT_S = 60.0
 """For one start, whose steps take hundredths of a second."""
 
-MAX_LOST = {with_trainer: 0, with_directories: 0, with_tensor_ranks: 0, with_loop: 2, with_owners: 2}
+MAX_LOST = {with_trainer: 0, with_directories: 0, with_store: 0, with_tensor_ranks: 0, with_loop: 2, with_owners: 2}
+MAX_LOST[with_store_in_background] = 2
 """How many steps before the last one that any rank has begun may have to be done again: the Trainer saves after each
-and waits for the file; the loop saves after every second one and does not wait."""
+and waits for the file, unless it saves in the background; the loop saves after every second one and does not wait."""
 
 REASONS = ("Most often another rank ended with an error, was killed", "Connection closed by peer", "reset by peer")
 
@@ -65,6 +75,16 @@ def assert_all_files_are_whole(folder: Path) -> None:
             torch.load(path, weights_only=True)
 
 
+def assert_all_in_store_are_whole(folder: Path) -> None:
+    """So are those of which a kill cut a part off, whose names are to be seen: they are no checkpoints."""
+    for path in folder.glob("*.ckpt"):
+        place = RemoteDirectory(f"{PROTOCOL}://{path}")
+        if is_directory_checkpoint(place):
+            assert read_directory(place, "model")
+            assert read_directory(place, "optimizer_0")
+            assert read_remote_extra(place, True)
+
+
 def assert_survivor_said_why(kill: Kill, outcome: Outcome) -> None:
     if len(kill.ranks) < SIZE:
         assert outcome.survivor is not None, "it ended without an error"
@@ -82,7 +102,10 @@ def train_under_fire(job: Job, folder: Path, seed: int, count: int) -> None:
         outcome = run_and_kill(job, fire, kill, LIMIT_S)
         print(f"seed {seed}, kill {number}: {kill} -> {outcome}")  # noqa: T201 - shown when it fails
         tally["while it saved" if outcome.writing else "elsewhere"] += 1
-        assert_all_files_are_whole(fire / "checkpoints")
+        if job in (with_store, with_store_in_background):
+            assert_all_in_store_are_whole(fire / "checkpoints")
+        else:
+            assert_all_files_are_whole(fire / "checkpoints")
         assert_survivor_said_why(kill, outcome)
         for rank in range(SIZE):
             steps = [step for step, _ in recorded(fire, rank)[before[rank] :]]
@@ -111,7 +134,18 @@ def assert_same_weights(folder: Path, expected: Path) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("job", [with_trainer, with_directories, with_tensor_ranks, with_loop, with_owners])
+@pytest.mark.parametrize(
+    "job",
+    [
+        with_trainer,
+        with_directories,
+        with_store,
+        with_store_in_background,
+        with_tensor_ranks,
+        with_loop,
+        with_owners,
+    ],
+)
 def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job: Job, tmp_path: Path) -> None:
     """Losses of all steps and the last weights to the bit; the rank that is left says why it ends.
 
@@ -122,9 +156,9 @@ def test_a_training_killed_at_random_moments_ends_as_if_nothing_had_happened(job
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("job", [with_trainer, with_directories, with_loop])
+@pytest.mark.parametrize("job", [with_trainer, with_directories, with_store, with_store_in_background, with_loop])
 def test_fifty_kills(job: Job, seed: int, tmp_path: Path) -> None:
-    """Three hundred kills in all, four minutes on two cores."""
+    """Five hundred kills in all, seven minutes on two cores."""
     train_under_fire(job, tmp_path, seed, count=50)
 
 

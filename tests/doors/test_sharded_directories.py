@@ -410,17 +410,6 @@ def test_a_removal_that_is_cut_off_leaves_no_part_under_its_name(
     assert folder_of(tmp_path) == set()
 
 
-def test_remote_paths_are_refused(ranks: Ranks) -> None:
-    for message in ranks.run(save_remotely):
-        assert message.startswith("memory://run/last.ckpt: sharded checkpoints are written to local")
-
-
-def save_remotely() -> str:
-    with pytest.raises(ValueError, match="memory") as raised:
-        fit_and_save_kind("memory://run/last.ckpt", "sharded")  # type: ignore[arg-type]
-    return str(raised.value)
-
-
 @pytest.mark.parametrize("damage", ["missing", "cut off"])
 def test_a_damaged_directory_is_refused_by_all_ranks(ranks: Ranks, tmp_path: Path, damage: str) -> None:
     path = tmp_path / "last.ckpt"

@@ -169,6 +169,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "doors/test_fabric_checkpoints.py",
         "doors/test_lightning_checkpoints.py",
         "doors/test_loading_directories.py",
+        "doors/test_remote_directories.py",
         "doors/test_saving_from_hooks.py",
         "doors/test_sharded_directories.py",
         "doors/test_slurm_requeue.py",
@@ -183,6 +184,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     ),
     "faults": (
         "checkpoints/test_owners_that_differ.py",
+        "checkpoints/test_remote_directories.py",
         "checkpoints/test_roll_call.py",
         "doors/test_accelerate_refusals.py",
         "doors/test_crash_safety.py",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from ..param_shard import ParamShard
 from ..trials.elementwise import is_per_element
 from .flat_shard import FlatShard
 from .full_state import REMAINDER, per_element_keys, saved_name
+from .remote_directory import Directory
 from .sharded_state import read_directory, read_metadata
 from .whole_state import as_saved, groups_as_saved
 
@@ -118,7 +118,7 @@ def _sizes_of_state(metadata: Any, key: str) -> dict[int, dict[str, Tensor]]:
 
 
 def read_optimizer(
-    path: Path,
+    path: Directory,
     key: str,
     names: Iterable[str],
     shards: Mapping[int, ParamShard],
@@ -181,7 +181,7 @@ class _Targets:
         divided: those of which each data-parallel rank has a range.
     """
 
-    path: Path
+    path: Directory
     layout: BufferLayout
     shards: Mapping[int, ParamShard]
     present: Collection[str]
@@ -245,7 +245,7 @@ def _empty(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.
 
 
 def check_same_groups(
-    path: Path, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], elsewhere: Collection[str] = ()
+    path: Directory, saved: Sequence[Mapping[str, Any]], own: Sequence[Sequence[str]], elsewhere: Collection[str] = ()
 ) -> None:
     """Raises CheckpointError, naming the first difference, if saved groups are not of the same parameters. Those that
     are ``elsewhere`` alone do not count."""

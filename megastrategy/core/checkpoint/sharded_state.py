@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import math
+import io
+import logging
 import os
 import shutil
 import warnings
@@ -23,12 +24,12 @@ from torch import Tensor, nn
 from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..local_parts import dtensors_of, empty_like_part
+from .completeness import describe_hole, describe_missing_part
+from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
-EXTRA_FILE = "meta.pt"
-"""The file with all but tensors of the model or of an optimizer; the name is Lightning's."""
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 NOT_TENSORS = "megatron_ddp_not_tensors"
 """In ``EXTRA_FILE``, by the key of each module: the values in its state that are no tensors (``_extra_state``). The
@@ -43,15 +44,15 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 def save_directory(
     state: dict[str, Any],
     extra: dict[str, Any],
-    path: Path,
+    path: Directory,
     collectives: Collectives,
     *,
     is_apart: bool = False,
 ) -> None:
     """Writes every rank's part of ``state`` and rank 0's ``extra`` into a directory, which is complete or not there.
 
-    It is made beside ``path``, as ``.NAME.incomplete``, and moved into place when everything is on the disk. What was
-    at ``path`` before is there until then.
+    On a disk it is made beside ``path``, as ``.NAME.incomplete``, and moved into place when everything is there; for
+    others see remote_directory's [Note: complete without a rename]. What was at ``path`` before is there until then.
 
     Args:
         state: nested dictionaries of tensors, :class:`FlatShard` and plain values; the same structure on all ranks
@@ -59,13 +60,26 @@ def save_directory(
         extra: plain types and tensors, saved by rank 0.
         path: of the directory; the same on all ranks, on a file system that all share.
         collectives: over the ranks, on a gloo group that torch.distributed knows and nobody else uses meanwhile.
-        is_apart: ``path`` is another one on each rank, which has this rank's files alone. The union of all is the
-            checkpoint, and somebody else makes it.
+        is_apart: ``path`` is another one on each rank, on a disk, which has this rank's files alone. The union of all
+            is the checkpoint, and somebody else makes it.
 
     Raises:
         CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
     """
-    from torch.distributed.checkpoint import api, filesystem, state_dict_saver
+    if isinstance(path, RemoteDirectory):
+        _save_remotely(state, extra, path, collectives)
+    else:
+        _save_on_disk(state, extra, path, collectives, is_apart)
+
+
+def _save_on_disk(
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    path: Path,
+    collectives: Collectives,
+    is_apart: bool,
+) -> None:
+    from torch.distributed.checkpoint import filesystem
 
     staged = path.with_name(f".{path.name}.incomplete")
     is_rank_zero = collectives.rank == 0
@@ -76,15 +90,11 @@ def save_directory(
             _remove(staged)
             staged.mkdir(parents=True)
     try:
-        state_dict_saver.save(
-            state, storage_writer=filesystem.FileSystemWriter(staged), process_group=collectives.group
-        )
-    # Raised on all ranks, when any failed: the saver has gathered what each said, and nobody waits.
-    except api.CheckpointException as error:
+        _write(state, filesystem.FileSystemWriter(staged), path, collectives)
+    except CheckpointError:
         if makes_directory:
             _remove(staged)
-        causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
-        raise CheckpointError(f"the checkpoint {path} was not written: {causes}") from error
+        raise
     with _failing_together(path, collectives):
         if makes_directory:
             try:
@@ -97,6 +107,60 @@ def save_directory(
             except BaseException:
                 _remove(staged)
                 raise
+
+
+def _save_remotely(
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    directory: RemoteDirectory,
+    collectives: Collectives,
+) -> None:
+    from .remote_storage import RemoteWriter
+
+    is_rank_zero = collectives.rank == 0
+    with _failing_together(directory, collectives):
+        if is_rank_zero:
+            directory.prepare()
+        writer = RemoteWriter(directory, extra)
+    try:
+        _write(state, writer, directory, collectives)
+    except CheckpointError as error:
+        if is_rank_zero and not writer.may_be_complete:
+            try:
+                directory.tidy()
+            # Whatever the client of a store raises that is not well: its first error is the one to tell.
+            except Exception as second:  # noqa: BLE001
+                error.add_note(f"what was written of it is still in {directory}, of no use: {second!r}")
+        raise
+    if is_rank_zero:
+        try:
+            directory.tidy()
+        # The checkpoint is complete, and no training shall end for what takes space in vain until the next save.
+        except Exception:
+            logging.getLogger("megastrategy").warning(
+                "%s is complete; what it replaces was not all removed", directory, exc_info=True
+            )
+
+
+def _write(
+    state: dict[str, Any],
+    writer: StorageWriter,
+    path: Directory,
+    collectives: Collectives,
+) -> None:
+    """Has torch write every rank's part. Collective.
+
+    Raises:
+        CheckpointError: on all ranks if any of them could not.
+    """
+    from torch.distributed.checkpoint import api, state_dict_saver
+
+    try:
+        state_dict_saver.save(state, storage_writer=writer, process_group=collectives.group)
+    # Raised on all ranks, when any failed: the saver has gathered what each said, and nobody waits.
+    except api.CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
+        raise CheckpointError(f"the checkpoint {path} was not written: {causes}") from error
 
 
 def _write_extra(path: Path, extra: dict[str, Any]) -> None:
@@ -172,7 +236,7 @@ def _remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _failing_together(path: Path, collectives: Collectives) -> Iterator[None]:
+def _failing_together(path: Directory, collectives: Collectives) -> Iterator[None]:
     """If the block fails on any rank, all ranks raise, and nobody waits for it. Collective."""
     failure, cause = "", None
     try:
@@ -187,59 +251,63 @@ def _failing_together(path: Path, collectives: Collectives) -> Iterator[None]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def is_directory_checkpoint(path: Path) -> bool:
+def is_directory_checkpoint(path: Directory) -> bool:
     """Whether :func:`save_directory`, FSDP or another user of torch.distributed.checkpoint wrote it."""
-    return (path / ".metadata").is_file()
+    if isinstance(path, RemoteDirectory):
+        return MARKER in path.sizes()
+    return (path / MARKER).is_file()
 
 
-def read_metadata(path: Path) -> Metadata:
+def _reader(path: Directory) -> StorageReader:
+    if isinstance(path, RemoteDirectory):
+        from .remote_storage import RemoteReader
+
+        return RemoteReader(path)
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    return FileSystemReader(path)
+
+
+def read_metadata(path: Directory) -> Metadata:
     """Reads what the directory says that it holds, and checks that its files and tensors are whole.
 
     Raises:
         CheckpointError: if it is no complete checkpoint.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
     try:
-        metadata = FileSystemReader(path).read_metadata()
-        ends: dict[str, int] = {}
-        for info in metadata.storage_data.values():
-            # The furthest byte that is referred to: a file is shorter where a copy was broken off, and is named here.
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    # Whatever a broken pickle raises, down to AttributeError and EOFError.
+        metadata = _reader(path).read_metadata()
+        missing = describe_missing_part(metadata.storage_data.values(), _sizes(path))
+    # Whatever a broken pickle raises, down to AttributeError and EOFError, and a store's client.
     except Exception as error:
         raise CheckpointError(f"{path} is no complete directory of torch.distributed.checkpoint: {error!r}") from error
-    for name, end in ends.items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size is None or size < end:
-            problem = "is missing" if size is None else f"is cut off after {size:,} of {end:,} bytes"
-            raise CheckpointError(f"{path} is not complete: {name} {problem}. Resume from another checkpoint")
+    if missing:
+        raise CheckpointError(f"{path} is not complete: {missing}. Resume from another checkpoint")
     if hole := describe_hole(metadata):
         raise CheckpointError(f"{path} is not complete: {hole}")
     return metadata
 
 
-def describe_hole(metadata: Metadata) -> str:
-    """Says which tensor is not all in the directory, and why; empty if none.
+def _sizes(path: Directory) -> Callable[[str], int | None]:
+    """Returns what tells a file's bytes by its name; None if it is not there."""
+    if isinstance(path, RemoteDirectory):
+        return path.sizes().get
+    return lambda name: (path / name).stat().st_size if (path / name).is_file() else None
 
-    A part that one rank saves without the others is alone in its directory. The format has no word for that, and its
-    readers leave whatever was in memory in the place of the rest.
+
+def read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> Any:
+    """Loads what rank 0 saved beside the tensors, as ``torch.load`` does.
+
+    Raises:
+        FileNotFoundError: if it is not there.
     """
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    for name, saved in metadata.state_dict_metadata.items():
-        if not isinstance(saved, TensorStorageMetadata):
-            continue
-        numel, there = math.prod(saved.size), sum(math.prod(chunk.sizes) for chunk in saved.chunks)
-        if there < numel:
-            return (
-                f"it has {there:,} of the {numel:,} elements of {name}, and another rank had the rest. All ranks have "
-                "to save together"
-            )
-    return ""
+    metadata, there = directory.metadata(), directory.sizes()
+    # The original: the copy for other readers comes after it, and a save may have been cut off in between.
+    original = EXTRA_FILE if metadata is None else extra_name(metadata)
+    content = directory.read(original if original in there else EXTRA_FILE)
+    return torch.load(io.BytesIO(content), "cpu", weights_only=weights_only)
 
 
-def directory_keys(path: Path) -> set[str]:
+def directory_keys(path: Directory) -> set[str]:
     """The keys of the outermost dictionary in the directory.
 
     Raises:
@@ -259,7 +327,7 @@ def not_tensors(state: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_directory(
-    path: Path,
+    path: Directory,
     key: str,
     make: Callable[[tuple[Any, ...], TensorStorageMetadata], Tensor | None] | None = None,
 ) -> dict[str, Any]:
@@ -274,7 +342,7 @@ def read_directory(
     Raises:
         CheckpointError: if the directory is not complete, or cannot be read.
     """
-    from torch.distributed.checkpoint import api, filesystem, state_dict_loader
+    from torch.distributed.checkpoint import api, state_dict_loader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     metadata = read_metadata(path)
@@ -293,7 +361,7 @@ def read_directory(
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*to load in a single process")  # so each rank does
-                state_dict_loader.load(targets, storage_reader=filesystem.FileSystemReader(path), no_dist=True)
+                state_dict_loader.load(targets, storage_reader=_reader(path), no_dist=True)
         except (Exception, api.CheckpointException) as error:  # the second is a BaseException
             raise CheckpointError(f"{path} cannot be read, {key!r} in it: {error!r}") from error
     nested: dict[str, Any] = {}
@@ -302,7 +370,7 @@ def read_directory(
     return nested
 
 
-def read_weights(path: Path, key: str, module: nn.Module, elsewhere: Collection[str] = ()) -> dict[str, Any]:
+def read_weights(path: Directory, key: str, module: nn.Module, elsewhere: Collection[str] = ()) -> dict[str, Any]:
     """Reads the state of a module under ``key``, whole but for tensor-parallel parameters: of these a rank reads its
     part alone, as a DTensor. Not collective.
 

@@ -1,0 +1,137 @@
+"""Writes and reads directories in object stores with torch.distributed.checkpoint; see remote_directory's
+[Note: complete without a rename].
+
+Importing it takes half a second, which only those pay who save or load such directories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .completeness import describe_missing_part
+from .remote_directory import EXTRA_FILE, MARKER, RemoteDirectory, extra_name, own_prefix
+
+# torch reads each tensor's end before its beginning, and most tensors are small: what it asks for would be a request or
+# two for each of them.
+_BLOCK_BYTES = 8 * 2**20
+_MAX_BLOCKS = 8  # in memory at once
+
+
+class RemoteWriter(FsspecWriter):
+    """Writes one directory, in one save.
+
+    Args:
+        directory: where.
+        extra: plain types and tensors, saved by rank 0.
+
+    Attributes:
+        may_be_complete: on rank 0, whether the store was asked to make it so. Even if it said no, its answer to one of
+            several attempts may have been lost: the parts have to stay.
+    """
+
+    def __init__(self, directory: RemoteDirectory, extra: dict[str, Any]) -> None:
+        # An object is there when its put returns. Where torch is told to sync, it syncs every disk of the machine,
+        # since an object has no file descriptor.
+        super().__init__(directory.url, sync_files=False)
+        self._directory = directory
+        self._extra = extra
+        self.may_be_complete = False
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Leaves what is there as it is: torch's warns of a checkpoint that will be overwritten, and none is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Gives the parts of all ranks names that no other save has. On rank 0 alone, whose id it is."""
+        plans = super().prepare_global_plan(plans)
+        names = [own_prefix(self.save_id) + plan.storage_data.prefix for plan in plans]
+        return [
+            dataclasses.replace(plan, storage_data=dataclasses.replace(plan.storage_data, prefix=name))
+            for plan, name in zip(plans, names, strict=True)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Makes the checkpoint complete. On rank 0 alone, when all ranks have put their parts.
+
+        Raises:
+            FileNotFoundError: if the parts of some rank are not where this one looks.
+        """
+        directory = self._directory
+        there = directory.sizes()
+        places = [result.storage_data for of_rank in results for result in of_rank]
+        # Of a rank that reaches another store, or of another credential's view of it, nobody else would know.
+        if missing := describe_missing_part(places, there.get):
+            raise FileNotFoundError(
+                f"{missing}, though its rank has written it: do all ranks reach the same {directory.url}? A memory:// "
+                "is each process's own"
+            )
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_meta = self.storage_meta()
+        buffer = io.BytesIO()
+        torch.save(self._extra, buffer)
+        directory.put(extra_name(metadata), buffer.getvalue())
+        if EXTRA_FILE in there:
+            self._hide_old_extra(there)
+        content = pickle.dumps(metadata)
+        self.may_be_complete = True
+        try:
+            directory.put(MARKER, content)
+        except Exception:
+            # The answer may be what was lost.
+            if not self._is_complete():
+                raise
+
+    def _is_complete(self) -> bool:
+        found = self._directory.metadata()
+        return found is not None and found.storage_meta == self.storage_meta()
+
+    def _hide_old_extra(self, there: dict[str, int]) -> None:
+        """Removes the copy that other readers would read with the tensors to come. Its original stays."""
+        directory, file_system = self._directory, self._directory.file_system()
+        old = directory.metadata()
+        # There is no original where the directory was copied there from a disk.
+        if old is not None and extra_name(old) not in there:
+            file_system.copy(directory.object(EXTRA_FILE), directory.object(extra_name(old)))
+        file_system.rm_file(directory.object(EXTRA_FILE))
+
+
+class RemoteReader(FsspecReader):
+    """Reads a directory in few requests."""
+
+    def __init__(self, directory: RemoteDirectory) -> None:
+        super().__init__(directory.url)
+        in_blocks = _InBlocks()
+        in_blocks.fs = directory.file_system()
+        self.fs = in_blocks  # type: ignore[assignment]  # as in torch
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads in the order of the bytes, whatever order the values are asked for in."""
+        items = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
+        return super().read_data(dataclasses.replace(plan, items=items), planner)
+
+
+class _InBlocks(FileSystem):
+    """Opens files that are read block by block, which stay for what is read next."""
+
+    fs: Any
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        options = {"cache_type": "blockcache", "cache_options": {"maxblocks": _MAX_BLOCKS}}
+        with self.fs.open(os.fspath(path), mode, block_size=_BLOCK_BYTES, **options) as stream:
+            yield stream
