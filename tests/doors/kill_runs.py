@@ -129,9 +129,16 @@ def with_directories(folder: Path, num_steps: int) -> dict[str, Tensor]:
     return with_trainer(folder, num_steps, state_dict_type="sharded")
 
 
-def with_store(folder: Path, num_steps: int, plugins: Sequence[Any] = ()) -> dict[str, Tensor]:
+def store_of(folder: Path, protocol: str = PROTOCOL) -> str:
+    """The place of checkpoints in a store, whose names begin with a bucket unless it is ours."""
+    return f"{protocol}://{'' if protocol == PROTOCOL else 'bucket'}{folder}/checkpoints"
+
+
+def with_store(
+    folder: Path, num_steps: int, protocol: str = PROTOCOL, plugins: Sequence[Any] = ()
+) -> dict[str, Tensor]:
     """The same in an object store, where Lightning does not find the last one by itself."""
-    url = f"{PROTOCOL}://{folder}/checkpoints"
+    url = store_of(folder, protocol)
     last = RemoteDirectory(f"{url}/last.ckpt")
     ckpt_path = last.url if is_directory_checkpoint(last) else None
     far = {"dirpath": url, "ckpt_path": ckpt_path, "plugins": plugins}
@@ -140,7 +147,12 @@ def with_store(folder: Path, num_steps: int, plugins: Sequence[Any] = ()) -> dic
 
 def with_store_in_background(folder: Path, num_steps: int) -> dict[str, Tensor]:
     """The same while training goes on."""
-    return with_store(folder, num_steps, [AsyncCheckpointIO()])
+    return with_store(folder, num_steps, plugins=[AsyncCheckpointIO()])
+
+
+def with_s3(folder: Path, num_steps: int) -> dict[str, Tensor]:
+    """The same in S3, or what answers as S3 does."""
+    return with_store(folder, num_steps, "s3")
 
 
 def with_tensor_ranks(folder: Path, num_steps: int) -> dict[str, Tensor]:

@@ -33,9 +33,11 @@ from .kill_runs import (
     finish,
     recorded,
     run_and_kill,
+    store_of,
     with_directories,
     with_loop,
     with_owners,
+    with_s3,
     with_store,
     with_store_in_background,
     with_tensor_ranks,
@@ -49,10 +51,13 @@ Job = Callable[[Path, int], dict[str, Tensor]]
 LIMIT_S = 60.0
 """For one start, whose steps take hundredths of a second."""
 
-MAX_LOST = {with_trainer: 0, with_directories: 0, with_store: 0, with_tensor_ranks: 0, with_loop: 2, with_owners: 2}
-MAX_LOST[with_store_in_background] = 2
+MAX_LOST = {with_trainer: 0, with_directories: 0, with_tensor_ranks: 0, with_loop: 2, with_owners: 2}
+MAX_LOST |= {with_store: 0, with_s3: 0, with_store_in_background: 2}
 """How many steps before the last one that any rank has begun may have to be done again: the Trainer saves after each
 and waits for the file, unless it saves in the background; the loop saves after every second one and does not wait."""
+
+PROTOCOLS = {with_store: PROTOCOL, with_store_in_background: PROTOCOL, with_s3: "s3"}
+"""Of the jobs that save into a store."""
 
 REASONS = ("Most often another rank ended with an error, was killed", "Connection closed by peer", "reset by peer")
 
@@ -75,10 +80,11 @@ def assert_all_files_are_whole(folder: Path) -> None:
             torch.load(path, weights_only=True)
 
 
-def assert_all_in_store_are_whole(folder: Path) -> None:
+def assert_all_in_store_are_whole(url: str) -> None:
     """So are those of which a kill cut a part off, whose names are to be seen: they are no checkpoints."""
-    for path in folder.glob("*.ckpt"):
-        place = RemoteDirectory(f"{PROTOCOL}://{path}")
+    store = RemoteDirectory(url)
+    names = store.file_system().ls(url, detail=False) if store.kind() == "directory" else []
+    for place in (RemoteDirectory(store.object(name.rsplit("/", 1)[-1])) for name in names):
         if is_directory_checkpoint(place):
             assert read_directory(place, "model")
             assert read_directory(place, "optimizer_0")
@@ -102,8 +108,8 @@ def train_under_fire(job: Job, folder: Path, seed: int, count: int) -> None:
         outcome = run_and_kill(job, fire, kill, LIMIT_S)
         print(f"seed {seed}, kill {number}: {kill} -> {outcome}")  # noqa: T201 - shown when it fails
         tally["while it saved" if outcome.writing else "elsewhere"] += 1
-        if job in (with_store, with_store_in_background):
-            assert_all_in_store_are_whole(fire / "checkpoints")
+        if job in PROTOCOLS:
+            assert_all_in_store_are_whole(store_of(fire, PROTOCOLS[job]))
         else:
             assert_all_files_are_whole(fire / "checkpoints")
         assert_survivor_said_why(kill, outcome)

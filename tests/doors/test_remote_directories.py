@@ -62,6 +62,7 @@ def test_a_run_resumes_from_a_store(ranks: Ranks, url: str, kind: str) -> None:
         assert_same_tensors(mine.weights, expected.weights)
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_it_is_a_local_directory_in_all_but_names_also_in_the_background(
     ranks: Ranks, tmp_path: Path, url: str

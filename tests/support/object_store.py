@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -22,28 +23,35 @@ from fsspec.spec import AbstractBufferedFile
 PROTOCOL = "objects"
 
 
+Kind = Literal["once", "dead", "answer lost", "late"]
+
+
 @dataclasses.dataclass
 class Faults:
     """The failures of this process, which counts what changes something: puts, copies and removals.
 
     Attributes:
         kind: "once": one operation does nothing and raises. "dead": so do all after it, reading too, as if the process
-            had ended. "answer lost": one does what it shall, and raises.
+            had ended. "answer lost": one does what it shall, and raises. "late": one raises, and does it in the end.
         at: which operation; None for none.
         done: the operations so far, as (what, name of the object).
         raised: whether there was a failure.
+        late: what is still to be done.
     """
 
-    kind: Literal["once", "dead", "answer lost"] = "once"
+    kind: Kind = "once"
     at: int | None = None
     done: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     raised: bool = False
+    late: list[Callable[[], object]] = dataclasses.field(default_factory=list)
 
-    def begin(self, kind: Literal["once", "dead", "answer lost"], at: int) -> None:
+    def begin(self, kind: Kind, at: int) -> None:
         self.kind, self.at, self.done, self.raised = kind, at, [], False
 
     def end(self) -> None:
         self.at = None
+        while self.late:
+            self.late.pop()()
 
     def fail(self, what: str) -> NoReturn:
         self.raised = True
@@ -60,6 +68,7 @@ class Faults:
         if not fails or self.kind == "answer lost":
             action()
         if fails:
+            self.late += [action] if self.kind == "late" else []
             self.fail(f"{what} of {path}")
 
 
@@ -77,6 +86,8 @@ class ObjectStore(fsspec.AbstractFileSystem):
     root_marker = "/"
     requests = 0
     """How often this process has asked for bytes of an object."""
+    lists_after_s = 0.0
+    """How old an object is when it is listed first, in seconds."""
 
     # --- what changes something --------------------------------------------------------------------------------------
 
@@ -90,16 +101,12 @@ class ObjectStore(fsspec.AbstractFileSystem):
 
     def _rm(self, path: str) -> None:
         path = self._strip_protocol(path)
-        if not _place(path).is_file():
-            raise FileNotFoundError(path)
+        if self.info(path)["type"] == "directory":  # of which there are none
+            return
         FAULTS.change("remove", path, _place(path).unlink)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """There are none."""
-
-    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        for name in self.find(path) if recursive else [path]:
-            self.rm_file(name)
 
     # --- what reads --------------------------------------------------------------------------------------------------
 
@@ -123,14 +130,17 @@ class ObjectStore(fsspec.AbstractFileSystem):
         FAULTS.check_alive()
         path = self._strip_protocol(path)
         if path not in self.dircache:
-            self.dircache[path] = _listing(path)
+            self.dircache[path] = _listing(path, time.time() - self.lists_after_s)
         found = self.dircache[path]
         if not found:
             raise FileNotFoundError(path)
         return found if detail else [entry["name"] for entry in found]
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        FAULTS.check_alive()
         path = self._strip_protocol(path)
+        if _place(path).is_file():
+            return {"name": path, "size": _place(path).stat().st_size, "type": "file"}
         entries = self.ls(path)
         return entries[0] if entries[0]["name"] == path else {"name": path, "size": 0, "type": "directory"}
 
@@ -180,12 +190,12 @@ def _write(path: str, content: bytes) -> None:
     part.replace(target)
 
 
-def _listing(path: str) -> list[dict[str, Any]]:
+def _listing(path: str, before: float) -> list[dict[str, Any]]:
     if _place(path).is_file():
         return [{"name": path, "size": _place(path).stat().st_size, "type": "file"}]
     found = []
     for child in sorted(Path(path).iterdir()) if Path(path).is_dir() else ():
-        if child.name.endswith(".object"):
+        if child.name.endswith(".object") and child.stat().st_mtime <= before:
             name = unquote(child.name.removesuffix(".object"))
             found.append({"name": f"{path}/{name}", "size": child.stat().st_size, "type": "file"})
         elif child.is_dir() and next(child.rglob("*.object"), None) is not None:
@@ -195,8 +205,9 @@ def _listing(path: str) -> list[dict[str, Any]]:
 
 def objects_in(url: str) -> set[str]:
     """The names of the objects below a URL, whatever this process remembers."""
-    folder = Path(url.removeprefix(f"{PROTOCOL}://"))
-    return {unquote(path.name.removesuffix(".object")) for path in folder.rglob("*.object")}
+    file_system, path = fsspec.url_to_fs(url)
+    file_system.invalidate_cache()
+    return {name.rsplit("/", 1)[-1] for name in file_system.find(path)}
 
 
 def copy_to_disk(url: str, folder: Path) -> None:

@@ -21,6 +21,7 @@ import dataclasses
 import errno
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def extra_name(metadata: Any) -> str:
 class RemoteDirectory:
     """The place of a directory that is not on a local or mounted file system.
 
-    How the store is reached (addresses, credentials) is fsspec's to know, from its configuration or its environment
-    variables: each rank asks for itself.
+    How the store is reached (address, credentials) is a matter of fsspec's configuration: each rank asks for itself.
 
     Attributes:
         url: with a protocol that fsspec knows, without a slash at the end.
@@ -89,37 +89,57 @@ class RemoteDirectory:
         Raises:
             OSError: if the store does not say, for want of credentials or of an answer.
         """
+        found = self._info(self.url)
+        return None if found is None else str(found["type"])
+
+    def size(self, name: str) -> int | None:
+        """Returns the bytes of an object; None if it is not there. Raises as :meth:`kind`."""
+        found = self._info(self.object(name))
+        return None if found is None or found["type"] != "file" else int(found["size"])
+
+    def _info(self, url: str) -> Any:
         # Not by isfile() or exists(), to which no answer is the same as no.
         try:
-            found: str = self.file_system().info(self.url)["type"]
+            return self.file_system().info(url)
         except FileNotFoundError:
             return None
-        return found
 
     def sizes(self) -> dict[str, int]:
-        """Returns the bytes of each object in it, by name; empty if there is none."""
+        """Returns the bytes of each object in it, by name; empty if there is none.
+
+        A store may list an object a while after it was put, or was removed.
+        """
         try:
             found = self.file_system().ls(self.url, detail=True)
         except FileNotFoundError:
             return {}
         return {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in found if entry["type"] == "file"}
 
-    def read(self, name: str) -> bytes:
-        """Returns the content of an object.
+    def size_of(self) -> Callable[[str], int | None]:
+        """Returns what tells an object's bytes, None if it is not there; with one request for all that is listed."""
+        listed = self.sizes()
+        return lambda name: listed[name] if name in listed else self.size(name)
 
-        Raises:
-            FileNotFoundError: if it is not there.
-        """
-        content: bytes = self.file_system().cat_file(self.object(name))
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of an object; None if it is not there."""
+        try:
+            content: bytes = self.file_system().cat_file(self.object(name))
+        except FileNotFoundError:
+            return None
         return content
 
     def put(self, name: str, content: bytes) -> None:
         """Puts an object at once: it is there as a whole, or what had its name before is."""
         self.file_system().pipe_file(self.object(name), content)
 
+    def copy(self, name: str, other: str) -> None:
+        """Puts an object under another name, too."""
+        self.file_system().cp_file(self.object(name), self.object(other))
+
     def metadata(self) -> Any:
         """Returns what torch has saved in ``.metadata``; None if no save is complete here."""
-        return pickle.loads(self.read(MARKER)) if MARKER in self.sizes() else None
+        content = self.read(MARKER)
+        return None if content is None else pickle.loads(content)
 
     def prepare(self) -> None:
         """Makes the directory, on file systems that have such a thing.
@@ -136,23 +156,31 @@ class RemoteDirectory:
 
     def tidy(self) -> None:
         """Removes what saves have left that the complete one does not need, and copies its file for other readers."""
-        metadata, there = self.metadata(), self.sizes()
-        kept: set[str] = set()
+        metadata, kept = self.metadata(), set[str]()
         if metadata is not None:
             original = extra_name(metadata)
             kept = {MARKER, EXTRA_FILE, original} | {place.relative_path for place in metadata.storage_data.values()}
-            if original in there and EXTRA_FILE not in there:
-                self.file_system().copy(self.object(original), self.object(EXTRA_FILE))
-        for name in there:
-            if _OWN.fullmatch(name) and name not in kept:
-                self.file_system().rm_file(self.object(name))
+            if self.size(EXTRA_FILE) is None and self.size(original) is not None:
+                self.copy(original, EXTRA_FILE)
+        self._remove([self.object(name) for name in self.sizes() if _OWN.fullmatch(name) and name not in kept])
 
     def remove(self) -> None:
         """Removes all of it. If that is cut off, what is left is no checkpoint."""
-        if MARKER in self.sizes():
-            self.file_system().rm_file(self.object(MARKER))
+        if self.size(MARKER) is not None:
+            self._remove([self.object(MARKER)])
         if self.kind() is not None:
-            self.file_system().rm(self.url, recursive=True)
+            self._remove([self.url], recursive=True)
+
+    def _remove(self, urls: list[str], *, recursive: bool = False) -> None:
+        file_system = self.file_system()
+        # Together, which is a request for a thousand objects; unless a name would be taken for a pattern.
+        if not set("*?[") & set(self.url):
+            if urls:
+                file_system.rm(urls, recursive=recursive)
+            return
+        for url in urls:
+            for name in file_system.find(url) if recursive else [url]:
+                file_system.rm_file(name)
 
 
 Directory = Path | RemoteDirectory

@@ -71,10 +71,9 @@ class RemoteWriter(FsspecWriter):
             FileNotFoundError: if the parts of some rank are not where this one looks.
         """
         directory = self._directory
-        there = directory.sizes()
         places = [result.storage_data for of_rank in results for result in of_rank]
         # Of a rank that reaches another store, or of another credential's view of it, nobody else would know.
-        if missing := describe_missing_part(places, there.get):
+        if missing := describe_missing_part(places, directory.size_of()):
             raise FileNotFoundError(
                 f"{missing}, though its rank has written it: do all ranks reach the same {directory.url}? A memory:// "
                 "is each process's own"
@@ -85,8 +84,8 @@ class RemoteWriter(FsspecWriter):
         buffer = io.BytesIO()
         torch.save(self._extra, buffer)
         directory.put(extra_name(metadata), buffer.getvalue())
-        if EXTRA_FILE in there:
-            self._hide_old_extra(there)
+        if directory.size(EXTRA_FILE) is not None:
+            self._hide_old_extra()
         content = pickle.dumps(metadata)
         self.may_be_complete = True
         try:
@@ -100,14 +99,14 @@ class RemoteWriter(FsspecWriter):
         found = self._directory.metadata()
         return found is not None and found.storage_meta == self.storage_meta()
 
-    def _hide_old_extra(self, there: dict[str, int]) -> None:
+    def _hide_old_extra(self) -> None:
         """Removes the copy that other readers would read with the tensors to come. Its original stays."""
-        directory, file_system = self._directory, self._directory.file_system()
+        directory = self._directory
         old = directory.metadata()
         # There is no original where the directory was copied there from a disk.
-        if old is not None and extra_name(old) not in there:
-            file_system.copy(directory.object(EXTRA_FILE), directory.object(extra_name(old)))
-        file_system.rm_file(directory.object(EXTRA_FILE))
+        if old is not None and directory.size(extra_name(old)) is None:
+            directory.copy(EXTRA_FILE, extra_name(old))
+        directory.file_system().rm_file(directory.object(EXTRA_FILE))
 
 
 class RemoteReader(FsspecReader):

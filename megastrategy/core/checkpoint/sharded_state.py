@@ -254,7 +254,7 @@ def _failing_together(path: Directory, collectives: Collectives) -> Iterator[Non
 def is_directory_checkpoint(path: Directory) -> bool:
     """Whether :func:`save_directory`, FSDP or another user of torch.distributed.checkpoint wrote it."""
     if isinstance(path, RemoteDirectory):
-        return MARKER in path.sizes()
+        return path.size(MARKER) is not None
     return (path / MARKER).is_file()
 
 
@@ -290,7 +290,7 @@ def read_metadata(path: Directory) -> Metadata:
 def _sizes(path: Directory) -> Callable[[str], int | None]:
     """Returns what tells a file's bytes by its name; None if it is not there."""
     if isinstance(path, RemoteDirectory):
-        return path.sizes().get
+        return path.size_of()
     return lambda name: (path / name).stat().st_size if (path / name).is_file() else None
 
 
@@ -300,10 +300,11 @@ def read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> 
     Raises:
         FileNotFoundError: if it is not there.
     """
-    metadata, there = directory.metadata(), directory.sizes()
+    metadata = directory.metadata()
     # The original: the copy for other readers comes after it, and a save may have been cut off in between.
-    original = EXTRA_FILE if metadata is None else extra_name(metadata)
-    content = directory.read(original if original in there else EXTRA_FILE)
+    content = directory.read(extra_name(metadata)) if metadata is not None else None
+    if content is None and (content := directory.read(EXTRA_FILE)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.object(EXTRA_FILE))
     return torch.load(io.BytesIO(content), "cpu", weights_only=weights_only)
 
 
