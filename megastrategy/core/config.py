@@ -76,6 +76,20 @@ class DistributedDataParallelConfig:
     quarter. Costs 4/d bytes a parameter for what was left out, and 2 or 1 for what is on its way. Weights of 16 bits
     are sent as they are. Needs ``use_distributed_optimizer``; of no effect on one rank."""
 
+    optimizer_state_dtype: Literal["bf16"] | None = None
+    """The dtype in which the numbers that an optimizer keeps for each element are held between steps. ``"bf16"``: 4/d
+    bytes a parameter for Adam's two instead of 8/d. In a step the optimizer has fp32, a piece of the shards at a time,
+    and what it leaves is rounded at random, so that it is right on the mean; the same way in every run, resumed or not,
+    on any number of ranks. Checkpoints have fp32. It is not torch DDP's training to the bit. Parameters that are
+    stepped whole (Muon, LAMB) keep what they have. Needs ``use_distributed_optimizer``; of no effect on one rank."""
+
+    store_param_remainders: bool = False
+    """Keep of bf16 weights' fp32 main params what the weights lack: 2 + 1/8 bytes an element instead of 4, so 1.875/d
+    bytes a parameter less. Nothing is rounded: weights and main params are those of the fp32 ones to the bit. A weight
+    that is changed from outside keeps what it lacked, less than half a unit in its last place. In a step the optimizer
+    has fp32, a piece of the shards at a time. fp16 weights, and parameters that are stepped whole (Muon, LAMB), keep
+    fp32 main params. Needs ``use_distributed_optimizer``; of no effect on one rank."""
+
     average_in_collective: bool = False
     """Divide the sum over ranks by their number, not what each rank adds (on NCCL: the collective averages). Saves a
     pass over the gradients. Off by default: it is not what torch DDP computes, in the last bit where the number of
@@ -193,6 +207,16 @@ CONTRADICTIONS = (
     Contradiction("grad_wire_dtype", *_NO_SHARDS, _NO_OWNER),
     Contradiction("param_wire_dtype", *_NO_SHARDS, _NO_OWNER),
     Contradiction(
+        "optimizer_state_dtype",
+        *_NO_SHARDS,
+        "the optimizer steps whole parameters then, with the state that it makes for them. Pass one of the two",
+    ),
+    Contradiction(
+        "store_param_remainders",
+        *_NO_SHARDS,
+        "every rank has whole fp32 main params then. Pass one of the two",
+    ),
+    Contradiction(
         "static_graph",
         "find_unused_parameters",
         False,
@@ -203,11 +227,22 @@ CONTRADICTIONS = (
 """All pairs of options of which an object can have one alone; the first that is found is told."""
 
 
+OF_SHARDS = (
+    "reduce_scatter_with_fp32_accumulation",
+    "grad_buffer",
+    "grad_wire_dtype",
+    "param_wire_dtype",
+    "optimizer_state_dtype",
+    "store_param_remainders",
+)
+"""The options that mean nothing where an instance is one rank, which shards nothing."""
+
 _NUMBERS = ("bucket_size", "num_distributed_optimizer_instances", "check_replicas_every_n_steps")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "grad_buffer": ("contiguous", "pooled"),
     "grad_wire_dtype": (None, "bf16", "fp16", "int8"),
     "param_wire_dtype": (None, "bf16", "int8"),
+    "optimizer_state_dtype": (None, "bf16"),
 }
 """The fields that are no switches."""
 

@@ -84,6 +84,7 @@ def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], Non
             groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
             index_by_id = impl.followed_by_id if impl.has_shards else {}
             load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
+            impl.round_loaded()
             impl.load_main_params(main_params_of_stage(impl, main_params) if is_staged(impl) else main_params)
 
     return apply

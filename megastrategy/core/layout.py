@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from .bucket_sizes import default_bucket_size, minimum_numels
-from .config import DistributedDataParallelConfig
+from .config import OF_SHARDS, DistributedDataParallelConfig
 from .weight_chunks import ChunkPlace, in_units
 from .wire_format import wire_dtypes, wire_nbytes
 
@@ -128,6 +128,7 @@ class Buffer:
     which each reduction adds; else they are where the gradients were. ``grad_wire_dtype``: gradients are sent in it.
     ``param_wire_dtype``: changes of weights are sent in it; None where weights are sent themselves. int8 stands for
     blocks (wire_format's [Note: blocks]). ``sent_..._nbytes(n)``: the bytes that n elements take on the wire.
+    ``keeps_main_bits``: see main_bits' [Note: what weights lack].
     """
 
     dtype: torch.dtype
@@ -137,6 +138,7 @@ class Buffer:
     sums_apart: bool
     grad_wire_dtype: torch.dtype
     param_wire_dtype: torch.dtype | None
+    keeps_main_bits: bool = False
 
     @property
     def staging_dtype(self) -> torch.dtype:
@@ -164,6 +166,8 @@ class BufferLayout:
             optimizer has ranks; 1 when every rank owns all of every bucket.
         piece_numel: with pooled gradients the most elements that are sent at once; None where gradients have buffers
             of their own.
+        state_dtype: that in which fp32 numbers of the optimizer's state are kept between steps, where shards have one
+            for each element; None for fp32.
     """
 
     params: tuple[ParamSpec, ...]
@@ -173,6 +177,7 @@ class BufferLayout:
     dp_size: int
     num_shards: int
     piece_numel: int | None = None
+    state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         assert self.dp_size % self.num_shards == 0, "instances are of equal size"
@@ -211,6 +216,11 @@ class BufferLayout:
     def is_stepped_apart(self, param: int) -> bool:
         """Whether the optimizer steps other memory than the weights."""
         return self.params[param].has_main_param or self.keeps_remainder(param)
+
+    @property
+    def steps_in_pieces(self) -> bool:
+        """Whether what optimizers step, or the state of it, is made for the step; see narrow_state's note."""
+        return self.state_dtype is not None or any(buffer.keeps_main_bits for buffer in self.buffers)
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -318,6 +328,7 @@ class BufferLayout:
             dp_size=self.dp_size,
             num_shards=self.num_shards,
             piece_numel=self.piece_numel,
+            state_dtype=self.state_dtype,
         )
 
     def describe(self) -> dict[str, list[list[object]]]:
@@ -410,7 +421,9 @@ def build_layout(
         sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT else grad_dtype
         sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
         # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
-        buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, pooled or sum_dtype != sent, sent, weights_sent))
+        apart = pooled or sum_dtype != sent
+        in_bits = config.store_param_remainders and dtype == torch.bfloat16 and num_shards > 1
+        buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, apart, sent, weights_sent, in_bits))
     return BufferLayout(
         params=tuple(specs),
         slots=slots,
@@ -419,6 +432,7 @@ def build_layout(
         dp_size=dp_size,
         num_shards=num_shards,
         piece_numel=_round_up(size, alignment) if pooled else None,
+        state_dtype=torch.bfloat16 if config.optimizer_state_dtype == "bf16" and num_shards > 1 else None,
     )
 
 
@@ -461,12 +475,12 @@ def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
             f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
         )
     # On one rank both are quietly of no effect, so that a script runs there unchanged.
-    for name in ("reduce_scatter_with_fp32_accumulation", "grad_buffer", "grad_wire_dtype", "param_wire_dtype"):
+    for name in OF_SHARDS:
         value = getattr(config, name)
         if instances == dp_size > 1 and value not in (False, None, "contiguous"):
             raise ValueError(
                 f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts {name}={value!r}: "
-                "instances of one rank have no shards to sum into, and gradients are all-reduced. Pass fewer "
+                "instances of one rank have no shards, and gradients are all-reduced. Pass fewer "
                 "instances, or leave one of the two out"
             )
     return dp_size // instances

@@ -39,8 +39,8 @@ def memory_use(
     Args:
         layout: the plan.
         dp_rank: the rank (shards are cut at bucket borders, so ranks differ by padding and rounding).
-        state_tensors: how many numbers optimizers keep for each element (Adam: 2), in the dtype of what they step; or
-            by parameter. Factors, as Adafactor keeps, are not counted.
+        state_tensors: how many numbers optimizers keep for each element (Adam: 2), in the dtype of what they step
+            unless the plan says another; or by parameter. Factors, as Adafactor keeps, are not counted.
         rank_of: the owners of parameters that are stepped whole, in an instance.
     """
     sharded = layout.num_shards > 1
@@ -62,11 +62,17 @@ def memory_use(
         numel = owned[1] - owned[0] if owned is not None else 0
         if owner is not None:
             numel = spec.numel if owner == dp_rank % layout.num_shards else 0
-        # State has the dtype of what is stepped: fp32 for 16-bit weights, and never less than that.
-        main_itemsize = max(spec.dtype.itemsize, 4)
+        # State has the dtype of what is stepped: fp32 for 16-bit weights, and never less than that while it is stepped.
+        main_itemsize = kept_itemsize = max(spec.dtype.itemsize, 4)
+        if layout.state_dtype is not None and owner is None and main_itemsize == 4:
+            kept_itemsize = layout.state_dtype.itemsize
         # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
         main_param_numel = numel if layout.is_stepped_apart(index) else 0
-        state_bytes += main_itemsize * (main_param_numel + _num_kept(state_tensors, index) * numel)
+        in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_main_bits
+        state_bytes += (2 if in_bits else main_itemsize) * main_param_numel
+        state_bytes += kept_itemsize * _num_kept(state_tensors, index) * numel
+    # The 17th bit of each; padding has one, too.
+    state_bytes += sum(b.numel // layout.num_shards // 8 for b in layout.buffers if b.keeps_main_bits)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes), sum(layout.received_nbytes))
 
 
@@ -162,6 +168,7 @@ def describe_setup(
             f"  rounded for the wire: in a step of one microbatch a rank sends {_mib(sent)} instead of "
             f"{_mib(unrounded)}"
         )
+    lines += _describe_kept(layout)
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
@@ -172,6 +179,15 @@ def describe_setup(
             f"  while a backward runs {_mib(use.received_bytes)} for gradients that other ranks send come on top"
         )
     return "\n".join(lines)
+
+
+def _describe_kept(layout: BufferLayout) -> list[str]:
+    lines = []
+    if any(buffer.keeps_main_bits for buffer in layout.buffers):
+        lines.append("  of bfloat16 weights' main params is kept what the weights lack, 17 bits an element")
+    if layout.state_dtype is not None:
+        lines.append("  the optimizer's state is kept in bfloat16 between steps, rounded at random")
+    return lines
 
 
 def _describe_owners(owners: Owners) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from .checkpoint.full_state import MAIN_PARAM, load_main_params, main_params_to_come, shard_state
 from .checkpoint.hand_over import STATE, AtRest, Version
-from .checkpoint.own_parts import OwnParts, Piece
+from .checkpoint.own_parts import MainParamWhenRead, OwnParts, Piece
 from .checkpoint.whole_state import as_saved
 from .collectives import Collectives
 from .engine import Engine
@@ -32,6 +32,9 @@ from .strangers import Strangers
 from .trials.elementwise import Findings, is_per_element
 from .whole_params import WholeParams
 
+if TYPE_CHECKING:  # only those import it who ask for it
+    from .narrow_state import NarrowState
+
 
 class OptimizerShards(ShardHolder):
     """An optimizer, its model, and what this rank steps between them. ``findings`` are there if it is sharded.
@@ -40,6 +43,7 @@ class OptimizerShards(ShardHolder):
         element_names: of the state that has one number for each element, as far as trials and steps have shown; None if
             nothing is sharded.
         main_params_to_come: loaded ones, whole, of parameters that have no shards yet, by the name in the file.
+        narrow: keeps state or main params in 16 bits; None where they are as the optimizer has them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
@@ -64,11 +68,31 @@ class OptimizerShards(ShardHolder):
         self._is_on_cpu = engine.device.type == "cpu"
         self.element_names = set(findings.element_names) if findings is not None else None
         self._keeps_state_only = findings is not None and findings.in_parts
+        self.narrow = self._narrow_state()
         self._whole_groups = set(findings.whole_groups) if findings is not None else set[int]()
         self._whole = WholeParams(engine)
         self._num_whole_tensors = findings.whole_tensors if findings is not None else 0
         self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
         self.follow_model()
+
+    def _narrow_state(self) -> NarrowState | None:
+        if not self.layout.steps_in_pieces:
+            return None
+        if (reason := self.why_not_narrow()) is not None:
+            raise OptimizerNotShardableError(reason)
+        from .narrow_state import NarrowState
+
+        return NarrowState(self.inner, self.layout.state_dtype, self.engine.device)
+
+    def why_not_narrow(self) -> str | None:
+        """Why what is kept may not be narrower than what is stepped, in words; None if it may, or nobody asked."""
+        if not self.layout.steps_in_pieces or self._keeps_state_only:
+            return None
+        return (
+            f"{type(self.inner).__name__} keeps more than state of tensors (a count of its calls, say), and with "
+            "optimizer_state_dtype or store_param_remainders it is called for one piece of the shards after the other. "
+            "Leave these options out"
+        )
 
     @property
     def layout(self) -> BufferLayout:
@@ -157,9 +181,16 @@ class OptimizerShards(ShardHolder):
         to_come = self.main_params_to_come
         load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
         self._followed.update(params)
+        self.round_loaded(params)
         remainders = self.sharded and self.engine.config.param_wire_dtype is not None
         self.main_params_to_come = main_params_to_come(to_come, self._params_to_come(), with_remainders=remainders)
         self.at_rest.num_moves += 1
+
+    def round_loaded(self, indices: Iterable[int] | None = None) -> None:
+        """Keeps state that these parameters (None for all) were given in fp32 as other state of shards is kept."""
+        if self.narrow is not None:
+            indices = self.shards.keys() if indices is None else self.shards.keys() & indices
+            self.narrow.round_loaded([self.shards[index] for index in indices], self.element_names)
 
     def load_main_params(self, main_params: Mapping[str, Tensor]) -> None:
         """Takes over saved main params, those of parameters without shards until they have some.
@@ -212,7 +243,7 @@ class OptimizerShards(ShardHolder):
             if (owned := layout.owned_range(index, rank)) is not None:
                 self._grad_views[index] = grads.reduced(layout.slots[index].bucket, *owned)
         flat = [index for index in indices if index not in self._whole.indices]
-        self.shards |= cut_shards(flat, layout, rank, buffers.flats)
+        self.shards |= cut_shards(flat, layout, rank, buffers.flats, buffers.bitmaps)
         self.shards |= self._whole.own_shards(self._whole.indices.intersection(indices))
 
     def num_kept(self) -> dict[int, int] | None:
@@ -347,10 +378,12 @@ class OptimizerShards(ShardHolder):
                 for shard in run.shards:
                     shards.pop(shard.param, None)
             pieces += [Piece((shard,), shard.numel, state.get(shard.main, {})) for shard in shards.values()]
+            if self.narrow is not None:
+                pieces = [piece._replace(state=self.narrow.as_saved(piece.state)) for piece in pieces]
         else:
             own, names = self.param_indices(), {MAIN_PARAM}
             with_main = [shards[i] for i in own if i in shards and self.layout.is_stepped_apart(i)]
-            pieces += [Piece((shard,), shard.numel, {MAIN_PARAM: shard.main}) for shard in with_main]
+            pieces += [Piece((shard,), shard.numel, MainParamWhenRead(MAIN_PARAM, shard)) for shard in with_main]
         rank, way_out = self.engine.shard_collectives.rank, self.engine.all_reduce_option
         return OwnParts(pieces, self.layout, rank, way_out, names, whole)
 
@@ -394,6 +427,8 @@ class OptimizerShards(ShardHolder):
 
     def _chunk_numel(self, run: FlatRun) -> int:
         """The most elements stepped at once: all, unless the optimizer does single operations on the CPU."""
+        if self.narrow is not None:  # which cuts runs itself, while their state is fp32
+            return run.main.numel()
         group = self.inner.param_groups[run.group]
         in_chunks = self._may_join(group) and self._is_on_cpu and not group.get("foreach")
         return CHUNK_NUMEL if in_chunks else run.main.numel()
@@ -422,7 +457,7 @@ class OptimizerShards(ShardHolder):
     def part(self, param: int, name: str) -> Tensor | None:
         shard = self.shards.get(param)
         if shard is None or name == MAIN_PARAM:
-            return shard.main if shard is not None else None
+            return shard.main_param() if shard is not None else None
         part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
         return part
 
@@ -438,7 +473,7 @@ class OptimizerShards(ShardHolder):
         self._add_shards(contents.keys() | self._whole.indices, buffers)
         for index, values in contents.items():
             if (main := values.pop(MAIN_PARAM, None)) is not None:
-                self.shards[index].main.copy_(main)
+                self.shards[index].set_main_param(main)
             if values:
                 state[self.shards[index].main] = values
         # An owner keeps its parameters in every layout; the memory that the model reads is another.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from .buffers import check_unchanged, slice_storage, slice_view
-from .layout import BufferLayout
+from .layout import Buffer, BufferLayout
 from .local_parts import LocalParts
 from .strides import contiguous_stride
 from .weight_chunks import ChunkPlace
 from .wire_format import fill_nothing_, wire_numel, wire_part
+
+if TYPE_CHECKING:  # only those import it who ask for it
+    from .main_bits import Bitmap
 
 
 class ParamBuffers:
@@ -22,7 +26,8 @@ class ParamBuffers:
     The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
     shapes and strides stay. Weights in a chunk share a storage there (weight_chunks' [Note: weights in one chunk]), and
     every other parameter has one of its own. Where changes are sent in their place, ``changes`` has memory for those,
-    of the same layout, in which everything is :data:`.wire_format.NOTHING` but what is on its way. ``restore`` gives
+    of the same layout, in which everything is :data:`.wire_format.NOTHING` but what is on its way. ``bitmaps`` are of
+    this rank's shards, one after the other, where main_bits keeps some. ``restore`` gives
     parameters memory of their own again, and leaves those alone that were moved out of here from outside
     (``module.double()``).
 
@@ -44,6 +49,7 @@ class ParamBuffers:
         self._parts: list[Tensor] = []  # of the parameters, which have memory here
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
+        self.bitmaps: list[Bitmap | None] = []
         self._addresses: list[int] = []
         self._chunks: dict[str, UntypedStorage] = {}
         self.extend(layout, params)
@@ -64,9 +70,17 @@ class ParamBuffers:
                 changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
                 fill_nothing_(changes)
             self.changes.append(changes)
+            self.bitmaps.append(self._bitmap(buffer))
         for index, part in enumerate(self._parts[first:], first):
             self._move_in(index, part.detach())
             self._addresses.append(part.data_ptr())
+
+    def _bitmap(self, buffer: Buffer) -> Bitmap | None:
+        if not buffer.keeps_main_bits or self._room:
+            return None
+        from .main_bits import Bitmap
+
+        return Bitmap(buffer.numel // self.layout.num_shards, self._device)
 
     @staticmethod
     def fit(layout: BufferLayout, room: Sequence[Tensor]) -> bool:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from .wire import publish_change_
+
+if TYPE_CHECKING:  # only those import it who ask for it
+    from .main_bits import MainBits
 
 
 class SteppedApart(Protocol):
@@ -38,12 +41,15 @@ class ParamShard:
         param: index in the layout.
         start, end: the part of the parameter, in elements of its memory order.
         main: what the optimizer updates: fp32 memory of its own for 16-bit weights and those that are sent as changes,
-            else the weights themselves. Flat if the parameter is cut, of the parameter's shape if not.
+            else the weights themselves. Flat if the parameter is cut, of the parameter's shape if not. With ``bits``
+            it is their ``low``, and the optimizer updates fp32 values that are made for the step.
         weights: the part of the parameter that ``main`` stands for, of the shape of ``main``, in the parameter buffer;
             None if every rank has all of the parameter, which may be re-pointed at any time.
         flat, offset: if the parameter is cut, ``main`` is the part of this 1-D tensor that begins there, among the
             mains of its neighbours.
         keeps_remainder: see [Note: remainders].
+        bits: what the weights lack of the main param, where that alone is kept; see main_bits' [Note: what weights
+            lack].
     """
 
     param: int
@@ -54,10 +60,34 @@ class ParamShard:
     flat: Tensor | None = None
     offset: int = 0
     keeps_remainder: bool = False
+    bits: MainBits | None = None
 
     @property
     def numel(self) -> int:
         return self.end - self.start
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """That of what the optimizer updates."""
+        return self.main.dtype if self.bits is None else torch.float32
+
+    def main_param(self) -> Tensor:
+        """``main``; or the main param that is made of weights and bits, in memory of its own."""
+        if self.bits is None:
+            return self.main
+        assert self.weights is not None, "sharded"
+        main = self.bits.join(self.weights)
+        take_outside_changes(main, self.weights)
+        return main
+
+    def set_main_param(self, value: Tensor) -> None:
+        """Takes over what :meth:`main_param` returned, here or on another rank. Of what has bits those are taken,
+        whatever the weights are now: they may be loaded later."""
+        if self.bits is None:
+            self.main.copy_(value)
+        else:
+            value = value.to(self.main.device, torch.float32)
+            self.bits.split_(value, value.to(torch.bfloat16))
 
     @property
     def is_cut(self) -> bool:
@@ -82,15 +112,18 @@ def begin_step(main: Tensor, weights: Tensor, *, keeps_remainder: bool) -> None:
         take_outside_changes(main, weights)
 
 
-def end_step(main: Tensor, weights: Tensor, change: Tensor | None) -> None:
+def end_step(main: Tensor, weights: Tensor, change: Tensor | None, bits: MainBits | None) -> None:
     """Brings the weights what the optimizer did to ``main``: rounded to their dtype, or by a change that is sent.
 
     Args:
         main, weights: dense, of the same shape and strides.
         change: 1-D, as many elements in memory order, and sent to others afterwards; None where weights are sent.
+        bits: take what the weights lack of ``main`` then; None where that stays.
     """
     if change is None:
         weights.copy_(main)
+        if bits is not None:
+            bits.split_(main, weights)
     else:
         publish_change_(_flat(main), _flat(weights), change)
 

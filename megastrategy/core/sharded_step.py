@@ -25,7 +25,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,7 +46,10 @@ from .trials.step_arguments import StepArguments
 from .whole_params import WholeParam
 from .wire_format import wire_part
 
-Steppable = FlatRun | WholeParam
+if TYPE_CHECKING:
+    from .narrow_state import NarrowPiece
+
+Steppable: TypeAlias = "FlatRun | WholeParam | NarrowPiece"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +208,7 @@ class ShardedStep(OptimizerShards):
             self._keeps_state_only = self._keeps_state_only and findings.in_parts
             assert self.element_names is not None, "sharded"
             self.element_names |= findings.element_names
+            return self.why_not_narrow()
         return findings.reason if findings is not None else None
 
     def step(self, arguments: StepArguments) -> None:
@@ -276,9 +280,10 @@ class ShardedStep(OptimizerShards):
         """All that this rank steps is in the groups while this is open; afterwards every rank gets all new weights."""
         buckets = sorted(begun.changing, reverse=True)
         whole = [run for bucket in begun.order for run in self._arrived_whole(bucket, begun.with_grads)]
+        flat = begun.runs if self.narrow is None else self.narrow.whole_pieces(begun.runs)
         with (
             self._gathering_after_an_error(begun, buckets),
-            self._holding([*begun.runs, *whole], with_strangers=True),
+            self._holding([*flat, *whole], with_strangers=True),
         ):
             yield
         self.engine.emit(EventKind.STEP_END, 0)
@@ -289,7 +294,9 @@ class ShardedStep(OptimizerShards):
     def _step_shards(self) -> None:
         engine, begun = self.engine, self._begin_shards()
         has_some = bool(begun.runs) or self._whole.owns_any
-        if not (engine.config.overlap_param_gather and has_some and self._keeps_state_only):
+        is_early = engine.config.overlap_param_gather is not False
+        # In parts also where gathers wait for the end of the step, so as not to have all state in fp32 at once.
+        if not ((is_early or self.narrow is not None) and has_some and self._keeps_state_only):
             with self._in_one_call(begun):
                 self._arguments.call(self.inner.step)
             return
@@ -300,7 +307,7 @@ class ShardedStep(OptimizerShards):
                 whole = self._arrived_whole(bucket, begun.with_grads)
                 with self._gathering_after_an_error(begun, to_gather):
                     self._step_runs([*flat, *whole])
-                if to_gather and bucket == to_gather[0]:
+                if is_early and to_gather and bucket == to_gather[0]:
                     self.start_gather(to_gather.pop(0), begun.indices)
             with self._gathering_after_an_error(begun, to_gather):
                 self._step_runs([], with_strangers=bool(self.strangers.grads()))
@@ -309,6 +316,8 @@ class ShardedStep(OptimizerShards):
                 engine.param_gather.finish()
             raise
         engine.emit(EventKind.STEP_END, 0)
+        for bucket in to_gather:
+            self.start_gather(bucket, begun.indices)
         self._end_shards(begun)
 
     @contextlib.contextmanager
@@ -379,6 +388,14 @@ class ShardedStep(OptimizerShards):
 
     def _step_runs(self, runs: Sequence[Steppable], *, with_strangers: bool = False) -> None:
         """Calls the optimizer with these in its groups, if there are any; with strangers in one call a step."""
+        if self.narrow is not None:
+            flat = [run for run in runs if isinstance(run, FlatRun)]
+            cuts = {run.group: self._may_join(self.inner.param_groups[run.group]) for run in flat}
+            for pieces in self.narrow.pieces(flat, cuts):
+                with self._holding(pieces, with_strangers=False):
+                    self._arguments.call(self.inner.step)
+                del pieces  # before the next ones are made
+            runs = [run for run in runs if not isinstance(run, FlatRun)]
         if runs or with_strangers:
             with self._holding(runs, with_strangers=with_strangers):
                 self._arguments.call(self.inner.step)
@@ -390,7 +407,7 @@ class ShardedStep(OptimizerShards):
         tensors = [tensor for run in runs for tensor in run.tensors]
         places = [tensor.detach() for tensor in tensors]
         try:
-            with self._in_place_of_weights(runs):
+            with self._widened(runs), self._in_place_of_weights(runs):
                 for run in runs:
                     run.set_grad()
                     stepped[run.group] += run.tensors
@@ -407,6 +424,12 @@ class ShardedStep(OptimizerShards):
             for tensor in tensors:
                 tensor.grad = None
 
+    def _widened(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
+        """The state of pieces is fp32 while this is open, where it is narrow."""
+        if self.narrow is None:
+            return contextlib.nullcontext()
+        return self.narrow.widened(runs, self.element_names, self.layout)
+
     @contextlib.contextmanager
     def _in_place_of_weights(self, runs: Sequence[Steppable]) -> Iterator[None]:
         """Gives what is stepped apart from the weights their values while this is open, and changes them at its end."""
@@ -419,7 +442,7 @@ class ShardedStep(OptimizerShards):
             yield
             while begun:
                 run, weights = begun[-1]
-                end_step(run.main, weights, self._change_of(run))
+                end_step(run.main, weights, self._change_of(run), run.bits)
                 begun.pop()
         finally:
             # A step that failed is lost where the weights did not get it: the next one begins with the weights.

@@ -23,15 +23,18 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .buffers import slice_view
-from .layout import PARAM_ALIGNMENT_NUMEL, BufferLayout
+from .layout import PARAM_ALIGNMENT_NUMEL, Bucket, BufferLayout
 from .param_shard import ParamShard
 from .trials.elementwise import equal, is_per_element
+
+if TYPE_CHECKING:  # only those import it who ask for it
+    from .main_bits import Bitmap, MainBits
 
 CHUNK_NUMEL = 2**17
 """Elements of a chunk. Adam's four tensors then take 2 MB in fp32, about a core's second-level cache."""
@@ -52,6 +55,7 @@ class FlatRun:
         weights: those that ``main`` stands for; None if it is the weights.
         grad: the reduced gradients, in the gradient dtype.
         keeps_remainder: see param_shard's [Note: remainders].
+        bits: as a shard's, whose ``low`` is ``main`` then. Such a run is stepped in pieces.
     """
 
     bucket: int
@@ -62,6 +66,7 @@ class FlatRun:
     weights: Tensor | None
     grad: Tensor
     keeps_remainder: bool = False
+    bits: MainBits | None = None
 
     def __post_init__(self) -> None:
         first = self.shards[0].offset
@@ -201,7 +206,11 @@ def own_state(state: State) -> None:
 
 
 def cut_shards(
-    indices: Collection[int], layout: BufferLayout, rank: int, flats: Sequence[Tensor]
+    indices: Collection[int],
+    layout: BufferLayout,
+    rank: int,
+    flats: Sequence[Tensor],
+    bitmaps: Sequence[Bitmap | None],
 ) -> dict[int, ParamShard]:
     """This rank's shards of these parameters; main params of neighbours in one piece of memory.
 
@@ -209,6 +218,7 @@ def cut_shards(
         indices: of the parameters; those of which another rank has all are left out.
         layout, rank: where they lie, and whose they are.
         flats: the parameters' buffers.
+        bitmaps: beside them; None where main params are kept in fp32.
     """
     slots = layout.slots
     owned = {index: span for index in indices if (span := layout.owned_range(index, rank)) is not None}
@@ -227,20 +237,33 @@ def cut_shards(
     shards: dict[int, ParamShard] = {}
     for members in neighbours:
         buffer, base = slots[members[0]].buffer, 0
-        flat = flats[buffer]
+        flat, bits = flats[buffer], None
         # 16-bit weights: the shard is a view of an fp32 copy; others are views of the parameters' own buffer
         is_apart, keeps_remainder = layout.is_stepped_apart(members[0]), layout.keeps_remainder(members[0])
         if is_apart:
             base = owned[members[0]][0]
             weights = flat[base : owned[members[-1]][1]]
-            flat = torch.zeros_like(weights) if keeps_remainder else weights.float()
+            if (bitmap := bitmaps[buffer]) is not None:
+                bits = _no_bits(weights, bitmap, base, layout.buckets[slots[members[0]].bucket], layout, rank)
+                flat = bits.low
+            else:
+                flat = torch.zeros_like(weights) if keeps_remainder else weights.float()
         for index in members:
             (start, end), slot = owned[index], slots[index]
             weights = slice_view(flats[buffer], start, (end - start,), (1,), end - start)
             main = slice_view(flat, start - base, (end - start,), (1,), end - start)
             place = start - slot.start, end - slot.start
-            shards[index] = ParamShard(index, *place, main, weights, flat, start - base, keeps_remainder)
+            own_bits = None if bits is None else bits.part(main, start - base)
+            shards[index] = ParamShard(index, *place, main, weights, flat, start - base, keeps_remainder, own_bits)
     return shards
+
+
+def _no_bits(weights: Tensor, bitmap: Bitmap, start: int, bucket: Bucket, layout: BufferLayout, rank: int) -> MainBits:
+    """The bits of main params that are their weights, which begin at element ``start`` of the buffer."""
+    from .main_bits import MainBits
+
+    first = bucket.start // layout.num_shards + start - layout.shard_range(bucket, rank)[0]
+    return MainBits(torch.zeros_like(weights, dtype=torch.int16), bitmap, first)
 
 
 def build_runs(
@@ -305,6 +328,7 @@ def build_runs(
                 part_of(param_flats[slot.buffer], span) if layout.is_stepped_apart(first.param) else None,
                 reduced(slot.bucket, *span),
                 first.keeps_remainder,
+                first.bits,
             )
         )
     return runs

@@ -78,6 +78,10 @@ class WholeParam:
         return self.shard.keeps_remainder
 
     @property
+    def bits(self) -> None:
+        """Main params of what is stepped whole are kept in fp32."""
+
+    @property
     def tensors(self) -> list[Tensor]:
         return [self.shard.main]
 

@@ -148,9 +148,19 @@ class Case:
         shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
         return shards and self.config.param_wire_dtype is not None
 
+    def has_narrow_state(self, ranks: int) -> bool:
+        """Whether the optimizer's state is kept in 16 bits: not where parameters are stepped whole."""
+        shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
+        return shards and self.config.optimizer_state_dtype is not None and self.optimizer != "LambWithMoments"
+
+    def keeps_main_bits(self, ranks: int) -> bool:
+        """Whether of bf16 weights' main params is kept what the weights lack."""
+        shards = self.config.use_distributed_optimizer and self.instances(ranks) < ranks
+        return shards and self.config.store_param_remainders and self.optimizer != "LambWithMoments"
+
     @property
     def has_reference_in_ddp(self) -> bool:
-        return self.is_fp32 and self.config.param_wire_dtype is None
+        return self.is_fp32 and self.config.param_wire_dtype is None and self.config.optimizer_state_dtype is None
 
     @property
     def sums_in_fp32(self) -> bool:
@@ -169,6 +179,7 @@ class Case:
         config = self.config
         sums_in_shards = config.reduce_scatter_with_fp32_accumulation or config.grad_buffer == "pooled"
         sums_in_shards |= config.grad_wire_dtype is not None or config.param_wire_dtype is not None
+        sums_in_shards |= config.optimizer_state_dtype is not None or config.store_param_remainders
         return 1 if ranks % asked or (ranks == asked and sums_in_shards) else asked
 
 

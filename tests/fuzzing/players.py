@@ -22,6 +22,7 @@ from megastrategy.core.collectives import make_collectives
 from ..support import optimizers
 from ..support.directories import gather_objects
 from ..support.doubles import EVERYTHING, DelayingCollectives
+from ..support.narrow_reference import round_states, round_to_nearest
 from ..support.ranks import with_instances
 from .cases import (
     OPTIMIZERS,
@@ -305,10 +306,18 @@ class Emulation(Player):
 
     @torch.no_grad()
     def take_changes(self) -> None:
+        self.round_loaded()
         for weight, main in zip(self.model.weights, self.mains, strict=True):
-            main.copy_(torch.where(weight != main.to(weight.dtype), weight.float(), main))
+            main.copy_(self.with_changes(weight, main))
             if id(weight) in self.remainders:
                 main.copy_(weight + self.remainders[id(weight)])
+
+    def with_changes(self, weight: Tensor, main: Tensor) -> Tensor:
+        """What a step begins with. A changed weight keeps what it lacked, if that gives a number that rounds to it."""
+        if self.case.keeps_main_bits(self.ranks) and weight.dtype == torch.bfloat16:
+            lacked = main.view(torch.int32) - main.bfloat16().float().view(torch.int32)
+            main = (weight.float().view(torch.int32) + lacked).view(torch.float32)
+        return torch.where(weight != main.to(weight.dtype), weight.float(), main)
 
     @torch.no_grad()
     def round(self) -> None:
@@ -320,6 +329,16 @@ class Emulation(Player):
                 self.remainders[id(weight)] = main - weight
             else:
                 weight.copy_(main)
+        if self.case.has_narrow_state(self.ranks):
+            round_states(self.optimizer, {id(main): name for name, main in self.named_mains()})
+
+    @torch.no_grad()
+    def round_loaded(self) -> None:
+        """The state of what is trained is kept in 16 bits from the load on, or from when it is thawed."""
+        if self.case.has_narrow_state(self.ranks):
+            pairs = zip(self.model.weights, self.mains, strict=True)
+            trained = {id(main) for weight, main in pairs if weight.requires_grad}
+            round_to_nearest(self.optimizer, lambda main: id(main) in trained)
 
     def evaluate(self) -> None:
         self.before_forward()
@@ -345,13 +364,19 @@ class Emulation(Player):
         return [(name, main) for (name, _), main in zip(self.named_weights(), self.mains, strict=True)]
 
     def main(self) -> dict[str, Tensor]:
-        named = list(zip(self.named_mains(), self.case.layers, strict=True))
-        mains = {name: main.detach().clone() for (name, main), layer in named if layer.dtype != "float32"}
+        pairs = zip(self.named_weights(), self.mains, strict=True)
+        mains = {n: self.main_of(w.detach(), main) for (n, w), main in pairs if w.dtype != torch.float32}
         remainders = {f"{name}{REMAINDER}": self.remainders.get(id(weight)) for name, weight in self.named_weights()}
         return mains | {name: left.detach().clone() for name, left in remainders.items() if left is not None}
 
+    def main_of(self, weight: Tensor, main: Tensor) -> Tensor:
+        """What is saved: of what is kept in fp32 the weights' changes are seen in the next step alone."""
+        is_made = self.case.keeps_main_bits(self.ranks) and weight.dtype == torch.bfloat16
+        return self.with_changes(weight, main.detach()) if is_made else main.detach().clone()
+
     def load(self, saved: Saved) -> None:
         super().load(saved)
+        self.round_loaded()
         for name, main in self.named_mains():
             with torch.no_grad():
                 main.copy_(saved.main.get(name, saved.weights[name].float()))

@@ -94,14 +94,13 @@ def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
         ("grad_reduce_in_fp32", True, "reduce_scatter_with_fp32_accumulation", True),
         ("reduce_scatter_with_fp32_accumulation", True, "use_distributed_optimizer", False),
         ("reduce_scatter_with_fp32_accumulation", True, "use_contiguous_buffers", False),
-        ("grad_wire_dtype", "bf16", "use_distributed_optimizer", False),
-        ("grad_wire_dtype", "bf16", "use_contiguous_buffers", False),
-        ("param_wire_dtype", "bf16", "use_distributed_optimizer", False),
-        ("param_wire_dtype", "bf16", "use_contiguous_buffers", False),
         ("find_unused_parameters", False, "static_graph", True),
         ("dtype", torch.float32, "grad_reduce_in_fp32", False),  # which would say nothing there
         ("dtype", torch.float32, "reduce_scatter_with_fp32_accumulation", True),
     }
+    for name in ("grad_wire_dtype", "param_wire_dtype", "optimizer_state_dtype", "store_param_remainders"):
+        for other in ("use_distributed_optimizer", "use_contiguous_buffers"):
+            refused.add((name, SWITCHES[name][1], other, False))
     assert apart == refused
 
 
@@ -266,10 +265,12 @@ def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
 
     With 16-bit weights it is main params that are torch DDP's weights in fp32; the weights are their rounding. Where
     changes of weights are sent, it is weights and remainder together, but for the rounding of that sum in each step.
+    State that is kept in 16 bits is torch DDP's, rounded after each step in the same way.
     """
     run = dataclasses.replace(row.run, dtype=torch.float32, **changes)
     options = {} if row.config.broadcast_buffers else {BROADCAST_BUFFERS: False}
-    reference = train_with_ddp(run, row.num_ranks, **options)
+    narrow = row.config.optimizer_state_dtype is not None and not changes  # not of whole parameters
+    reference = train_with_ddp(run, row.num_ranks, narrow=narrow, **options)
     if row.sends_changes:
         assert_torch_ddps_with_remainders(row, ours, reference)
         return
@@ -288,10 +289,7 @@ def assert_torch_ddps(row: Row, ours: list[Outcome], **changes: Any) -> None:
 def assert_torch_ddps_with_remainders(row: Row, ours: list[Outcome], reference: list[Outcome]) -> None:
     differ = False
     for name, remainder in ours[0].main_params.items():
-        held, expected = (
-            ours[0].weights[name.removesuffix(REMAINDER)],
-            reference[0].weights[name.removesuffix(REMAINDER)],
-        )
+        held, expected = (each[0].weights[name.removesuffix(REMAINDER)] for each in (ours, reference))
         tolerance = row.run.steps * 2**-24 * expected.abs().max().item()
         torch.testing.assert_close(held + remainder, expected, rtol=0, atol=tolerance)
         differ |= not torch.equal(held, expected)

@@ -47,7 +47,14 @@ def wide(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(nn.Linear(100, 333), nn.Linear(333, 77), nn.Linear(77, 1, bias=False)).to(dtype)
 
 
-WAYS = [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}]
+WAYS = [
+    {},
+    {"use_distributed_optimizer": False},
+    {"grad_buffer": "pooled"},
+    {"optimizer_state_dtype": "bf16"},
+    {"store_param_remainders": True},
+    {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "grad_buffer": "pooled"},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,6 +87,7 @@ def test_tensors_held_equal_the_formula_to_the_byte(
         )
         state = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
         state += [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
+        state += [bitmap.held for bitmap in buffers.bitmaps if bitmap is not None] if buffers is not None else []
         use = memory_use(model.layout, rank, state_tensors=2)
         assert (params, grads, bytes_of(state)) == (use.param_bytes, use.grad_bytes, use.state_bytes)
         return params, grads, bytes_of(state)
@@ -88,12 +96,20 @@ def test_tensors_held_equal_the_formula_to_the_byte(
     numel = sum(param.numel() for param in wide(dtype).parameters())
     shares = size // instances if sharded else 1
     of_params, of_grads, of_state = {torch.float32: (4, 4, 8), torch.bfloat16: (2, 4, 12)}[dtype]
+    if shares > 1 and "optimizer_state_dtype" in way:
+        of_state -= 4
+    has_bits = shares > 1 and "store_param_remainders" in way and dtype == torch.bfloat16
+    if has_bits:  # and an eighth, of padding, too
+        of_state -= 2
     padding = 4 * (math.lcm(128, 64 * size) + 6 * 64)  # at most, in elements: 4 buckets, 5 parameters
     grads_shares = shares if way.get("grad_buffer") == "pooled" else 1
     for params, grads, _ in per_rank:
         assert of_params * numel <= params <= of_params * (numel + padding)
         assert of_grads * numel <= grads * grads_shares <= of_grads * (numel + padding)
     total_state = sum(state for _, _, state in per_rank)
+    if has_bits:
+        assert numel / 8 <= total_state / (size // shares) - of_state * numel <= (numel + padding) / 8
+        return
     assert total_state == of_state * numel * (size // shares), (
         "an element's state is on one rank of each instance (or on all)"
     )

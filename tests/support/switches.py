@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,8 @@ MAY_CONTRADICT: dict[str, Sequence[Any]] = {
     "static_graph": [False, True],
     "grad_wire_dtype": [None, "bf16"],
     "param_wire_dtype": [None, "bf16"],
+    "optimizer_state_dtype": [None, "bf16"],
+    "store_param_remainders": [False, True],
 }
 GO_WITH_ALL: dict[str, Sequence[Any]] = {
     "overlap_param_gather": [False, "step", "forward"],
@@ -122,9 +126,9 @@ def is_allowed(values: Mapping[str, Any]) -> bool:
     return True
 
 
-def pairs(values: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:
-    """Each two of the switches with their values."""
-    return [(a, values[a], b, values[b]) for a, b in itertools.combinations(SWITCHES, 2)]
+def pairs(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:
+    """Each of the first switches with each of the others."""
+    return [(a, values[a], b, others[b]) for a in values for b in others]
 
 
 def pairwise(**fixed: Any) -> list[Row]:
@@ -134,18 +138,37 @@ def pairwise(**fixed: Any) -> list[Row]:
         {name: [fixed[name]] if name in fixed else values for name, values in switches.items()}
         for switches in (MAY_CONTRADICT, GO_WITH_ALL)
     )
-    allowed = [values for values in product(may_contradict) if is_allowed(values)]
-    candidates = [{**values, **others} for values in allowed for others in product(go_with_all)]
     number_of: dict[tuple[str, Any, str, Any], int] = {}
-    met = []  # by candidate its pairs, one bit each
-    for values in candidates:
+
+    def bits_of(met: list[tuple[str, Any, str, Any]]) -> int:
         bits = 0
-        for pair in pairs(values):
+        for pair in met:
             bits |= 1 << number_of.setdefault(pair, len(number_of))
-        met.append(bits)
-    missing, chosen = (1 << len(number_of)) - 1, []
+        return bits
+
+    allowed = [values for values in product(may_contradict) if is_allowed(values)]
+    anywhere = product(go_with_all)
+    # There are hundreds of thousands of rows: the pairs of one are joined from those of a few values and of halves.
+    own, others = [bits_of(_within(values)) for values in allowed], [bits_of(_within(values)) for values in anywhere]
+
+    @functools.cache
+    def between(*some: tuple[str, Any]) -> list[int]:
+        return [bits_of(pairs(dict(some), values)) for values in anywhere]
+
+    met = []  # by row its pairs, one bit each
+    for values, bits in zip(allowed, own, strict=True):
+        items = list(values.items())
+        columns = [between(*items[start : start + 5]) for start in range(0, len(items), 5)]
+        met += [functools.reduce(operator.or_, cells, bits) for cells in zip(others, *columns, strict=True)]
+    missing, chosen = functools.reduce(operator.or_, met), list[Row]()
     while missing:
-        best = max(range(len(met)), key=lambda number: (met[number] & missing).bit_count())
-        chosen.append(make_row(candidates[best]))
-        missing &= ~met[best]
+        adds = [(bits & missing).bit_count() for bits in met]
+        number = adds.index(max(adds))
+        values, rest = divmod(number, len(anywhere))
+        chosen.append(make_row({**allowed[values], **anywhere[rest]}))
+        missing &= ~met[number]
     return chosen
+
+
+def _within(values: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:
+    return [(a, values[a], b, values[b]) for a, b in itertools.combinations(values, 2)]

@@ -185,15 +185,15 @@ def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, Par
     for index, spec in enumerate(layout.params):  # of other ranks' shards too, so that all of them raise
         if layout.is_stepped_apart(index) and (name := saved_name(layout, index)) in main_params:
             _check_shape(main_params[name], "main_param", spec.name, spec.shape)
-    parts: list[tuple[Tensor, Tensor]] = []
+    parts: list[tuple[ParamShard, Tensor]] = []
     for index, shard in shards.items():
         spec, name = layout.params[index], saved_name(layout, index)
         if layout.is_stepped_apart(index) and name in main_params:
-            parts.append((shard.main, _cut(main_params[name], spec, shard, "main_param", {"main_param"})))
-        elif shard.keeps_remainder:  # of weights that are gone
-            parts.append((shard.main, torch.zeros_like(shard.main)))
-    for main, saved in parts:  # all of them fit, or one has raised above
-        main.copy_(saved)
+            parts.append((shard, _cut(main_params[name], spec, shard, "main_param", {"main_param"})))
+        elif shard.keeps_remainder or shard.bits is not None:  # of weights that are gone
+            parts.append((shard, torch.zeros_like(shard.main, dtype=shard.main_dtype)))
+    for shard, saved in parts:  # all of them fit, or one has raised above
+        shard.set_main_param(saved)
 
 
 def main_params_to_come(
@@ -427,7 +427,7 @@ def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, know
     if not spec.has_main_param:
         return values
     return {
-        key: value.to(shard.main.dtype) if isinstance(value, Tensor) and value.dtype == spec.dtype else value
+        key: value.to(shard.main_dtype) if isinstance(value, Tensor) and value.dtype == spec.dtype else value
         for key, value in values.items()
     }
 

@@ -85,6 +85,25 @@ class Piece(NamedTuple):
     """Holds, flat and ``numel`` long, each tensor that is kept for each element."""
 
 
+class MainParamWhenRead(Mapping[str, Tensor]):
+    """The main param of a shard under a name; where it has to be made it is made when it is read, and nobody keeps
+    it."""
+
+    def __init__(self, name: str, shard: ParamShard) -> None:
+        self._name, self._shard = name, shard
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name != self._name:
+            raise KeyError(name)
+        return self._shard.main_param()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self._name,))
+
+    def __len__(self) -> int:
+        return 1
+
+
 @dataclasses.dataclass(frozen=True)
 class OwnParts:
     """The parts of an optimizer's state that this rank has.

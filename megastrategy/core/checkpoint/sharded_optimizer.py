@@ -89,7 +89,7 @@ def sharded_state_dict(
             for key, value in values.items()
         }
         if index is not None and shard is not None and layout.is_stepped_apart(index):
-            main_params[saved_name(layout, index)] = _placed(shard.main, shard, spec, cut)
+            main_params[saved_name(layout, index)] = _placed(shard.main_param(), shard, spec, cut)
     state = {name: values for name, values in state.items() if values}
     groups = groups_as_saved(optimizer, names)
     return {"state": state, "param_groups": groups} | ({"main_params": main_params} if main_params else {})

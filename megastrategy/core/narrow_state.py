@@ -1,0 +1,277 @@
+"""Keeps an optimizer's state in bf16 between steps, and main params as bits; in a step both are fp32.
+
+[Note: narrow state]
+With ``optimizer_state_dtype`` what an optimizer keeps for each element of a shard (Adam's two moments) takes 2 bytes of
+memory, and the optimizer never sees that. A step goes through the shards piece by piece: the state of a piece becomes
+fp32 in memory of its own, the user's optimizer steps the piece, and the new state is rounded at random
+(:mod:`.random_rounding`) into its place. So beside the narrow state there is the fp32 state of a few pieces at a time.
+
+With ``store_param_remainders`` main params are made for the piece in the same way, and kept as :mod:`.main_bits`.
+
+Nobody else needs to know, either. What is saved is fp32, each number exactly; what is loaded is rounded to the nearest,
+which changes nothing of what was saved so. Counters stay as they are, and so does state of another dtype than fp32, and
+that of parameters that are stepped whole, which need not have a number for each element.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import devices
+from .layout import BufferLayout
+from .main_bits import MainBits
+from .param_shard import ParamShard
+from .random_rounding import draw, first_place, halves, key_of_step, round_at_random_
+from .step_tensors import CHUNK_NUMEL, FlatRun, Span, State, part_of
+from .trials.elementwise import is_per_element
+
+NARROW = torch.bfloat16
+COUNT = "rounding_step"
+"""The name of a counter of steps in the state of optimizers that keep none (SGD with momentum): the random numbers of a
+step depend on it."""
+_STEP = "step"
+
+_AT_ONCE_NUMEL, _DEVICE_NUMEL = 2**20, 2**22
+"""The most elements that are fp32 at once: 12 MiB for Adam on bf16 weights on the host, where chunks stay in the cache
+anyway; and on an accelerator 48 MiB, since a piece takes some fifty kernels there, which smaller ones would not fill.
+Random numbers take up to twice as much, of a chunk, or of a piece."""
+
+
+class NarrowPiece:
+    """A part of a run, in a step. What is kept for it is fp32 while :meth:`NarrowState.widened` is open.
+
+    ``bucket``, ``group``, ``start``, ``main``, ``weights``, ``keeps_remainder``: as a run's. With ``bits`` ``main`` has
+    been made of them.
+    """
+
+    def __init__(self, run: _RunInStep, span: Span) -> None:
+        self.of, self.span = run, span
+        self.bucket, self.group, self.start = run.run.bucket, run.run.group, run.run.start + span[0]
+        # Another tensor than the run's, under which the narrow state is.
+        self.main = part_of(run.run.main, span)
+        self.bits: MainBits | None = None
+        self.weights = None if run.run.weights is None else part_of(run.run.weights, span)
+        if (bits := run.run.bits) is not None:
+            assert self.weights is not None, "main params have weights"
+            self.bits = bits.part(self.main, span[0])
+            self.main = self.bits.join(self.weights)
+        self.keeps_remainder = run.run.keeps_remainder
+        self.tensors = [self.main]
+
+    def set_grad(self) -> None:
+        self.main.grad = self.of.run.grad[slice(*self.span)].to(self.main.dtype)
+
+
+@dataclasses.dataclass(eq=False)
+class _RunInStep:
+    """A run whose pieces are stepped one after the other.
+
+    Attributes:
+        before: its state as the step found it, which every piece begins with.
+        after: its state as the pieces left it so far; it becomes that of the run with the last one.
+    """
+
+    run: FlatRun
+    before: State
+    after: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class NarrowState:
+    """The state of one optimizer's shards; see [Note: narrow state].
+
+    Args:
+        optimizer: the user's.
+        dtype: in which its state is kept; None for fp32.
+        device: of the shards.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._rounds = dtype is not None
+        assert dtype in (None, NARROW)
+        self._is_on_host = devices.is_on_host(device)
+        self._known_parts: weakref.WeakKeyDictionary[FlatRun, dict[Span, tuple[Any, Tensor | None]]]
+        self._known_parts = weakref.WeakKeyDictionary()
+
+    @property
+    def _state(self) -> MutableMapping[Tensor, State]:
+        state: MutableMapping[Tensor, State] = self._optimizer.state  # another one after each load
+        return state
+
+    # --- in a step ---------------------------------------------------------------------------------------------------
+
+    def pieces(self, runs: Iterable[FlatRun], cuts: Mapping[int, bool]) -> Iterator[list[NarrowPiece]]:
+        """The runs in pieces, in lists of what is stepped in one call.
+
+        Args:
+            runs: of one bucket.
+            cuts: by group, whether a run of it may be stepped in parts.
+        """
+        most = _AT_ONCE_NUMEL if self._is_on_host else _DEVICE_NUMEL
+        longest = CHUNK_NUMEL if self._is_on_host else _DEVICE_NUMEL
+        together, numel = list[NarrowPiece](), 0
+        for run in runs:
+            of, spans = self._cut(run, longest if cuts[run.group] else run.main.numel())
+            for span in spans:
+                if together and numel + span[1] - span[0] > most:
+                    yield together
+                    together, numel = [], 0
+                together.append(NarrowPiece(of, span))
+                numel += span[1] - span[0]
+        if together:
+            yield together
+
+    def whole_pieces(self, runs: Iterable[FlatRun]) -> list[NarrowPiece]:
+        """Each run as one piece, for an optimizer that is called once."""
+        cut = [self._cut(run, run.main.numel()) for run in runs]
+        return [NarrowPiece(of, span) for of, spans in cut for span in spans]
+
+    def _cut(self, run: FlatRun, numel: int) -> tuple[_RunInStep, list[Span]]:
+        end = run.main.numel()
+        starts = range(0, end, numel) if numel < end else (0,)
+        return _RunInStep(run, self._state.get(run.main, {})), list(itertools.pairwise((*starts, end)))
+
+    @contextlib.contextmanager
+    def widened(self, stepped: Sequence[Any], names: set[str] | None, layout: BufferLayout) -> Iterator[None]:
+        """The optimizer has the state of pieces in fp32 while this is open, and in bf16 afterwards.
+
+        Args:
+            stepped: pieces, and what is stepped as it is.
+            names: of what the optimizer keeps for each element, where that is known.
+            layout: where the runs lie.
+        """
+        pieces = [piece for piece in stepped if isinstance(piece, NarrowPiece)]
+        try:
+            for piece in pieces:
+                if wide := self._wide(piece, names):
+                    self._state[piece.main] = wide
+            yield
+        finally:  # after an error too: a state in fp32 under a tensor that is gone would be nobody's
+            for piece in pieces:
+                self._narrow(piece, names, layout)
+
+    def _wide(self, piece: NarrowPiece, names: set[str] | None) -> State:
+        before, numel, wide = piece.of.before, piece.of.run.main.numel(), dict[str, Any]()
+        for name, value in before.items():
+            if is_per_element(name, value, (numel,), names):
+                part = value[slice(*piece.span)]
+                wide[name] = part.float() if self._rounds and _is_narrow(value) else part
+            elif name != COUNT:
+                # Each piece counts for itself, and all of them the same step.
+                wide[name] = value.clone() if isinstance(value, Tensor) else value
+        return wide
+
+    def _narrow(self, piece: NarrowPiece, names: set[str] | None, layout: BufferLayout) -> None:
+        before, after = piece.of.before, piece.of.after
+        numel, wide = piece.of.run.main.numel(), self._state.pop(piece.main, {})
+        kept = {n: v for n, v in wide.items() if is_per_element(n, v, piece.main.shape, names)}
+        after.update((name, value) for name, value in wide.items() if name not in kept)
+        fp32 = (name for name, value in kept.items() if value.dtype == torch.float32)
+        rounded = sorted(fp32) if self._rounds else []
+        for name, value in kept.items():
+            dtype = NARROW if name in rounded else value.dtype
+            if name not in after:
+                old = before.get(name)
+                is_its_own = isinstance(old, Tensor) and (old.dtype, old.shape) == (dtype, (numel,))
+                # Zeros: the elements between two parameters are stepped along, and stay zero.
+                after[name] = old if is_its_own else torch.zeros(numel, dtype=dtype, device=value.device)
+            place = after[name][slice(*piece.span)]
+            if name not in rounded and place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+        if rounded:
+            step = after[_STEP] if _is_number(after.get(_STEP)) else before.get(COUNT, 0) + 1
+            if not _is_number(after.get(_STEP)):
+                after[COUNT] = step
+            places, chances = self._places(piece, layout), list[Tensor]()
+            for number, name in enumerate(rounded):
+                # 32 random bits are two chances.
+                chances = chances or list(halves(draw(places, key_of_step(step, number // 2))))
+                round_at_random_(after[name][slice(*piece.span)], kept[name].detach(), chances.pop(0))
+        if piece.span[1] == numel and after:
+            self._state[piece.of.run.main] = after
+
+    def _places(self, piece: NarrowPiece, layout: BufferLayout) -> Tensor:
+        """The place of each element of a piece in its parameter: int32, for :func:`.random_rounding.draw`.
+
+        What lies between two parameters counts on from the one before.
+        """
+        run, numel, device = piece.of.run, piece.main.numel(), piece.main.device
+        places = torch.arange(numel, dtype=torch.int32, device=device)
+        known = self._known_parts.setdefault(run, {})
+        if piece.span not in known:
+            known[piece.span] = self._parts(piece, layout)
+        ahead, lengths = known[piece.span]
+        # One call for all parameters, of which a run may have thousands.
+        ahead = ahead if lengths is None else torch.repeat_interleave(ahead, lengths, output_size=numel)
+        return places.add_(ahead)
+
+    def _parts(self, piece: NarrowPiece, layout: BufferLayout) -> tuple[Any, Tensor | None]:
+        """The place that a piece's first element has, and None; of several parameters a tensor of the places that it
+        would have in each, and their lengths. Kept from step to step: to bring them to a device makes the host wait."""
+        (first, end), shards = piece.span, piece.of.run.shards
+        starts = [shard.offset - shards[0].offset for shard in shards]
+        # The first of them may begin before the piece, and end before it, where that begins between two.
+        number = max(bisect.bisect_right(starts, first) - 1, 0)
+        inside = [number, *range(number + 1, bisect.bisect_left(starts, end))]
+        ahead = [first_place(layout.params[shards[i].param].name, shards[i].start - starts[i] + first) for i in inside]
+        if len(inside) == 1:
+            return ahead[0], None
+        borders = [first, *(starts[i] for i in inside[1:]), end]
+        lengths = [b - a for a, b in itertools.pairwise(borders)]
+        device = piece.main.device
+        return torch.tensor(ahead, dtype=torch.int32, device=device), torch.tensor(lengths, device=device)
+
+    # --- between steps -----------------------------------------------------------------------------------------------
+
+    def as_saved(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The state of a shard, or of neighbours, in fp32; nothing is converted before it is read."""
+        return _Widened(state) if self._rounds else state
+
+    def round_loaded(self, shards: Iterable[ParamShard], names: set[str] | None) -> None:
+        """Rounds to the nearest what shards were given in fp32; or the other way, where state is kept in that."""
+        before, after = (torch.float32, NARROW) if self._rounds else (NARROW, torch.float32)
+        for shard in shards:
+            kept = self._state.get(shard.main, {}) if shard.is_cut else {}
+            for name, value in kept.items():
+                # Under main params in bits torch leaves state in the dtype that it comes in.
+                may_be_narrow = self._rounds or shard.bits is not None
+                if may_be_narrow and is_per_element(name, value, shard.main.shape, names) and value.dtype == before:
+                    kept[name] = value.to(after)
+
+
+class _Widened(Mapping[str, Any]):
+    """The state of a shard, or of neighbours, as it is saved: what is narrow is fp32 when it is read, one tensor at a
+    time, and nobody keeps it."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._state[name]
+        return value.float() if _is_narrow(value) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+def _is_narrow(value: Any) -> bool:
+    # Whoever made it: an optimizer that keeps bf16 itself is given fp32 as well. No counter is 1-D.
+    return isinstance(value, Tensor) and value.dtype == NARROW and value.dim() == 1
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,405 @@
+"""``optimizer_state_dtype`` and ``store_param_remainders``: fewer bytes between steps, fp32 in a step and in files.
+
+What they do to a training, to the bit, is in test_every_pair_of_switches.py and in the fuzzing; the bytes between steps
+in test_memory.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import megastrategy
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core import make_collectives, narrow_state, read_directory, save_directory, to_host
+from megastrategy.core.errors import OptimizerNotShardableError
+from tests.support.directories import saving_among_threads
+from tests.support.narrow_reference import round_states
+from tests.support.optimizers import Buffered, CountsCalls
+from tests.support.ranks import run_ranks
+
+STATE = {"optimizer_state_dtype": "bf16"}
+BITS = {"store_param_remainders": True}
+BOTH = {**STATE, **BITS}
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are given: multiples of three, the same on all ranks, so that the mean over one, two,
+    three or four of them is exact; 300 + 7 * 50 + 1 + 65 elements, which no number of ranks divides evenly."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes: tuple[tuple[int, ...], ...] = ((300,), (7, 50), (), (65,))
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype)) for shape in shapes
+        )
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        total = torch.zeros(())
+        for weight in self.weights:
+            factor = 3.0 * torch.randint(-40, 41, weight.shape, generator=generator)
+            total = total + (weight * factor.to(weight.dtype)).float().sum()
+        return total
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, amsgrad=True)
+
+
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.001, momentum=0.9, weight_decay=0.1)
+
+
+KINDS = [adam, momentum]
+
+
+class Ours:
+    def __init__(self, group: ProcessGroup, make: Any, dtype: torch.dtype, **options: Any) -> None:
+        self.module = Given(dtype)
+        config = DistributedDataParallelConfig(**{"bucket_size": 200, **options})
+        self.collectives = make_collectives(group, torch.device("cpu"))
+        self.model = DistributedDataParallel(self.module, config, collectives=self.collectives)
+        self.optimizer = DistributedOptimizer(make(self.model.parameters()), self.model)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.model(step).backward()
+            self.optimizer.step()
+        self.model.finish_param_gather()
+
+    def file(self) -> dict[str, Any]:
+        """What a file has, on every rank."""
+        own = {"optimizer": self.optimizer.state_dict(), "main": self.optimizer.main_params()}
+        own["model"] = {name: value.clone() for name, value in self.module.state_dict().items()}
+        return copy.deepcopy(self.collectives.all_gather_objects(own)[0])
+
+    def load(self, file: dict[str, Any], order: tuple[str, ...] = ("model", "optimizer", "main")) -> None:
+        for key in order:
+            if key == "model":
+                self.module.load_state_dict(file["model"])
+            elif key == "optimizer":
+                self.optimizer.load_state_dict(file["optimizer"])
+            else:
+                self.optimizer.load_main_params(file["main"])
+
+
+def trained(size: int, make: Any, dtype: torch.dtype, steps: range, before: Any = None, **options: Any) -> Any:
+    def run(rank: int, group: ProcessGroup) -> Any:
+        ours = Ours(group, make, dtype, **options)
+        if before is not None:
+            ours.load(before)
+        ours.train(steps)
+        file = ours.file()
+        ours.model.close()
+        return file
+
+    return run_ranks(size, run)[0]
+
+
+def assert_same_file(mine: Any, other: Any) -> None:
+    """Tensors to the bit, with dtypes and shapes."""
+    assert type(mine) is type(other)
+    if isinstance(mine, dict):
+        assert mine.keys() == other.keys()
+        for key in mine:
+            assert_same_file(mine[key], other[key])
+    elif isinstance(mine, list | tuple):
+        assert len(mine) == len(other)
+        for one, two in zip(mine, other, strict=True):
+            assert_same_file(one, two)
+    elif isinstance(mine, Tensor):
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        assert torch.equal(mine, other)
+    else:
+        assert mine == other
+
+
+def alone(make: Any, steps: range) -> tuple[list[Tensor], dict[str, Any]]:
+    """Without ranks: fp32 weights, and the state as it is rounded after each step."""
+    module = Given(torch.float32)
+    optimizer, names = make(module.parameters()), {id(param): name for name, param in module.named_parameters()}
+    for step in steps:
+        optimizer.zero_grad()
+        module(step).backward()
+        optimizer.step()
+        round_states(optimizer, names)
+    return [param.detach() for param in module.parameters()], optimizer.state_dict()
+
+
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_ranks_and_buckets_gives_the_same_bits(dtype: torch.dtype, make: Any) -> None:
+    """Those of one process that rounds the state of whole parameters; also of a run that goes on on other ranks."""
+    weights, state = alone(make, range(6))
+    for size, other, options in ((2, 3, {}), (3, 2, {"bucket_size": 10**6}), (4, 2, {"overlap_param_gather": False})):
+        half = trained(size, make, dtype, range(3), **BOTH, **options)
+        whole = trained(other, make, dtype, range(3, 6), half, **BOTH)
+        uncut = trained(size, make, dtype, range(6), **BOTH, **options)
+        assert_same_file(whole, uncut)
+        assert_same_file(whole["optimizer"]["state"], state["state"])
+        held = list(whole["main"].values() if dtype == torch.bfloat16 else whole["model"].values())
+        assert all(map(torch.equal, held, weights))
+        assert all(torch.equal(value, w.to(dtype)) for value, w in zip(whole["model"].values(), weights, strict=True))
+
+
+@pytest.mark.parametrize("order", [("model", "optimizer", "main"), ("main", "optimizer", "model")])
+def test_a_run_goes_on_to_the_bit_in_whatever_order_a_file_is_loaded(order: tuple[str, ...]) -> None:
+    """Into a run that has trained something else before."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        ours = Ours(group, adam, torch.bfloat16, **BOTH)
+        ours.train(range(3))
+        file = ours.file()
+        ours.train(range(3, 6))
+        uncut = ours.file()
+        ours.train(range(100, 103))
+        ours.load(file, order)
+        ours.train(range(3, 6))
+        assert_same_file(ours.file(), uncut)
+        ours.model.close()
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_files_are_those_of_a_run_without(dtype: torch.dtype) -> None:
+    """What bits keep is the same to the bit; what is rounded has the same keys, shapes and dtypes, and goes on under
+    the other options, and in torch's own optimizer, from the very numbers that were saved."""
+    plain = trained(2, adam, dtype, range(4))
+    assert_same_file(trained(2, adam, dtype, range(4), **BITS), plain)
+    narrow = trained(2, adam, dtype, range(4), **BOTH)
+    for index, values in plain["optimizer"]["state"].items():
+        own = narrow["optimizer"]["state"][index]
+        assert {key: (v.dtype, v.shape) for key, v in values.items()} == {
+            key: (v.dtype, v.shape) for key, v in own.items()
+        }
+        assert not torch.equal(own["exp_avg_sq"], values["exp_avg_sq"]) or own["exp_avg_sq"].numel() == 1
+        assert torch.equal(own["exp_avg_sq"], own["exp_avg_sq"].bfloat16().float())
+    assert_same_file(trained(2, adam, dtype, range(0), narrow), narrow)
+    assert_same_file(trained(3, adam, dtype, range(0), narrow, **BOTH), narrow)
+    nearest = copy.deepcopy(plain)
+    for values in nearest["optimizer"]["state"].values():
+        values.update({key: v.bfloat16().float() for key, v in values.items() if key != "step"})
+    assert_same_file(trained(2, adam, dtype, range(0), plain, **BOTH), nearest)
+    module = Given(torch.float32)
+    optimizer = adam(module.parameters())
+    optimizer.load_state_dict(narrow["optimizer"])
+    assert_same_file(optimizer.state_dict()["state"], narrow["optimizer"]["state"])
+
+
+@pytest.mark.parametrize(("options", "later"), [(BOTH, BOTH), (BOTH, {}), ({}, BOTH), (STATE, BITS), (BITS, STATE)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_directories_go_on_on_other_ranks_with_other_options(
+    tmp_path: Path, dtype: torch.dtype, options: dict[str, Any], later: dict[str, Any]
+) -> None:
+    """A directory has the state as it is kept, in half of the bytes; main params are fp32 in it."""
+
+    def write(rank: int, group: ProcessGroup) -> Any:
+        ours = Ours(group, adam, dtype, **options)
+        ours.train(range(3))
+        state = {"model": dict(ours.module.state_dict()), "optimizer": ours.optimizer.sharded_state_dict()}
+        save_directory(to_host(state), {}, tmp_path / "saved", ours.collectives)
+        file = ours.file()
+        ours.model.close()
+        return file
+
+    def read(rank: int, group: ProcessGroup) -> Any:
+        ours = Ours(group, adam, dtype, **later)
+        ours.train(range(50, 51))
+        ours.module.load_state_dict(read_directory(tmp_path / "saved", "model"))
+        ours.optimizer.load_sharded(tmp_path / "saved")
+        kept = {
+            value.dtype
+            for values in ours.optimizer.state.values()
+            for value in values.values()
+            if isinstance(value, Tensor) and value.dim() > 0
+        }
+        assert kept <= {torch.bfloat16 if "optimizer_state_dtype" in later else torch.float32}
+        file = ours.file()
+        ours.train(range(3, 4))
+        ours.model.close()
+        return file
+
+    with saving_among_threads():
+        file = run_ranks(2, write)[0]
+        again = run_ranks(3, read)[0]
+    if "optimizer_state_dtype" in later:
+        for values in file["optimizer"]["state"].values():
+            values.update({key: v.bfloat16().float() for key, v in values.items() if key != "step"})
+    assert_same_file(again, file)
+
+
+def test_in_a_step_few_elements_have_fp32_at_once() -> None:
+    """With or without gathers under the step; in pieces that end inside of parameters."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        seen: list[Any] = []
+
+        class Watching(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:
+                tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+                kept = [v for tensor in tensors for v in self.state.get(tensor, {}).values() if v.dim() > 0]
+                seen.append((sum(t.numel() for t in tensors), {v.dtype for v in (*tensors, *kept)}))
+                return super().step(closure)
+
+        for overlap in ("step", False):
+            options = {"bucket_size": 10**6, "overlap_param_gather": overlap, **BOTH}
+            ours = Ours(group, Watching, torch.bfloat16, **options)
+            seen.clear()  # trial steps
+            ours.train(range(3))
+            assert max(numel for numel, _ in seen) <= 64
+            assert len(seen) >= 3 * 4
+            assert all(dtypes == {torch.float32} for _, dtypes in seen)
+            ours.model.close()
+
+    with mock.patch.multiple(narrow_state, _AT_ONCE_NUMEL=64, CHUNK_NUMEL=48):
+        run_ranks(2, run)
+
+
+def test_pieces_change_no_bit() -> None:
+    plain = trained(2, adam, torch.bfloat16, range(4), **BOTH)
+    for at_once, chunk in ((64, 48), (1, 1), (100, 100)):
+        with mock.patch.multiple(narrow_state, _AT_ONCE_NUMEL=at_once, CHUNK_NUMEL=chunk):
+            assert_same_file(trained(2, adam, torch.bfloat16, range(4), **BOTH), plain)
+
+
+def test_hooks_on_the_step_see_one_of_all_parameters() -> None:
+    def run(rank: int, group: ProcessGroup) -> Any:
+        seen = list[int]()
+        ours = Ours(group, adam, torch.bfloat16, **BOTH)
+        ours.optimizer.register_step_post_hook(lambda inner, *_: seen.append(len(inner.param_groups[0]["params"])))
+        ours.train(range(4))
+        assert seen == [4] * 4
+        file = ours.file()
+        ours.model.close()
+        return file
+
+    assert_same_file(run_ranks(2, run)[0], trained(2, adam, torch.bfloat16, range(4), **BOTH))
+
+
+def test_a_fused_kernel_on_the_host_has_whole_shards() -> None:
+    """It rounds the last few elements of a tensor differently."""
+
+    def fused(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.02, fused=True)
+
+    plain = trained(2, fused, torch.bfloat16, range(4))
+    with mock.patch.multiple(narrow_state, _AT_ONCE_NUMEL=64, CHUNK_NUMEL=48):
+        assert_same_file(trained(2, fused, torch.bfloat16, range(4), **BITS), plain)
+
+
+def test_an_optimizer_that_counts_its_calls_is_refused() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        for options in (STATE, BITS):
+            with pytest.raises(OptimizerNotShardableError, match=r"CountsCalls keeps more .* Leave these options out"):
+                Ours(group, CountsCalls, torch.bfloat16, **options)
+
+    run_ranks(2, run)
+
+
+def test_methods_that_work_on_elements_are_refused() -> None:
+    """They may put weights into the state, where they would be rounded; on all ranks alike."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        for options, dtype in ((STATE, torch.float32), (BITS, torch.bfloat16)):
+            ours = Ours(group, Buffered, dtype, **options)
+            ours.train(range(2))
+            before = ours.file()
+            with pytest.raises(OptimizerNotShardableError, match=r"eval.. of Buffered .* keep them in 16 bits"):
+                ours.optimizer.eval()
+            ours.load(before)
+            assert_same_file(ours.file()["model"], before["model"])
+            ours.model.close()
+
+    run_ranks(2, run)
+
+
+def test_parameters_that_join_later() -> None:
+    """What was trained elsewhere comes with its state, and is kept as the others are from its first step on."""
+
+    def run(rank: int, group: ProcessGroup) -> Any:
+        ours = Ours(group, adam, torch.bfloat16, **BOTH)
+        ours.train(range(2))
+        file = ours.file()
+        ours.model.close()
+        module = Given(torch.bfloat16)
+        module.weights[1].requires_grad_(False)
+        again = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=200, **BOTH), group)
+        optimizer = DistributedOptimizer(adam(module.parameters()), again)
+        module.load_state_dict(file["model"])
+        optimizer.load_state_dict(file["optimizer"])
+        optimizer.load_main_params(file["main"])
+        module.weights[1].requires_grad_(True)
+        for step in range(2, 4):
+            optimizer.zero_grad()
+            again(step).backward()
+            optimizer.step()
+        again.finish_param_gather()
+        result = optimizer.state_dict(), optimizer.main_params()
+        again.close()
+        return result
+
+    state, main = run_ranks(2, run)[0]
+    uncut = trained(2, adam, torch.bfloat16, range(4), **BOTH)
+    assert_same_file(dict(state["state"]), uncut["optimizer"]["state"])
+    assert all(torch.equal(main[name], value) for name, value in uncut["main"].items())
+
+
+def test_a_step_that_fails_leaves_narrow_state() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        luck = {"is out": False}
+
+        class Fails(torch.optim.AdamW):
+            def step(self, closure: Any = None) -> Any:
+                result = super().step(closure)
+                if luck["is out"]:
+                    raise RuntimeError("out of luck")
+                return result
+
+        ours = Ours(group, Fails, torch.bfloat16, **BOTH)
+        ours.train(range(2))
+        luck["is out"] = True
+        with pytest.raises(RuntimeError, match="out of luck"):
+            ours.train(range(2, 3))
+        luck["is out"] = False
+        tensors = [v for values in ours.optimizer.state.values() for v in values.values() if v.dim() > 0]
+        assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+        ours.train(range(3, 5))
+        for name, value in ours.optimizer.main_params().items():
+            assert torch.equal(value.bfloat16(), ours.module.get_parameter(name))
+        ours.model.close()
+
+    run_ranks(2, run)
+
+
+def test_on_one_rank_nothing_is_narrow() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        ours = Ours(group, adam, torch.float32, **BOTH)
+        ours.train(range(2))
+        assert {v.dtype for values in ours.optimizer.state.values() for v in values.values()} == {torch.float32}
+        ours.model.close()
+
+    run_ranks(1, run)
+    assert_same_file(trained(1, adam, torch.bfloat16, range(3), **BOTH), trained(1, adam, torch.bfloat16, range(3)))
+
+
+def test_nobody_else_imports_it() -> None:
+    """At the top level of a module, but for types."""
+    own = {"narrow_state", "main_bits", "random_rounding"}
+    for path in Path(megastrategy.__file__).parent.rglob("*.py"):
+        if path.stem in own:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                assert node.module.rpartition(".")[2] not in own, path
