@@ -38,16 +38,22 @@ class Bitmap:
         bits = (held.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)
         return bits[start - 8 * first : end - 8 * first].bool()
 
-    def write_(self, start: int, bits: Tensor) -> None:
-        """Sets those of the elements from ``start`` on."""
-        first, end = start // 8, start + bits.numel()
+    def write_(self, start: int, numbers: Tensor, largest: int) -> None:
+        """Sets, of the elements from ``start`` on, those whose number is ``largest``, and no others.
+
+        Args:
+            numbers: none is above ``largest``, but for those of NaN, which mean nothing.
+        """
+        first, end = start // 8, start + numbers.numel()
         held = self.held[first : -(-end // 8)]
-        if devices.is_on_host(held.device) and not bool(held.any()) and not bool(bits.any()):
+        # On the host a look for the largest is a tenth of a comparison of each.
+        has_bits = not devices.is_on_host(held.device) or bool(held.any())
+        if not has_bits and (not numbers.numel() or int(numbers.amax()) < largest):
             return
         # Those beside them in the first byte and in the last stay as they are.
         shifts = torch.arange(8, dtype=torch.uint8, device=held.device)
         every = (held.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)
-        every[start - 8 * first : end - 8 * first] = bits
+        every[start - 8 * first : end - 8 * first] = numbers == largest
         held.copy_((every.view(-1, 8) << shifts).sum(1, dtype=torch.uint8))
 
 
@@ -80,5 +86,5 @@ class MainBits:
         """Takes what ``weights`` lack of ``main``, of which they are the rounding."""
         bits = weights.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
         difference = torch.sub(main.view(torch.int32), bits, out=bits)
-        self.bitmap.write_(self.first, difference == 2**15)
+        self.bitmap.write_(self.first, difference, 2**15)
         self.low.copy_(difference)

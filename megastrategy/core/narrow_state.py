@@ -40,8 +40,8 @@ COUNT = "rounding_step"
 step depend on it."""
 _STEP = "step"
 
-_AT_ONCE_NUMEL, _DEVICE_NUMEL = 2**20, 2**22
-"""The most elements that are fp32 at once: 12 MiB for Adam on bf16 weights on the host, where chunks stay in the cache
+_AT_ONCE_NUMEL, _DEVICE_NUMEL = 2**18, 2**22
+"""The most elements that are fp32 at once: 3 MiB for Adam on bf16 weights on the host, where chunks stay in the cache
 anyway; and on an accelerator 48 MiB, since a piece takes some fifty kernels there, which smaller ones would not fill.
 Random numbers take up to twice as much, of a chunk, or of a piece."""
 

@@ -70,9 +70,9 @@ def test_a_part_of_a_bitmap_leaves_the_others_alone(start: int, end: int) -> Non
     every = torch.randint(2, (100,), generator=generator).bool()
     bitmap = Bitmap(100, torch.device("cpu"))
     assert bitmap.held.numel() == 13
-    bitmap.write_(0, every)
+    bitmap.write_(0, every.int(), 1)
     part = torch.randint(2, (end - start,), generator=generator).bool()
-    bitmap.write_(start, part)
+    bitmap.write_(start, part.int(), 1)
     every[start:end] = part
     for first, last in ((0, 100), (start, end), (start, 100)):
         read = bitmap.read(first, last)
