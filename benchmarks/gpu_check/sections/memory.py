@@ -23,8 +23,11 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-gather-forward": ("bf16", {"overlap_param_gather": "forward"}),
     "bf16-pooled": ("bf16", {"grad_buffer": "pooled"}),
     "bf16-fp32-sums": ("bf16", {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}),
+    "bf16-in-16-bits": ("bf16", {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
     "all-reduce": ("fp32", {"use_distributed_optimizer": False}),
 }
+_PIECE_NBYTES = 36
+"""Bytes an element in a step, where main params and state are kept in 16 bits: both in fp32, and 24 of random numbers."""
 _ROUNDING = 512
 """Bytes to which torch's allocator rounds a tensor on a GPU."""
 
@@ -89,6 +92,7 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     held, peak, reserved = device.allocated_bytes(), device.peak_bytes(), device.reserved_bytes()
     largest = max(bucket.numel for bucket in layout.buckets) * 4
     num_tensors = 8 * len(layout.params)
+    pieces = _PIECE_NBYTES * min(2**22, largest // 4 // layout.num_shards) if layout.steps_in_pieces else 0
     model.close()
     del optimizer, inner
     device.synchronize()
@@ -98,7 +102,7 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
         time.sleep(0.1)
     return {
         "table": table.total_bytes,
-        "staging": table.staging_bytes,
+        "staging": table.staging_bytes + pieces,
         "held": held - before,
         "peak": peak - before,
         "hole": max(0, reserved - held),

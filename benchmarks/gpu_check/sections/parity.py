@@ -106,6 +106,7 @@ RECIPES: dict[str, Recipe] = {
     "instances": _recipe(how=_SGD, num_distributed_optimizer_instances=2),
     "wire-16-bits": _recipe(how=_SGD, grad_wire_dtype="bf16", param_wire_dtype="bf16"),
     "wire-16-bits-pooled": _recipe(how=_SGD, grad_wire_dtype="fp16", param_wire_dtype="bf16", grad_buffer="pooled"),
+    "param-remainders": _recipe(how={"dtype": "bf16", **_SGD}, store_param_remainders=True),
     "wire-8-bits-forward": _recipe(
         how=_ADAFACTOR, grad_wire_dtype="int8", param_wire_dtype="int8", overlap_param_gather="forward"
     ),
@@ -116,6 +117,7 @@ _BY_HAND = {
     "bf16-weights",
     "bf16-fp32-sums",
     "pooled-bf16",
+    "param-remainders",
     "late-bucket",
     *(name for name in RECIPES if name.startswith("wire-")),
 }
