@@ -87,6 +87,7 @@ def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: st
         ("options.md", 0, 1),
         ("design/one_gradient.md", 0, 2),
         ("design/wire.md", 0, 2),
+        ("design/less_memory.md", 0, 2),
         ("fabric.md", 0, 2),
         ("accelerate.md", 0, 2),
         ("accelerate.md", 1, 1),
@@ -102,6 +103,7 @@ def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: st
         "options refused",
         "events",
         "rounded",
+        "16 bits",
         "Fabric",
         "Accelerate",
         "a block of ours",
@@ -133,13 +135,14 @@ def test_no_block_is_left_out() -> None:
         "options.md": 1,
         "one_gradient.md": 1,
         "wire.md": 1,
+        "less_memory.md": 1,
         "fabric.md": 1,
         "accelerate.md": 2,
         "data.md": 2,
         "checkpoints.md": 2,
         "planning.md": 1,
     }
-    design = ("design/one_gradient.md", "design/wire.md")
+    design = ("design/one_gradient.md", "design/wire.md", "design/less_memory.md")
     for page in (
         "gradients.md",
         "failures.md",

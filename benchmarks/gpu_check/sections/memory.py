@@ -27,7 +27,7 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "all-reduce": ("fp32", {"use_distributed_optimizer": False}),
 }
 _PIECE_NBYTES = 36
-"""Bytes an element in a step, where main params and state are kept in 16 bits: both in fp32, and 24 of random numbers."""
+"""Bytes an element of a piece, where state and main params are kept in 16 bits: 12, and 24 of random numbers."""
 _ROUNDING = 512
 """Bytes to which torch's allocator rounds a tensor on a GPU."""
 
