@@ -1,5 +1,5 @@
 """Tensor ranks have one layout, whatever the sizes of their parts: replicas then get the same bits from every ring, and
-from every dtype on the wire."""
+from every dtype on the wire, or of what is kept."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ WIRES: list[dict[str, str]] = [
 
 def wired(
     mode: str,
-    wire: dict[str, str],
+    wire: dict[str, Any],
     dtype: torch.dtype = torch.float32,
     *,
     sequence_parallel: bool = True,
@@ -85,7 +85,12 @@ def wired(
     )
 
 
-SHORT = [wired("reduce-scatter", WIRES[0], steps=4), wired("pooled", WIRES[1], steps=4)]
+KEPT = {"optimizer_state_dtype": "bf16", "store_param_remainders": True}
+SHORT = [
+    wired("reduce-scatter", WIRES[0], steps=4),
+    wired("pooled", WIRES[1], steps=4),
+    wired("reduce-scatter", KEPT, torch.bfloat16, steps=4),
+]
 EVERY = [
     wired(mode, wire, dtype, sequence_parallel=sequence_parallel)
     for mode, wire, dtype, sequence_parallel in itertools.product(
@@ -93,6 +98,10 @@ EVERY = [
     )
     # weights of 16 bits are sent as they are
     if dtype == torch.float32 or "param_wire_dtype" not in wire
+] + [
+    wired(mode, wire, dtype)
+    for mode in ("reduce-scatter", "pooled", "forward")
+    for wire, dtype in (({"optimizer_state_dtype": "bf16"}, torch.float32), (KEPT, torch.bfloat16))
 ]
 
 
@@ -132,7 +141,7 @@ def resumed_half_way(mesh: Any, case: Case) -> dict[str, bytes]:
         pytest.param(3, 2, EVERY, id="all-3x2", marks=pytest.mark.long),
     ],
 )
-def test_what_is_rounded_for_the_wire_is_rounded_alike_on_tensor_ranks(dp: int, tp: int, cases: list[Case]) -> None:
+def test_what_is_rounded_is_rounded_alike_on_tensor_ranks(dp: int, tp: int, cases: list[Case]) -> None:
     by_rank = run_processes(dp * tp, trained_and_resumed, tp, cases, timeout_s=600.0)
     for case, outcomes in zip(cases, zip(*by_rank, strict=True), strict=True):
         first = outcomes[0][0]
