@@ -80,6 +80,7 @@ def planned(size: int, config: DistributedDataParallelConfig, dtype: torch.dtype
         (torch.bfloat16, {"use_distributed_optimizer": False}),
         (torch.float32, {"grad_buffer": "pooled"}),
         (torch.bfloat16, {"grad_buffer": "pooled"}),
+        (torch.bfloat16, {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
         (torch.bfloat16, {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}),
         (torch.float32, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
         (torch.float32, {"num_distributed_optimizer_instances": 2}),
