@@ -53,14 +53,13 @@ from ..core import (
     describe_translation,
     directory_keys,
     names_elsewhere,
-    not_tensors,
     read_directory,
     read_weights,
     save_directory,
 )
 from ..data import CountedLoader, batch_size_of, sampler_of
 from .checkpoint_io import WholeFilesByDefault
-from .meshes import ModelSizes
+from .meshes import ModelSizes, all_not_tensors, is_first_replica
 from .signature import ALL_REDUCE_OPTION, NO_SCALER, argument_names
 
 if TYPE_CHECKING:
@@ -136,6 +135,7 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         return self.__dict__ | {"_optimizers": [], "_whole_optimizers": WholeOptimizers(rank_zero_warn)}
 
     _set_model_sizes: Callable[[ModelSizes, Callable[[Any, DeviceMesh], Module] | None], None]
+    _device_mesh: DeviceMesh | None = None
 
     # --- setup -------------------------------------------------------------------------------------------------------
 
@@ -321,22 +321,16 @@ class FabricStrategy(WholeFilesByDefault, _Base):
             if isinstance(given, Module):
                 saved = self.get_module_state_dict(value)
                 modules[key] = {name: item for name, item in saved.items() if keeps(name, item)}
-                written[key] = written_by(modules[key], unwrapped(given), self._is_first_replica())
+                written[key] = written_by(
+                    modules[key], unwrapped(given), is_first_replica(self._device_mesh, self.global_rank)
+                )
                 continue
             if isinstance(value, DistributedOptimizer):
                 written[key] = {k: v for k, v in value.sharded_state_dict().items() if keeps(k, v)}
                 continue
             saved = value.state_dict() if hasattr(value, "state_dict") and hasattr(value, "load_state_dict") else value
             extra[key] = {k: v for k, v in saved.items() if keeps(k, v)} if isinstance(saved, dict) else saved
-        save_directory(written, extra | self._not_tensors(modules), path, checkpoint_collectives())
-
-    def _is_first_replica(self) -> bool:
-        """Whether this rank writes what data-parallel ranks may have otherwise, as buffers."""
-        return self.is_global_zero
-
-    def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns what rank 0 writes beside modules' tensors, by key. Collective over a pipeline's stages."""
-        return not_tensors(weights)
+        save_directory(written, extra | all_not_tensors(modules, self._device_mesh), path, checkpoint_collectives())
 
     def _read_directory(self, path: Directory, state: Any, weights_only: bool | None) -> dict[str, Any]:
         """Reads a directory, but for the states of optimizers in ``state``: these stay there, to be read in part."""

@@ -5,7 +5,7 @@ Does nothing where every rank is a data-parallel one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,8 @@ from .meshes import (
     ModelSizes,
     empty_init_context,
     give_memory,
-    is_first_replica,
     is_on_meta,
     load_weights,
-    not_tensors_of_stages,
     sampler_ranks,
     whole_weights,
 )
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
 
 class FabricTensorParallelStrategy(FabricStrategy):
     __doc__ = FabricStrategy.__doc__
-
-    _device_mesh: DeviceMesh | None = None
 
     def _set_model_sizes(self, sizes: ModelSizes, parallelize_fn: Callable[[Any, DeviceMesh], Module] | None) -> None:
         self._sizes = sizes
@@ -119,13 +115,6 @@ class FabricTensorParallelStrategy(FabricStrategy):
         if self._device_mesh is None or self.state_dict_type == "sharded":
             return super().get_module_state_dict(module)
         return whole_weights(unwrapped(module), self._device_mesh)
-
-    def _is_first_replica(self) -> bool:
-        return super()._is_first_replica() if self._device_mesh is None else is_first_replica(self._device_mesh)
-
-    def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        found = super()._not_tensors(weights)
-        return found if self._device_mesh is None else not_tensors_of_stages(found, self._device_mesh)
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any | Tensor], strict: bool = True) -> None:
         if self._device_mesh is None:

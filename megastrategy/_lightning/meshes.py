@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 
-from ..core import NOT_TENSORS, cut_like, dtensors_of, materialise
+from ..core import NOT_TENSORS, cut_like, dtensors_of, materialise, not_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,14 +97,18 @@ def bring_to_replicas(module: Module, mesh: DeviceMesh) -> None:
             torch.distributed.broadcast(part, group=mesh.get_group(name), group_src=0)
 
 
-def is_first_replica(mesh: DeviceMesh) -> bool:
-    """Whether this rank has the first replica of what it has of the model."""
+def is_first_replica(mesh: DeviceMesh | None, rank: int) -> bool:
+    """Whether a rank has the first replica of what it has of the model, and so writes what data-parallel ranks may have
+    otherwise, as buffers."""
+    if mesh is None:
+        return rank == 0
     return not any(mesh.get_local_rank(name) for name in mesh.mesh_dim_names or () if name != PIPELINE)
 
 
-def not_tensors_of_stages(found: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Joins what :func:`~megastrategy.core.not_tensors` has found on each stage. Collective over the stages."""
-    if not is_pipeline(mesh):
+def all_not_tensors(weights: Mapping[str, Mapping[str, Any]], mesh: DeviceMesh | None) -> dict[str, Any]:
+    """As :func:`~megastrategy.core.not_tensors`, of all stages. Collective over them."""
+    found = not_tensors(weights)
+    if mesh is None or not is_pipeline(mesh):
         return found
     every: list[Any] = [None] * mesh[PIPELINE].size()
     torch.distributed.all_gather_object(every, found, group=mesh.get_group(PIPELINE))

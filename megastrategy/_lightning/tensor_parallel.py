@@ -23,12 +23,10 @@ from .meshes import (
     bring_to_replicas,
     empty_init_context,
     give_memory,
-    is_first_replica,
     is_loss_parallel,
     is_on_meta,
     is_pipeline,
     load_weights,
-    not_tensors_of_stages,
     sampler_ranks,
     whole_weights,
 )
@@ -44,8 +42,6 @@ _log = logging.getLogger("megastrategy")
 
 class TensorParallelStrategy(TrainerStrategy):
     __doc__ = TrainerStrategy.__doc__
-
-    _device_mesh: DeviceMesh | None = None
 
     def _set_model_sizes(self, sizes: ModelSizes) -> None:
         self._sizes = sizes
@@ -189,13 +185,6 @@ class TensorParallelStrategy(TrainerStrategy):
             self.global_rank,
             filepath,
         )
-
-    def _is_first_replica(self) -> bool:
-        return super()._is_first_replica() if self._device_mesh is None else is_first_replica(self._device_mesh)
-
-    def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        found = super()._not_tensors(weights)
-        return found if self._device_mesh is None else not_tensors_of_stages(found, self._device_mesh)
 
     def _parts_are_lost(self) -> bool:
         """Whether an exception may have left ranks of one model in different places, so that none can ask another."""

@@ -57,14 +57,13 @@ from ..core import (
     adapt_scaler,
     config_from_arguments,
     describe_translation,
-    not_tensors,
     one_listener,
     to_host,
 )
 from .checked_collectives import CollectivesTogether
 from .checkpoint_io import WholeFilesByDefault
 from .grad_norms import named_grad_norms
-from .meshes import ModelSizes
+from .meshes import ModelSizes, all_not_tensors, is_first_replica
 from .precision import EnginePrecision, lend, take_back
 from .ray_workers import PointsToRayStrategy
 from .resumable_data import ResumesData
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy as _Base
+    from torch.distributed.device_mesh import DeviceMesh
 else:
     _Base = object
 
@@ -124,6 +124,7 @@ class TrainerStrategy(
     _async_io: ClassVar[type]
     _sigterm_exception: ClassVar[type[BaseException]]
     _set_model_sizes: Callable[[ModelSizes], None]
+    _device_mesh: DeviceMesh | None = None
 
     def __init__(
         self,
@@ -412,20 +413,14 @@ class TrainerStrategy(
         assert self.lightning_module is not None
         weights, states = checkpoint.pop("state_dict"), checkpoint.pop("optimizer_states", [])
         state = {"model": weights} | {f"optimizer_{number}": optimizer for number, optimizer in enumerate(states)}
-        checkpoint |= self._not_tensors({"model": weights})
-        state["model"] = written_by(weights, self.lightning_module, self._is_first_replica())
+        checkpoint |= all_not_tensors({"model": weights}, self._device_mesh)
+        state["model"] = written_by(
+            weights, self.lightning_module, is_first_replica(self._device_mesh, self.global_rank)
+        )
         path, is_apart = self._directory_to_save(filepath)
         # after the fit nobody would wait for it; and parts are taken away to be put together once this returns
         in_background &= self._engine is not None and not self._engine.is_closed and not is_apart
         self._directory_saver.save(state, checkpoint, path, in_background=in_background, is_apart=is_apart)
-
-    def _is_first_replica(self) -> bool:
-        """Whether this rank writes what data-parallel ranks may have otherwise, as buffers."""
-        return self.is_global_zero
-
-    def _not_tensors(self, weights: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns what rank 0 writes beside modules' tensors, by key. Collective over a pipeline's stages."""
-        return not_tensors(weights)
 
     def _directory_to_save(self, filepath: str | Path) -> tuple[Directory, bool]:
         """Returns the directory, and whether each rank has one of its own for its part. Collective."""
