@@ -34,7 +34,8 @@ class StopSaver(_Base):
     stop waits for the step, since gradients are in no checkpoint; SIGTERM does not wait, and loses them.
 
     Args:
-        dirpath: the folder, on every rank the same. It is made when something is saved.
+        dirpath: the folder, on every rank the same; a URL that fsspec knows will do. It is made when something is
+            saved.
         filename: in it; a later stop writes over an earlier one.
 
     Attributes:
@@ -46,7 +47,9 @@ class StopSaver(_Base):
     """The package's own; set by the class that is made from this one."""
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "stopped.ckpt") -> None:
-        self.path = Path(dirpath) / filename
+        # pathlib would make one slash of two
+        is_url = "://" in str(dirpath)
+        self.path = f"{str(dirpath).rstrip('/')}/{filename}" if is_url else Path(dirpath) / filename
         self._step_before = -1  # this batch
         self._saved_step = -1
         self._waits_for_step = False

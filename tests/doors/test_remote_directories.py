@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
+from megastrategy import SaveOnStop
 from megastrategy._checkpoints import directories
 from megastrategy.core import (
     CheckpointError,
@@ -157,6 +159,31 @@ def test_what_is_not_complete_is_refused_by_name(ranks: Ranks, url: str) -> None
     for incomplete, missing in ranks.run(resume_from_nothing, url):
         assert incomplete.startswith(f"{place} is no complete sharded checkpoint")
         assert "other.ckpt" in missing
+
+
+def stop_and_go_on(url: str, kind: str) -> list[int]:
+    """The steps at which two fits began."""
+    begun: list[int] = []
+    for max_steps, epochs in ((3, 2), (-1, 1)):
+        stopper = SaveOnStop(f"{url}/")
+        assert stopper.path == f"{url}/stopped.ckpt"
+        strategy = make_strategy("megatron_ddp", state_dict_type=kind)
+        trainer = make_trainer(strategy, callbacks=[stopper, Begins(begun)], max_steps=max_steps, max_epochs=epochs)
+        trainer.fit(AwkwardModule(), loader(), ckpt_path=stopper.path if begun else None)
+    return begun
+
+
+class Begins(pl.Callback):
+    def __init__(self, begun: list[int]) -> None:
+        self.begun = begun
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.begun.append(trainer.global_step)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_fit_that_is_stopped_saves_there_too(ranks: Ranks, url: str, kind: str) -> None:
+    assert ranks.run(stop_and_go_on, url, kind) == [[0, 3]] * 2
 
 
 # --- Fabric ----------------------------------------------------------------------------------------------------------
