@@ -23,10 +23,10 @@ from . import devices
 
 
 class Bitmap:
-    """A bit for each element, eight in a byte of ``held`` (uint8, on ``device``); all are zero at first."""
+    """A bit for each element, eight in a byte of ``held`` (uint8, 1-D), which is the caller's."""
 
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self.held = torch.zeros(-(-numel // 8), dtype=torch.uint8, device=device)
+    def __init__(self, held: Tensor) -> None:
+        self.held = held
 
     def read(self, start: int, end: int) -> Tensor | None:
         """Those of elements ``[start, end)``: bool, in a tensor of its own. On the host None, if none is set."""

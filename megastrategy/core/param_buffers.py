@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from .buffers import check_unchanged, slice_storage, slice_view
-from .layout import Buffer, BufferLayout
+from .layout import BufferLayout
 from .local_parts import LocalParts
 from .strides import contiguous_stride
 from .weight_chunks import ChunkPlace
 from .wire_format import fill_nothing_, wire_numel, wire_part
-
-if TYPE_CHECKING:  # only those import it who ask for it
-    from .main_bits import Bitmap
 
 
 class ParamBuffers:
@@ -49,7 +45,7 @@ class ParamBuffers:
         self._parts: list[Tensor] = []  # of the parameters, which have memory here
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
-        self.bitmaps: list[Bitmap | None] = []
+        self.bitmaps: list[Tensor | None] = []
         self._addresses: list[int] = []
         self._chunks: dict[str, UntypedStorage] = {}
         self.extend(layout, params)
@@ -70,17 +66,14 @@ class ParamBuffers:
                 changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
                 fill_nothing_(changes)
             self.changes.append(changes)
-            self.bitmaps.append(self._bitmap(buffer))
+            bitmap = None
+            if buffer.keeps_main_bits and not self._room:  # eight elements a byte
+                numel = buffer.numel // layout.num_shards // 8
+                bitmap = torch.zeros(numel, dtype=torch.uint8, device=self._device)
+            self.bitmaps.append(bitmap)
         for index, part in enumerate(self._parts[first:], first):
             self._move_in(index, part.detach())
             self._addresses.append(part.data_ptr())
-
-    def _bitmap(self, buffer: Buffer) -> Bitmap | None:
-        if not buffer.keeps_main_bits or self._room:
-            return None
-        from .main_bits import Bitmap
-
-        return Bitmap(buffer.numel // self.layout.num_shards, self._device)
 
     @staticmethod
     def fit(layout: BufferLayout, room: Sequence[Tensor]) -> bool:

@@ -34,7 +34,7 @@ from .param_shard import ParamShard
 from .trials.elementwise import equal, is_per_element
 
 if TYPE_CHECKING:  # only those import it who ask for it
-    from .main_bits import Bitmap, MainBits
+    from .main_bits import MainBits
 
 CHUNK_NUMEL = 2**17
 """Elements of a chunk. Adam's four tensors then take 2 MB in fp32, about a core's second-level cache."""
@@ -210,7 +210,7 @@ def cut_shards(
     layout: BufferLayout,
     rank: int,
     flats: Sequence[Tensor],
-    bitmaps: Sequence[Bitmap | None],
+    bitmaps: Sequence[Tensor | None],
 ) -> dict[int, ParamShard]:
     """This rank's shards of these parameters; main params of neighbours in one piece of memory.
 
@@ -258,12 +258,12 @@ def cut_shards(
     return shards
 
 
-def _no_bits(weights: Tensor, bitmap: Bitmap, start: int, bucket: Bucket, layout: BufferLayout, rank: int) -> MainBits:
+def _no_bits(weights: Tensor, bitmap: Tensor, start: int, bucket: Bucket, layout: BufferLayout, rank: int) -> MainBits:
     """The bits of main params that are their weights, which begin at element ``start`` of the buffer."""
-    from .main_bits import MainBits
+    from .main_bits import Bitmap, MainBits
 
     first = bucket.start // layout.num_shards + start - layout.shard_range(bucket, rank)[0]
-    return MainBits(torch.zeros_like(weights, dtype=torch.int16), bitmap, first)
+    return MainBits(torch.zeros_like(weights, dtype=torch.int16), Bitmap(bitmap), first)
 
 
 def build_runs(

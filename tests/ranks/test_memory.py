@@ -87,7 +87,7 @@ def test_tensors_held_equal_the_formula_to_the_byte(
         )
         state = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
         state += [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
-        state += [bitmap.held for bitmap in buffers.bitmaps if bitmap is not None] if buffers is not None else []
+        state += [bitmap for bitmap in buffers.bitmaps if bitmap is not None] if buffers is not None else []
         use = memory_use(model.layout, rank, state_tensors=2)
         assert (params, grads, bytes_of(state)) == (use.param_bytes, use.grad_bytes, use.state_bytes)
         return params, grads, bytes_of(state)

@@ -228,9 +228,13 @@ class OneStep:
     def _state_bytes(self) -> int:
         """The memory of what optimizers keep and step, weights apart."""
         weights: list[Tensor] = []
-        for model in self._models:
-            weights += [*model.module.parameters(), *_held(model.engine.param_buffers)]
         state = [tensor for optimizer in self._optimizers.values() for tensor in _state_of(optimizer)]
+        for model in self._models:
+            buffers = model.engine.param_buffers
+            bitmaps = [] if buffers is None else [bitmap for bitmap in buffers.bitmaps if bitmap is not None]
+            of_state = set(map(id, bitmaps))  # of main params, and beside the weights in memory alone
+            weights += [*model.module.parameters(), *(held for held in _held(buffers) if id(held) not in of_state)]
+            state += bitmaps
         return _covered_bytes([*weights, *state]) - _covered_bytes(weights)
 
     def _num_kept(self, engine: Any) -> dict[int, int]:
