@@ -5,8 +5,8 @@ As whole numbers, the bits of a main param and those of its weight (with 16 zero
 weight is its main param's rounding to the nearest. Those are 65,537 differences, one more than 16 bits can tell apart.
 The one too many is a main param that lies half way between two weights: it is rounded to the even one of the two, from
 below or from above, and both have that weight. No choice of 16 bits for an element changes that, so there is a 17th: a
-bit for each element, eight in a byte, set where the difference is +2**15. (apex and Transformer Engine have 16 bits and
-round from half way up. Then main params are exact, and one weight in some 130,000 is not the rounding of its own.)
+bit for each element, eight in a byte, set where the difference is +2**15. (apex has 16 bits and rounds from half way
+up. Then main params are exact, and one weight in some 130,000 is not what torch rounds its own to.)
 
 A weight that somebody changes from outside keeps the difference, less than half a unit in its own last place. Where
 that would not be the rounding of any main param (beside zero, at infinity) the weight is taken as it is.

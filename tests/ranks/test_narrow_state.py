@@ -215,6 +215,18 @@ def test_files_are_those_of_a_run_without(dtype: torch.dtype) -> None:
     assert_same_file(optimizer.state_dict()["state"], narrow["optimizer"]["state"])
 
 
+def test_torchs_own_optimizer_steps_with_a_count_that_it_does_not_keep() -> None:
+    file = trained(2, momentum, torch.float32, range(3), **STATE)["optimizer"]
+    assert {values["rounding_step"] for values in file["state"].values()} == {3}
+    module = Given(torch.float32)
+    optimizer = plain_momentum(module.parameters())
+    optimizer.load_state_dict(file)
+    module(3).backward()
+    before = module.weights[0].detach().clone()
+    optimizer.step()
+    assert not torch.equal(module.weights[0], before)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("options", "later"), [(BOTH, BOTH), (BOTH, {}), ({}, BOTH), (STATE, BITS), (BITS, STATE)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
