@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core import (
@@ -81,6 +83,23 @@ def test_they_hold_what_a_directory_on_a_disk_does_for_any_number_of_ranks(
     copy_to_disk(url, tmp_path / "copied")
     assert_same(*(read_directory(tmp_path / name, "optimizer") for name in ("copied", "near")))
     assert torch.load(tmp_path / "copied" / "meta.pt") == {"step": 3}
+
+
+def read_what_torch_wrote(url: str) -> None:
+    writer, reader = Training(), Training(bucket_size=150)
+    writer.train(range(2))
+    # By default it syncs every disk of the machine.
+    dcp.save(writer.state(), storage_writer=FsspecWriter(url, sync_files=False))
+    reader.module.load_state_dict(read_directory(RemoteDirectory(url), "model"))
+    reader.optimizer.load_sharded(url)
+    loaded, saved = reader.whole(), writer.whole()
+    if dist.get_rank() == 0:
+        assert_same(loaded, saved)
+    assert reader.train(range(2, 4)) == writer.train(range(2, 4))
+
+
+def test_a_plain_loop_reads_what_torch_wrote(url: str) -> None:
+    run_processes(2, read_what_torch_wrote, url)
 
 
 def state(number: int) -> dict[str, Any]:
