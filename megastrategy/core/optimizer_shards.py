@@ -379,7 +379,7 @@ class OptimizerShards(ShardHolder):
                     shards.pop(shard.param, None)
             pieces += [Piece((shard,), shard.numel, state.get(shard.main, {})) for shard in shards.values()]
             if self.narrow is not None:
-                pieces = [Piece(shards, numel, self.narrow.as_saved(kept)) for shards, numel, kept in pieces]
+                pieces = [Piece(piece.shards, piece.numel, self.narrow.as_saved(piece.state)) for piece in pieces]
         else:
             own, names = self.param_indices(), {MAIN_PARAM}
             with_main = [shards[i] for i in own if i in shards and self.layout.is_stepped_apart(i)]
