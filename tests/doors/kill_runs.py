@@ -115,7 +115,13 @@ def with_trainer(
     **options: Any,
 ) -> dict[str, Tensor]:
     """As a user has it: the newest file, a last one beside it, and resuming by itself."""
-    saver = ModelCheckpoint(dirpath or folder / "checkpoints", "{step}", every_n_train_steps=1, save_last=True)
+    saver = ModelCheckpoint(
+        dirpath or folder / "checkpoints",
+        "{step}",
+        every_n_train_steps=1,
+        save_last=True,
+        enable_version_counter=dirpath is None,  # it takes what a cut save has left in a store for a checkpoint
+    )
     strategy = make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE, state_dict_type=state_dict_type, **options)
     limits = {"max_steps": num_steps, "max_epochs": -1, "log_every_n_steps": 50}
     trainer = make_trainer(strategy, callbacks=[saver], enable_checkpointing=True, plugins=[*plugins], **limits)
