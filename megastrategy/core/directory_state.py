@@ -21,7 +21,7 @@ from .checkpoint.remote_directory import Directory
 from .checkpoint.sharded_optimizer import TensorParts, check_same_groups, read_optimizer, sharded_state_dict
 from .errors import CheckpointError
 from .sharded_step import ShardedStep
-from .stage_state import is_staged, main_params_of_stage, whole_groups
+from .stage_state import is_staged, main_params_of_stage, own_options, whole_groups
 
 
 def own_share(impl: ShardedStep) -> dict[str, Any]:
@@ -83,7 +83,10 @@ def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], Non
             impl.split_state(replace=True)
             groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
             index_by_id = impl.followed_by_id if impl.has_shards else {}
-            load_own_state(impl.inner, saved["param_groups"], values_of, index_by_id, impl.shards, groups_of_shards)
+            groups = saved["param_groups"]
+            if is_staged(impl):
+                groups = [own_options(*pair) for pair in zip(groups, impl.inner.param_groups, strict=True)]
+            load_own_state(impl.inner, groups, values_of, index_by_id, impl.shards, groups_of_shards)
             impl.round_loaded()
             impl.load_main_params(main_params_of_stage(impl, main_params) if is_staged(impl) else main_params)
 

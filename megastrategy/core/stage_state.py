@@ -7,6 +7,7 @@ parameter of which several stages have a copy is in it once, as the first of the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from .stages import StageParts
 
 _HOST = torch.device("cpu")
 _TENSOR = "tensor"
+_LABELS = "param_names"
+"""torch's key in a group of an optimizer that was built on named_parameters()."""
 
 
 def is_staged(impl: ShardedStep) -> bool:
@@ -61,13 +64,22 @@ def whole_groups(impl: ShardedStep, groups: list[dict[str, Any]]) -> list[dict[s
         CheckpointError: on all of them, if they have other groups.
     """
     parts, ranks = _stages(impl)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    every: list[tuple[list[list[str]], list[dict[str, Any]]]] = ranks.all_gather_objects(
-        (_names_by_group(impl), options)
+    options = [{key: value for key, value in group.items() if key not in ("params", _LABELS)} for group in groups]
+    names = _names_by_group(impl)
+    # By a parameter's name here what it is called in an optimizer that was built on named_parameters().
+    own_labels = {
+        name: label
+        for members, group in zip(names, groups, strict=True)
+        for name, label in zip(members, group.get(_LABELS, ()), strict=False)
+    }
+    every: list[tuple[list[list[str]], list[dict[str, Any]], dict[str, str]]] = ranks.all_gather_objects(
+        (names, options, own_labels)
     )
-    _check_same_groups([theirs for _, theirs in every])
-    whole = _whole_names([theirs for theirs, _ in every], parts)
-    return [{**group, "params": members} for group, members in zip(options, whole, strict=True)]
+    _check_same_groups([theirs for _, theirs, _ in every])
+    whole = _whole_names([theirs for theirs, _, _ in every], parts)
+    labels = {name: label for _, _, theirs in every for name, label in theirs.items()}
+    named = [{_LABELS: [labels.get(name, name) for name in members]} if labels else {} for members in whole]
+    return [{**group, **more, "params": members} for group, more, members in zip(options, named, whole, strict=True)]
 
 
 def is_on_any_stage(impl: ShardedStep, is_here: bool) -> bool:
@@ -106,12 +118,18 @@ def state_of_stage(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     names = impl.names_by_id()
     state, groups = {}, []
     for own, stored in zip(impl.inner.param_groups, saved["param_groups"], strict=True):
-        groups.append({**stored, "params": [numbers[id(param)] for param in own["params"]]})
+        groups.append({**own_options(stored, own), "params": [numbers[id(param)] for param in own["params"]]})
         for param in own["params"]:
             number = number_in_file[parts.name_in_whole(names[id(param)])]
             if number in saved["state"]:
                 state[numbers[id(param)]] = saved["state"][number]
     return {**saved, "state": state, "param_groups": groups}
+
+
+def own_options(stored: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a saved group, with the names of the optimizer's own parameters, which are some of its."""
+    options = {key: value for key, value in stored.items() if key != _LABELS}
+    return {**options, _LABELS: own[_LABELS]} if _LABELS in own else options
 
 
 def main_params_of_stage(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -151,9 +169,18 @@ def _whole_names(by_stage: list[list[list[str]]], parts: StageParts) -> list[lis
         )
     whole = []
     for members in zip(*by_stage, strict=True):
-        names = [name for of_stage in members for name in of_stage]
+        of_stages = [[name for name in of_stage if name == parts.name_in_whole(name)] for of_stage in members]
+        for names in of_stages:
+            for one, other in itertools.pairwise(names):
+                if parts.layer_of(one) > parts.layer_of(other):
+                    raise CheckpointError(
+                        f"parameter {one!r} comes before {other!r} in a group of the optimizer, and a file numbers the "
+                        "parameters of all stages in the order of the layers, so that states would land at other "
+                        "parameters in one process. Give each group its parameters in the order of the layers; those "
+                        "of another kind (biases, say) can be a group of their own"
+                    )
         # A stage has several chunks of layers, perhaps, between which others' lie. The sort keeps equal ones in order.
-        whole.append(sorted((name for name in names if name == parts.name_in_whole(name)), key=parts.layer_of))
+        whole.append(sorted(itertools.chain(*of_stages), key=parts.layer_of))
     return whole
 
 

@@ -4,6 +4,7 @@
 A schedule runs all forwards and backwards of a batch, so they are over when the module's forward returns, and the loss
 that it returns has nothing left to compute. Three things follow. Gradients of the batch begin at zero when the forward
 begins, and a ``zero_grad`` between it and ``loss.backward()``, where many loops have it, belongs before the forward.
+Whether gradients of the last batch were meant to be added to is known when ``loss.backward()`` has come without it.
 ``loss.backward()`` multiplies the gradients by what the loss was multiplied with. And reductions are launched by the
 last backward of each stage, but waited for when the schedule has ended: a stage that waited in its last backward for
 ranks of other stages would keep the gradient of its input, which those wait for.
@@ -57,6 +58,8 @@ class StagedBackwards(FollowsStages):
         self._engine = weakref.ref(engine)  # which has this object, as the user's module does
         self._state = _State.NONE
         self._num_steps = 0  # when the gradients became ready
+        self._are_left = False  # those of an earlier batch were ready when the forward began
+        self._made: list[Tensor | None] = []  # .grad by parameter, between forward and backward
 
     @property
     def _present(self) -> _Engine:
@@ -72,16 +75,20 @@ class StagedBackwards(FollowsStages):
 
     def begin(self) -> None:
         engine = self._present
-        syncs = self._reducer.would_sync
-        if not syncs or (self._state is _State.READY and engine.num_steps == self._num_steps):
-            raise StageError(
-                "gradients of several batches do not accumulate in a pipeline, whose forward begins from zero: "
-                + ("it was called under no_sync()" if not syncs else "no step has used those of the last batch")
-                + ". Let one batch have more microbatches, or drop the gradients first (optimizer.zero_grad()). A loss "
-                "of two forwards is computed in one: the second's layers behind the first's"
-            )
+        if not self._reducer.would_sync:
+            raise self._accumulates("it was called under no_sync()")
+        self._are_left |= self._state is _State.READY
+        self._made = []
         engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
         self._reducer.begin_deferring()
+
+    @staticmethod
+    def _accumulates(why: str) -> StageError:
+        return StageError(
+            f"gradients of several batches do not accumulate in a pipeline, whose forward begins from zero: {why}. Let "
+            "one batch have more microbatches, or drop the gradients first (optimizer.zero_grad()). A loss of two "
+            "forwards is computed in one: the second's layers behind the first's"
+        )
 
     def before_backward(self, outputs: Any, *, is_last: bool) -> None:
         self._reducer.decide_next_backward(outputs, sync=is_last)
@@ -99,6 +106,7 @@ class StagedBackwards(FollowsStages):
             engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
             raise
         self._state = _State.MADE
+        self._made = [param.grad for param in engine.grad_buffers.params]
 
     def _agree(self, parts: LocalParts, refusal: MegastrategyError | None) -> None:
         if parts.stage_ranks is not None:
@@ -126,13 +134,22 @@ class StagedBackwards(FollowsStages):
                 "backward was called twice for the loss of one forward of a pipeline, or after the next forward: its "
                 "gradients were computed in the forward, once"
             )
-        self._state, self._num_steps = _State.READY, engine.num_steps
+        made, self._made = self._made, []
+        if self._are_left and engine.num_steps == self._num_steps:
+            self._state, self._are_left = _State.NONE, False
+            engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
+            raise self._accumulates("no step has used those of the last batch")
+        for param, own in zip(engine.grad_buffers.params, made, strict=True):
+            if param.grad is None:  # by a zero_grad of the module's own, which belongs before the forward as others do
+                param.grad = own
+        self._state, self._num_steps, self._are_left = _State.READY, engine.num_steps, False
         # A device is not read: the host would wait for the whole step there.
         if not devices.is_on_host(grad.device) or float(grad) != 1.0:
             self._reducer.scale_reduced(grad)
 
     def takes_zero_grad(self) -> bool:
         """Whether a ``zero_grad`` that comes now belongs before the forward; gradients that are ready it drops."""
+        self._are_left = False
         if self._state is _State.READY:
             self._state = _State.NONE
         return self._state is _State.MADE

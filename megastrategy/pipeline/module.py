@@ -29,7 +29,7 @@ from ..core import (
 )
 from ..errors import StageError
 from .plan import StagePlan, check_schedule, make_plan
-from .schedules import Chunk, Run
+from .schedules import Chunk, Run, split
 
 _MOST_RUNS = 8
 """Schedules that are kept, for batches of as many kinds: each has memory for what it receives of a batch."""
@@ -139,7 +139,7 @@ class Pipeline(StagedModule):
             for stage in self.plan.stages_of(self._rank)
         )
         self._runs: dict[Any, Run] = {}
-        self._trains: list[bool] = []
+        self._seen: list[Any] = []  # what the kept schedules are of
         self._backwards: FollowsStages | None = None
 
     def attach(self, backwards: FollowsStages | None) -> None:
@@ -212,7 +212,7 @@ class Pipeline(StagedModule):
 
     def _loss_alone(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
         """The loss of a process that has all layers, to be trained on as any other."""
-        parts = zip(*(_split(value, self.microbatches) for value in (args, dict(inputs), target)), strict=True)
+        parts = zip(*(split(value, self.microbatches) for value in (args, dict(inputs), target)), strict=True)
         chain = self._whole_chain()
         losses = [self._loss(chain(*part, **named), wanted) for part, named, wanted in parts]
         return torch.stack(losses).mean()
@@ -235,16 +235,30 @@ class Pipeline(StagedModule):
 
     def _run(self, trains: bool, microbatches: int, args: Any, inputs: Any, target: Any) -> Run:
         """The schedule for such a batch. Collective over the stages, which must have the same kind of batch."""
-        kind = str((trains, microbatches, [_kind(leaf) for leaf in tree_leaves((args, dict(inputs), target))]))
-        flags = [param.requires_grad for param in self.layers.parameters()]
-        changed, self._trains = flags != self._trains, flags
+        # What the layers return may depend on either: under autocast it has 16 bits.
+        cast = torch.is_autocast_enabled(self._device.type) and str(torch.get_autocast_dtype(self._device.type))
+        batch = [_kind(leaf) for leaf in tree_leaves((args, dict(inputs), target))]
+        kind = str((trains, microbatches, self.training, cast, batch))
+        for chunk in self._chunks:
+            chunk.follow(self.layers)
+        seen = [*map(id, self.layers), *((param.requires_grad, param.dtype) for param in self.layers.parameters())]
+        changed, self._seen = seen != self._seen, seen
         digest = list(hashlib.sha256(kind.encode()).digest()[:8])
-        largest = self._ranks.host.max_of_bytes([*digest, *(255 - byte for byte in digest), changed])
+        copies = self._what_copies_need()
+        largest = self._ranks.host.max_of_bytes([*digest, *(255 - byte for byte in digest), changed, *copies])
         if any(one + other != 255 for one, other in zip(largest[:8], largest[8:16], strict=True)):
             raise StageError(
                 f"the stages were given batches of different kinds: rank {self._rank} has {kind}. All ranks of the "
                 "stages need the same batch: choose a sampler's rank by the data-parallel rank"
             )
+        for copied, needs, is_frozen in zip(self.copies, largest[17::2], largest[18::2], strict=True):
+            if trains and needs and is_frozen:
+                one, *others = copied.names.values()
+                raise StageError(
+                    f"parameter {one!r} is trained on one stage and frozen on another, where it is "
+                    f"{' and '.join(map(repr, others))}: copies of a tied weight would part. Freeze or unfreeze it in "
+                    "each of these layers"
+                )
         if largest[16]:  # what passes between stages needs gradients where it did not, or the other way round
             self._runs.clear()
         if kind not in self._runs:
@@ -261,6 +275,12 @@ class Pipeline(StagedModule):
                 self._loss if trains else None,
             )
         return self._runs[kind]
+
+    def _what_copies_need(self) -> list[int]:
+        """By parameter that several stages have, whether this rank's needs gradients, and whether it is frozen."""
+        own = dist.get_rank(self.stage_group)
+        params = [self.get_parameter(c.names[own]) if own in c.names else None for c in self.copies]
+        return [f for p in params for f in ((p.requires_grad, not p.requires_grad) if p is not None else (0, 0))]
 
     def _from_last_stage(self, loss: Tensor | None) -> Tensor:
         told = torch.zeros((), device=self._device) if loss is None else loss.detach().float()
@@ -396,14 +416,6 @@ def _batch_size(values: Any) -> int:
     if not sizes or len(set(sizes)) > 1:
         raise ValueError(f"a batch's tensors have first dimensions of {sizes}: expected samples, as many in each")
     return sizes[0]
-
-
-def _split(values: Any, count: int) -> list[Any]:
-    """The microbatches of a tree of tensors."""
-    return [
-        tree_map(lambda t: t.tensor_split(count)[n] if isinstance(t, Tensor) and t.dim() else t, values)  # noqa: B023
-        for n in range(count)
-    ]
 
 
 def _kind(leaf: Any) -> object:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.utils._pytree import tree_map
 
 from ..core import FollowsStages
 from .plan import SCHEDULES, StagePlan
@@ -25,8 +26,14 @@ class Chunk(nn.Module):
 
     def __init__(self, layers: Mapping[int, nn.Module], inputs: Mapping[int, Sequence[str]]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers.values())
+        self.layers, self._numbers = nn.ModuleList(layers.values()), list(layers)
         self._inputs = [inputs.get(number, ()) for number in layers]
+
+    def follow(self, layers: nn.ModuleList) -> None:
+        """Takes the layers that somebody has put in the places of its own, as conversions of batch norms do."""
+        for place, number in enumerate(self._numbers):
+            if self.layers[place] is not layers[number]:
+                self.layers[place] = layers[number]
 
     def forward(self, *values: Any, **inputs: Any) -> Any:
         """A layer that returns a tuple passes its elements on, one argument each."""
@@ -45,8 +52,9 @@ class _Stage(PipelineStage):
     """A stage whose backwards the engine hears of.
 
     torch's learns the shapes of what passes between stages from one microbatch more, which it runs before the first.
-    Here that leaves the module's buffers (statistics of a batch norm) as they were, and has no backward: a gradient has
-    the shape of what it is of.
+    Here that leaves the batch and the module's buffers (statistics of a batch norm) as they were, and has no backward:
+    a gradient has the shape of what it is of. What would come from another stage is zeros then, not memory that nobody
+    has written: of indices that would be anything.
 
     Attributes:
         before_backward: called with the stage and what a backward starts from.
@@ -56,7 +64,12 @@ class _Stage(PipelineStage):
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        outputs = module(*args, **kwargs)
+        if self.is_first:
+            args = tree_map(_copy, args)
+        else:
+            for arg in args:
+                getattr(arg, "_local_tensor", arg).detach().zero_()
+        outputs = self._as_sent(module(*args, **tree_map(_copy, kwargs)))
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -66,6 +79,15 @@ class _Stage(PipelineStage):
         self, outputs: list[Tensor], all_fwd_inputs: list[Tensor], grad_outputs: list[Tensor | None] | None = None
     ) -> tuple[None, ...]:
         return (None,) * len(all_fwd_inputs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_sent(super().forward_maybe_with_nosync(*args, **kwargs))
+
+    def _as_sent(self, outputs: Any) -> Any:
+        """A transposed output, say, with its elements in the order in which they are sent."""
+        if self.is_last:
+            return outputs
+        return tree_map(lambda t: t.contiguous() if isinstance(t, Tensor) else t, outputs)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -107,7 +129,7 @@ class Run:
         params = [id(param) for chunk in chunks for param in chunk.parameters()]
         self._has_shared = len(params) > len(set(params))
         self.is_first, self.is_last = self._stages[0].is_first, self._stages[-1].is_last
-        scaled = None if loss is None else _Mean(loss, microbatches)
+        self._mean = scaled = None if loss is None else _Mean(loss, microbatches)
         if SCHEDULES[schedule] == 1:
             kind: Any = ScheduleGPipe if loss is None else get_schedule_class(schedule)
             self._schedule = kind(self._stages[0], microbatches, loss_fn=scaled, scale_grads=False)
@@ -116,7 +138,7 @@ class Run:
             self._schedule = kind(self._stages, microbatches, loss_fn=scaled, scale_grads=False)
 
     def train(
-        self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Tensor, backwards: FollowsStages
+        self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any, backwards: FollowsStages
     ) -> Tensor | None:
         """Forwards and backwards of a batch. Returns the mean loss on the last stage, else None."""
         left = dict.fromkeys(self._stages, self._microbatches)
@@ -130,9 +152,12 @@ class Run:
         for stage in self._stages:
             stage.before_backward = before_backward
         losses: list[Tensor] = []
+        assert self._mean is not None, "it has a loss"
+        numbers = self._mean.take(target) if self.is_last else None
         try:
-            self._step(args, inputs, target=target if self.is_last else None, losses=losses, return_outputs=False)
+            self._step(args, inputs, target=numbers, losses=losses, return_outputs=False)
         finally:
+            self._mean.drop()
             for stage in self._stages:
                 stage.before_backward = None
         return torch.stack([loss.detach() for loss in losses]).sum() if self.is_last else None
@@ -148,10 +173,35 @@ class Run:
 
 
 class _Mean:
-    """The loss of a microbatch as a part of the batch's."""
+    """The loss of a microbatch as a part of the batch's.
 
-    def __init__(self, loss: Callable[[Any, Tensor], Tensor], microbatches: int) -> None:
+    torch's schedules divide a target that is one tensor. A target may be a tree of them here, so what they divide is
+    the microbatches' numbers.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Tensor], microbatches: int) -> None:
         self._loss, self._microbatches = loss, microbatches
+        self._targets: list[Any] = []
 
-    def __call__(self, output: Any, target: Tensor) -> Tensor:
-        return self._loss(output, target) / self._microbatches
+    def take(self, target: Any) -> Tensor:
+        """The batch's target has come. Returns what a schedule is to hand on to a call, divided."""
+        self._targets = split(target, self._microbatches)
+        return torch.arange(self._microbatches)
+
+    def drop(self) -> None:
+        self._targets = []
+
+    def __call__(self, output: Any, number: Tensor) -> Tensor:
+        return self._loss(output, self._targets[int(number)]) / self._microbatches
+
+
+def split(values: Any, count: int) -> list[Any]:
+    """The microbatches of a tree of tensors."""
+    return [
+        tree_map(lambda t: t.tensor_split(count)[n] if isinstance(t, Tensor) and t.dim() else t, values)  # noqa: B023
+        for n in range(count)
+    ]
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

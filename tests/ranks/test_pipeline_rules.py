@@ -137,7 +137,7 @@ def misuse(mesh: DeviceMesh) -> dict[str, str]:
     with trainee.model.no_sync():
         found["no_sync"] = message(StageError, lambda: forward(trainee))
     forward(trainee).backward()
-    found["accumulates"] = message(StageError, lambda: forward(trainee))
+    found["accumulates"] = message(StageError, lambda: forward(trainee).backward())
     trainee.optimizer.step()
     loss = forward(trainee)
     loss.backward(retain_graph=True)

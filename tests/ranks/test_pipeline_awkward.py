@@ -1,0 +1,306 @@
+"""A pipeline of layers, targets and loops that are less usual: each trains as one process does, or is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
+from megastrategy.errors import CheckpointError, StageError
+from megastrategy.pipeline import Pipeline
+from tests.support.pipelines import Case, Trainee, batch_of, make_layers, mesh_of
+from tests.support.processes import run_processes
+
+
+class Tokens(nn.Module):
+    """Passes indices on beside activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 8)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embed(tokens), tokens
+
+
+class TokensAgain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(50, 8), nn.Linear(8, 4)
+
+    def forward(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        return self.out(hidden + self.embed(tokens)).mean(1)
+
+
+class Transposed(nn.Module):
+    """Returns what does not lie in the order of its dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).transpose(1, 2)
+
+
+class InPlace(nn.Module):
+    """Writes into the batch that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.add_(1.0))
+
+
+def whole(layers: Sequence[nn.Module], x: Any) -> Any:
+    for layer in layers:
+        x = layer(*x) if isinstance(x, tuple) else layer(x)
+    return x
+
+
+def far_from_one_process(mesh: DeviceMesh, layers: list[nn.Module], x: Tensor, loss: Any, target: Any) -> float:
+    """How far a loss, the gradients and an evaluated output are from those of one process."""
+    alone = copy.deepcopy(layers)
+    net = Pipeline(layers, [1, 1], loss=loss, microbatches=2, mesh=mesh["pp"])
+    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    found = model(x.clone(), target=target)
+    found.backward()
+    grads = {name: optimizer.full_grad(p) for name, p in net.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        output = model(x.clone())
+    model.close()
+    expected = loss(whole(alone, x.clone()), target)
+    apart = [
+        abs(float(found) - float(expected.detach())),
+        float((output - whole(alone, x.clone())).abs().max().detach()),
+    ]
+    expected.backward()
+    named = {f"layers.{name}": param for name, param in nn.ModuleList(alone).named_parameters()}
+    errors = (float((grad - named[name].grad).abs().max()) for name, grad in grads.items())  # type: ignore[operator]
+    return max([*apart, *errors])
+
+
+def indices_between_stages(mesh: DeviceMesh) -> float:
+    torch.manual_seed(0)
+    tokens = torch.randint(50, (4, 5))
+    dirty = [torch.full((2, 5), 2**40) for _ in range(50)]  # memory that the next tensors of this size get
+    del dirty
+    return far_from_one_process(mesh, [Tokens(), TokensAgain()], tokens, functional.mse_loss, torch.zeros(4, 4))
+
+
+def transposed_between_stages(mesh: DeviceMesh) -> float:
+    torch.manual_seed(0)
+    layers = [Transposed(), Transposed()]
+    return far_from_one_process(mesh, layers, torch.randn(4, 8, 8), functional.mse_loss, torch.zeros(4, 8, 8))
+
+
+def written_batch(mesh: DeviceMesh) -> float:
+    torch.manual_seed(0)
+    layers = [InPlace().requires_grad_(False), nn.Linear(8, 4)]
+    return far_from_one_process(mesh, layers, torch.randn(4, 8), functional.mse_loss, torch.zeros(4, 4))
+
+
+def tree_of_targets(mesh: DeviceMesh) -> float:
+    torch.manual_seed(0)
+
+    def loss(output: Tensor, target: dict[str, Any]) -> Tensor:
+        return functional.mse_loss(output, target["one"]) + target["weight"] * functional.l1_loss(
+            output, *target["two"]
+        )
+
+    target = {"one": torch.randn(4, 4), "two": (torch.randn(4, 4),), "weight": 0.5}
+    return far_from_one_process(mesh, [nn.Linear(8, 8), nn.Linear(8, 4)], torch.randn(4, 8), loss, target)
+
+
+def small(mesh: DeviceMesh) -> tuple[Pipeline, DistributedDataParallel, DistributedOptimizer]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 4)]
+    net = Pipeline(layers, [1, 1], loss=functional.mse_loss, microbatches=2, mesh=mesh["pp"])
+    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
+    return net, model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def evaluated_with_and_without_autocast(mesh: DeviceMesh) -> tuple[torch.dtype, torch.dtype]:
+    _, model, _ = small(mesh)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            narrow = model(torch.ones(4, 8))
+        wide = model(torch.ones(4, 8))
+    model.close()
+    return narrow.dtype, wide.dtype
+
+
+def a_layer_in_anothers_place(mesh: DeviceMesh) -> bool:
+    """Whether a layer that was put into ``net.layers`` afterwards is trained, and runs."""
+    net = Pipeline(
+        [nn.Linear(8, 8), nn.Linear(8, 4)], [1, 1], loss=functional.mse_loss, microbatches=2, mesh=mesh["pp"]
+    )
+    own = mesh.get_local_rank("pp")
+    ran: list[int] = []
+    net.layers[own] = nn.Linear(8, 4 if own else 8)
+    net.layers[own].register_forward_hook(lambda *_: ran.append(1))
+    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.ones(4, 8), target=torch.zeros(4, 4)).backward()
+    is_trained = all(optimizer.full_grad(param) is not None for param in net.parameters())
+    model.close()
+    return is_trained and bool(ran)
+
+
+def dropped_in_between(mesh: DeviceMesh) -> list[bool]:
+    """By whose ``zero_grad`` comes between forward and backward, whether the step has changed weights."""
+    net, model, optimizer = small(mesh)
+    changed = []
+    for whose in (optimizer, model, net, net.layers[mesh.get_local_rank("pp")]):
+        before = [param.detach().clone() for param in net.parameters()]
+        loss = model(torch.ones(4, 8), target=torch.zeros(4, 4))
+        whose.zero_grad()
+        loss.backward()
+        optimizer.step()
+        changed.append(all(not torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True)))
+    model.close()
+    return changed
+
+
+def skipped_step(mesh: DeviceMesh) -> list[float]:
+    """The scales of a loop whose first step is skipped; its ``zero_grad`` is between forward and backward."""
+    trainee = Trainee.make(mesh, Case((2, 4)))
+    scaler, scales = GradScaler("cpu", init_scale=4.0, growth_interval=1000), []
+    handle = None
+    if dist.get_rank() == 0:
+        handle = trainee.net.layers[1].up.weight.register_hook(lambda grad: grad * float("inf"))
+    for step in range(3):
+        tokens, targets = batch_of(trainee.dp_rank, step)
+        loss = trainee.model(tokens, target=targets)
+        trainee.optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(trainee.optimizer)
+        scaler.update()
+        if handle is not None:
+            handle.remove()
+        scales.append(scaler.get_scale())
+    trainee.model.close()
+    return scales
+
+
+def frozen_on_one_side(mesh: DeviceMesh) -> tuple[str, bool]:
+    """What is said where a tied weight is frozen on one stage alone, and whether training goes on when both are."""
+    trainee = Trainee.make(mesh, Case((2, 4), tied=True, clip_norm=None))
+    trainee.train(range(2))
+    trainee.net.layers[0].requires_grad_(False)
+    with pytest.raises(StageError) as caught:
+        trainee.train(range(2, 3))
+    trainee.net.layers[5].requires_grad_(False)
+    goes_on = trainee.train(range(2, 3)).losses[0] > 0
+    trainee.model.check_replicas()
+    trainee.model.close()
+    return str(caught.value), goes_on
+
+
+def optimizers(mesh: DeviceMesh) -> tuple[list[str] | None, list[str], str]:
+    """The names in the state of an optimizer that was built on named ones, those in its groups after loading it, and
+    what is said of one whose parameters are not in the order of the layers."""
+    trainee = Trainee.make(mesh, Case((2, 4), tied=True))
+    net, model = trainee.net, trainee.model
+    tokens, targets = batch_of(0, 0)
+    optimizer = DistributedOptimizer(torch.optim.AdamW(net.named_parameters()), model)
+    model(tokens, target=targets).backward()
+    optimizer.step()
+    saved: list[Any] = [optimizer.state_dict()]
+    dist.broadcast_object_list(saved, src=0)
+    optimizer.load_state_dict(saved[0])
+    names = optimizer.param_groups[0]["param_names"]
+    assert names == [name for name, _ in net.named_parameters()]
+    params = sorted(net.parameters(), key=lambda param: param.dim())
+    unordered = DistributedOptimizer(torch.optim.AdamW(params), model)
+    said = ""
+    if trainee.dp_rank == 0:  # where states come together
+        with pytest.raises(CheckpointError) as caught:
+            unordered.state_dict()
+        said = str(caught.value)
+    else:
+        unordered.state_dict()
+    model.close()
+    return saved[0]["param_groups"][0]["param_names"], names, said
+
+
+ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
+    indices_between_stages,
+    transposed_between_stages,
+    written_batch,
+    tree_of_targets,
+    evaluated_with_and_without_autocast,
+    a_layer_in_anothers_place,
+    dropped_in_between,
+    skipped_step,
+    frozen_on_one_side,
+    optimizers,
+)
+
+
+def answers() -> dict[str, Any]:
+    mesh = mesh_of(2)
+    return {ask.__name__: ask(mesh) for ask in ASKED}
+
+
+@pytest.fixture(scope="module")
+def answered() -> list[dict[str, Any]]:
+    """By rank; one group of processes, as starting one takes seconds."""
+    return run_processes(4, answers, timeout_s=200.0)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [indices_between_stages, transposed_between_stages, written_batch, tree_of_targets],
+    ids=lambda f: f.__name__,
+)
+def test_it_trains_and_evaluates_as_one_process_does(answered: list[dict[str, Any]], what: Callable[..., Any]) -> None:
+    assert max(answer[what.__name__] for answer in answered) <= 1e-6
+
+
+def test_batches_of_one_size_with_and_without_autocast(answered: list[dict[str, Any]]) -> None:
+    for answer in answered:
+        assert answer["evaluated_with_and_without_autocast"] == (torch.bfloat16, torch.float32)
+
+
+def test_a_layer_that_was_put_into_anothers_place_runs(answered: list[dict[str, Any]]) -> None:
+    assert all(answer["a_layer_in_anothers_place"] for answer in answered)
+
+
+def test_gradients_that_a_modules_own_zero_grad_drops_before_the_backward_are_stepped(
+    answered: list[dict[str, Any]],
+) -> None:
+    assert [answer["dropped_in_between"] for answer in answered] == [[True] * 4] * 4
+
+
+def test_a_loop_goes_on_after_a_skipped_step(answered: list[dict[str, Any]]) -> None:
+    assert [answer["skipped_step"] for answer in answered] == [[2.0] * 3] * 4
+
+
+def test_a_tied_weight_that_is_frozen_on_one_stage_is_refused(answered: list[dict[str, Any]]) -> None:
+    for text, goes_on in (answer["frozen_on_one_side"] for answer in answered):
+        assert "'layers.0.weight' is trained on one stage and frozen on another, where it is 'layers.5.weight'" in text
+        assert goes_on
+
+
+def test_named_parameters_are_saved_as_one_process_does(answered: list[dict[str, Any]]) -> None:
+    layers = nn.ModuleList(make_layers(Case((2, 4), tied=True)))
+    expected = [f"layers.{name}" for name, _ in layers.named_parameters()]
+    for saved, own, _ in (answer["optimizers"] for answer in answered):
+        assert saved == expected
+        assert own != expected
+
+
+def test_parameters_in_another_order_than_the_layers_are_refused(answered: list[dict[str, Any]]) -> None:
+    assert ["in the order of the layers" in answer["optimizers"][2] for answer in answered] == [True, False] * 2
