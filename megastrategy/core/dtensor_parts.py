@@ -197,7 +197,7 @@ class DTensorParts(LocalParts):
 
     # --- the tensor ranks --------------------------------------------------------------------------------------------
 
-    def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
         if self.tensor_ranks is not None:
             self.tensor_ranks.broadcast_all([self.of(tensor) for tensor in tensors if not self.is_cut(tensor)])
 

@@ -228,7 +228,7 @@ class Engine:
         if len(self.params) == known:
             return
         joined = self.params[known:]
-        self.local_parts.broadcast_replicas(joined)
+        self.local_parts.broadcast_replicas(joined, joins=True)
         self.collectives.broadcast_all([self.local_parts.of(param) for param in joined])
         self.layout = self.layout.extended_by(layout)
         self.owners = Owners(self.layout, self.owners.rank_of)

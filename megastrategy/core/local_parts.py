@@ -156,8 +156,10 @@ class LocalParts:
         """Whether the parameter needs a bucket of its own."""
         return False
 
-    def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
-        """Those of the tensors that every tensor rank has whole become the first one's. Collective over them."""
+    def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
+        """Those of the tensors that every tensor rank has whole become the first one's. Collective over them; with
+        ``joins``, of parameters that were unfrozen in training, over no stages, of which others have unfrozen nothing.
+        """
 
     def check_ranks_agree(
         self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]

@@ -145,7 +145,7 @@ class StageParts(LocalParts):
         name = next(name for name, child in module.named_modules() if child is staged)
         self._staged, self._prefix = staged, f"{name}." if name else ""
         self.elsewhere = names_elsewhere(module)
-        self._stages_saw_batch = False
+        self._stages_agreed = self._stages_saw_batch = False
         self._device = torch.device("cpu")
         self._groups: list[ProcessGroup] = []
         self._own_copies: dict[int, Collectives] = {}  # by id of the parameter, in one order on all ranks
@@ -218,19 +218,21 @@ class StageParts(LocalParts):
         copies = {name: self.name_in_whole(name) for name, param in named.items() if id(param) in self._own_copies}
         return [*super().replicas(named), ("rank of the stages", self.stage_ranks, copies)]
 
-    def broadcast_replicas(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
         given = {id(tensor): tensor for tensor in tensors}
-        super().broadcast_replicas(given.values())
+        super().broadcast_replicas(given.values(), joins=joins)
         for param in self.copied:
-            if id(param) in given:
+            if id(param) in given and not joins:  # frozen copies were equal, and stayed so
                 self._own_copies[id(param)].broadcast_all([self.of(param)])
 
     def check_ranks_agree(
         self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
     ) -> None:
         super().check_ranks_agree(named, options, places)
-        if self.stage_ranks is None:
+        # Once: where one stage's parameters are unfrozen, the others have nothing to plan.
+        if self.stage_ranks is None or self._stages_agreed:
             return
+        self._stages_agreed = True
         check_all_agree({"option (name, value)": options}, self.stage_ranks)
         for param in self.copied:
             shape = [list(param.shape), list(self.of(param).shape)]

@@ -203,9 +203,35 @@ def frozen_on_one_side(mesh: DeviceMesh) -> tuple[str, bool]:
         trainee.train(range(2, 3))
     trainee.net.layers[5].requires_grad_(False)
     goes_on = trainee.train(range(2, 3)).losses[0] > 0
+    trainee.net.layers[0].requires_grad_(True)
+    with pytest.raises(StageError):
+        trainee.train(range(3, 4))
+    trainee.net.layers[5].requires_grad_(True)
+    goes_on &= trainee.train(range(3, 4)).losses[0] > 0
+    trainee.model.check_replicas()
+    trainee.model.close()
+    # the same of one that was frozen when it was wrapped
+    trainee = Trainee.make(mesh, Case((2, 4), tied=True, frozen="tail", clip_norm=None))
+    trainee.train(range(1))
+    trainee.net.layers[0].requires_grad_(True)
+    with pytest.raises(StageError):
+        trainee.train(range(1, 2))
+    trainee.net.layers[5].requires_grad_(True)
+    goes_on &= trainee.train(range(1, 3)).losses[0] > 0
     trainee.model.check_replicas()
     trainee.model.close()
     return str(caught.value), goes_on
+
+
+def tied_on_meta(mesh: DeviceMesh) -> bool:
+    """Whether layers of one stage that shared a weight on meta share one afterwards."""
+    with torch.device("meta"):
+        layers = [nn.Linear(8, 8) for _ in range(4)]
+    for number in (1, 3):
+        layers[number].weight = layers[number - 1].weight
+    net = Pipeline(layers, [2, 2], loss=functional.mse_loss, microbatches=2, mesh=mesh["pp"])
+    first = 2 * mesh.get_local_rank("pp")
+    return net.layers[first].weight is net.layers[first + 1].weight and not net.layers[first].weight.is_meta
 
 
 def optimizers(mesh: DeviceMesh) -> tuple[list[str] | None, list[str], str]:
@@ -245,6 +271,7 @@ ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
     dropped_in_between,
     skipped_step,
     frozen_on_one_side,
+    tied_on_meta,
     optimizers,
 )
 
@@ -292,6 +319,10 @@ def test_a_tied_weight_that_is_frozen_on_one_stage_is_refused(answered: list[dic
     for text, goes_on in (answer["frozen_on_one_side"] for answer in answered):
         assert "'layers.0.weight' is trained on one stage and frozen on another, where it is 'layers.5.weight'" in text
         assert goes_on
+
+
+def test_a_weight_that_a_stage_shares_within_itself_is_one_after_meta(answered: list[dict[str, Any]]) -> None:
+    assert all(answer["tied_on_meta"] for answer in answered)
 
 
 def test_named_parameters_are_saved_as_one_process_does(answered: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import pickle
 from collections import Counter
@@ -190,10 +191,16 @@ def copied_and_compared(mesh: DeviceMesh) -> tuple[list[str], str, str]:
 
 
 def unfrozen_in_training(mesh: DeviceMesh) -> float:
-    """The farthest that a weight is from one process's, after the first stage joined in the third step."""
-    trainee = Trainee.make(mesh, Case((2, 4), frozen="prefix", clip_norm=None))
+    """The farthest that a weight is from one process's, after what was frozen joined in the third step: layers of both
+    stages; those of the first alone; and a tied weight with them."""
+    cases = Case((2, 4), frozen="prefix"), Case((3, 3), frozen="prefix"), Case((3, 3), frozen="prefix", tied=True)
+    return max(_far_after_unfreezing(mesh, case) for case in cases)
+
+
+def _far_after_unfreezing(mesh: DeviceMesh, case: Case) -> float:
+    trainee = Trainee.make(mesh, dataclasses.replace(case, clip_norm=None))
     trainee.train(range(2))
-    for layer in list(trainee.net.layers)[:3]:
+    for layer in trainee.net.layers:
         layer.requires_grad_(True)
     trainee.train(range(2, 4))
     found = weights(trainee)
@@ -211,7 +218,7 @@ def unfrozen_in_training(mesh: DeviceMesh) -> float:
                     x = layer(x)
                 (loss_of(x, targets) / (4 * mesh.size(1))).backward()
         optimizer.step()
-    alone = {f"layers.{name}": p for name, p in layers.named_parameters()}
+    alone = {f"layers.{name}": p for name, p in layers.named_parameters(remove_duplicate=False)}
     return max(float((weight - alone[name]).abs().max()) for name, weight in found.items())
 
 
