@@ -19,9 +19,11 @@ from .fabric_strategy import FabricStrategy, unwrapped
 from .meshes import (
     DATA,
     ModelSizes,
+    check_precision_of_pipeline,
     empty_init_context,
     give_memory,
     is_on_meta,
+    is_pipeline,
     load_weights,
     sampler_ranks,
     whole_weights,
@@ -104,6 +106,8 @@ class FabricTensorParallelStrategy(FabricStrategy):
     def _wrap(self, module: Module) -> DistributedDataParallel:
         if (mesh := self._device_mesh) is None:
             return super()._wrap(module)
+        if is_pipeline(mesh):
+            check_precision_of_pipeline(self.precision.precision)
         group = mesh.get_group(DATA)
         return DistributedDataParallel(module, self.config, process_group=group, all_reduce_option=ALL_REDUCE_OPTION)
 

@@ -119,6 +119,15 @@ def all_not_tensors(weights: Mapping[str, Mapping[str, Any]], mesh: DeviceMesh |
     return {NOT_TENSORS: joined} if joined else {}
 
 
+def check_precision_of_pipeline(precision: str) -> None:
+    """Raises ValueError for a precision whose losses are scaled when a schedule's backwards are over."""
+    if precision == "16-mixed":
+        raise ValueError(
+            "precision='16-mixed' with a pipeline: losses are scaled after the forward, when its backwards are over, so "
+            "that small gradients would be lost. Choose 'bf16-mixed'"
+        )
+
+
 def is_pipeline(mesh: DeviceMesh) -> bool:
     """Whether its ranks share a model by layers."""
     return PIPELINE in (mesh.mesh_dim_names or ())

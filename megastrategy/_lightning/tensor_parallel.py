@@ -21,6 +21,7 @@ from .meshes import (
     DATA,
     ModelSizes,
     bring_to_replicas,
+    check_precision_of_pipeline,
     empty_init_context,
     give_memory,
     is_loss_parallel,
@@ -129,11 +130,15 @@ class TensorParallelStrategy(TrainerStrategy):
                 f"accumulate_grad_batches={number} with a pipeline: its forward begins from zero. Let a batch be "
                 f"{number} times as large, and have {number} times as many microbatches"
             )
-        if self.precision_plugin.precision == "16-mixed":
-            raise ValueError(
-                "precision='16-mixed' with a pipeline: losses are scaled after the forward, when its backwards are "
-                "over, so that small gradients would be lost. Choose 'bf16-mixed'"
-            )
+        check_precision_of_pipeline(self.precision_plugin.precision)
+        for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
+            # By name: Lightning has the class under two addresses.
+            if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
+                raise ValueError(
+                    f"{type(callback).__name__} with a pipeline: it puts the averages of rank 0, which has one stage, "
+                    "in the place of a checkpoint's weights, and those of the other stages would be lost. Average "
+                    "the weights of several checkpoints afterwards"
+                )
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # torch's loss_parallel has to be open in backward too, when training_step has left it. A module's own backward

@@ -29,7 +29,7 @@ from ..core import (
 )
 from ..errors import StageError
 from .plan import StagePlan, check_schedule, make_plan
-from .schedules import Chunk, Run, split
+from .schedules import Chunk, Run, scalar, split
 
 _MOST_RUNS = 8
 """Schedules that are kept, for batches of as many kinds: each has memory for what it receives of a batch."""
@@ -214,7 +214,7 @@ class Pipeline(StagedModule):
         """The loss of a process that has all layers, to be trained on as any other."""
         parts = zip(*(split(value, self.microbatches) for value in (args, dict(inputs), target)), strict=True)
         chain = self._whole_chain()
-        losses = [self._loss(chain(*part, **named), wanted) for part, named, wanted in parts]
+        losses = [scalar(self._loss(chain(*part, **named), wanted)) for part, named, wanted in parts]
         return torch.stack(losses).mean()
 
     def _whole_chain(self) -> Chunk:
@@ -224,11 +224,11 @@ class Pipeline(StagedModule):
     def _evaluate(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any, microbatches: int) -> Any:
         if self.stage_group is None:
             output = self._whole_chain()(*args, **inputs)
-            return output if target is None else self._loss(output, target)
+            return output if target is None else scalar(self._loss(output, target))
         output = self._run(False, microbatches, args, inputs, target).evaluate(args, inputs)
         is_last = self._rank == self.plan.num_ranks - 1
         if target is not None:
-            return self._from_last_stage(self._loss(output, target) if is_last else None)
+            return self._from_last_stage(scalar(self._loss(output, target)) if is_last else None)
         return self._output_from_last_stage(output)
 
     # --- between stages ----------------------------------------------------------------------------------------------

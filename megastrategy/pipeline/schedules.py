@@ -192,7 +192,18 @@ class _Mean:
         self._targets = []
 
     def __call__(self, output: Any, number: Tensor) -> Tensor:
-        return self._loss(output, self._targets[int(number)]) / self._microbatches
+        return scalar(self._loss(output, self._targets[int(number)])) / self._microbatches
+
+
+def scalar(loss: Tensor) -> Tensor:
+    """Returns the loss, one number.
+
+    Raises:
+        ValueError: if it is several.
+    """
+    if loss.numel() != 1:
+        raise ValueError(f"the pipeline's loss function returned {list(loss.shape)} numbers: expected one, a mean")
+    return loss
 
 
 def split(values: Any, count: int) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
 
 from megastrategy import Pipeline
 from megastrategy.fabric import MegatronDDPStrategy
@@ -47,6 +48,22 @@ def train(strategy: Any, folder: str, resume: str | None = None) -> dict[str, An
 
 def train_on_mesh(folder: str, resume: str | None = None) -> dict[str, Any]:
     return train(MegatronDDPStrategy(pipeline_parallel_size=2), folder, resume)
+
+
+def refused_precision() -> str:
+    strategy = MegatronDDPStrategy(pipeline_parallel_size=2)
+    # Fabric makes precision="16-mixed" another on the CPU.
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy, plugins=[MixedPrecision("16-mixed", "cpu")])
+    fabric.launch()
+    mesh = fabric.strategy.device_mesh["pipeline_parallel"]  # type: ignore[index] # launched
+    net = Pipeline(make_layers(CASE), CASE.split, loss=loss_of, microbatches=2, mesh=mesh)
+    with pytest.raises(ValueError, match="16-mixed") as caught:
+        fabric.setup(net, adamw(net.parameters()))
+    return str(caught.value)
+
+
+def test_losses_that_are_scaled_after_the_backwards_are_refused(mesh: Ranks) -> None:
+    assert all("Choose 'bf16-mixed'" in said for said in mesh.run(refused_precision))
 
 
 def test_stages_train_save_and_resume_as_one_process_does(one_rank: Ranks, mesh: Ranks, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -170,7 +170,11 @@ def fit_refused(strategy: Any, **options: Any) -> None:
 
 
 def refused(**options: Any) -> str:
-    sizes = {name: options.pop(name) for name in list(options) if name in ("accumulate_grad_batches", "precision")}
+    sizes = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in ("accumulate_grad_batches", "precision", "callbacks")
+    }
     with pytest.raises(ValueError, match=r".") as caught:
         fit_refused(MegatronDDPStrategy(pipeline_parallel_size=2, **options), **sizes)
     return str(caught.value)
@@ -180,6 +184,7 @@ def refused(**options: Any) -> str:
     ("options", "said"),
     [
         ({"accumulate_grad_batches": 3}, "Let a batch be 3 times as large, and have 3 times as many microbatches"),
+        ({"callbacks": [EMAWeightAveraging()]}, "those of the other stages would be lost"),
         ({"stage_order": [0, 2]}, "expected each number from 0 to 1 once"),
         (
             {"tensor_parallel_size": 2},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -299,6 +300,15 @@ def test_it_trains_and_evaluates_as_one_process_does(answered: list[dict[str, An
 def test_batches_of_one_size_with_and_without_autocast(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         assert answer["evaluated_with_and_without_autocast"] == (torch.bfloat16, torch.float32)
+
+
+def test_a_loss_of_several_numbers_is_refused() -> None:
+    layers = [nn.Linear(8, 8)]
+    net = Pipeline(layers, [1], loss=functools.partial(functional.mse_loss, reduction="none"), microbatches=2)
+    with pytest.raises(ValueError, match=r"returned \[2, 8\] numbers: expected one, a mean"):
+        net(torch.ones(4, 8), target=torch.ones(4, 8))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"returned \[4, 8\] numbers"):
+        net(torch.ones(4, 8), target=torch.ones(4, 8))
 
 
 def test_a_layer_that_was_put_into_anothers_place_runs(answered: list[dict[str, Any]]) -> None:
