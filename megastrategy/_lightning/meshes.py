@@ -123,8 +123,8 @@ def check_precision_of_pipeline(precision: str) -> None:
     """Raises ValueError for a precision whose losses are scaled when a schedule's backwards are over."""
     if precision == "16-mixed":
         raise ValueError(
-            "precision='16-mixed' with a pipeline: losses are scaled after the forward, when its backwards are over, so "
-            "that small gradients would be lost. Choose 'bf16-mixed'"
+            "precision='16-mixed' with a pipeline: losses are scaled after the forward, when its backwards are over, "
+            "so that small gradients would be lost. Choose 'bf16-mixed'"
         )
 
 
