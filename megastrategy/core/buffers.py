@@ -290,6 +290,13 @@ class GradBuffers(ABC):
             self._stale[index] = True
         self.leave_kept(params)
 
+    def show_again(self, grads: Sequence[Tensor | None]) -> None:
+        """Makes ``.grad`` what it was, by parameter, where somebody else has dropped it since, and nothing else has
+        happened."""
+        for param, grad in zip(self.params, grads, strict=True):
+            if param.grad is None:
+                param.grad = grad
+
     def leave_kept(self, params: Sequence[int]) -> None:
         """Leaves dropped gradients, which are in no ``.grad`` any more, to those who keep them; see [Note: what
         somebody keeps]."""

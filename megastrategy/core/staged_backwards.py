@@ -139,9 +139,8 @@ class StagedBackwards(FollowsStages):
             self._state, self._are_left = _State.NONE, False
             engine.grad_buffers.clear(range(len(engine.grad_buffers.params)))
             raise self._accumulates("no step has used those of the last batch")
-        for param, own in zip(engine.grad_buffers.params, made, strict=True):
-            if param.grad is None:  # by a zero_grad of the module's own, which belongs before the forward as others do
-                param.grad = own
+        # A zero_grad of the module's own belongs before the forward, as others do.
+        engine.grad_buffers.show_again(made)
         self._state, self._num_steps, self._are_left = _State.READY, engine.num_steps, False
         # A device is not read: the host would wait for the whole step there.
         if not devices.is_on_host(grad.device) or float(grad) != 1.0:
