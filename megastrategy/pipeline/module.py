@@ -176,6 +176,11 @@ class Pipeline(StagedModule):
                 "loss of its output outside would have nothing to go back through"
             )
         batch = _batch_size((args, inputs, target))
+        if any(isinstance(leaf, Tensor) and not leaf.dim() for leaf in tree_leaves((args, inputs))):
+            raise ValueError(
+                "a tensor without dimensions among the arguments of layers does not divide into microbatches: pass a "
+                "number (.item()), or one for each sample"
+            )
         if trains and batch % self.microbatches:
             raise ValueError(
                 f"a batch of {batch} does not divide into microbatches={self.microbatches}: choose a batch size that "

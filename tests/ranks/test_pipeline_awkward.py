@@ -311,6 +311,12 @@ def test_a_loss_of_several_numbers_is_refused() -> None:
         net(torch.ones(4, 8), target=torch.ones(4, 8))
 
 
+def test_an_argument_without_samples_is_refused() -> None:
+    net = Pipeline([nn.Linear(8, 8)], [1], loss=functional.mse_loss, microbatches=2, inputs={0: "scale"})
+    with pytest.raises(ValueError, match="a tensor without dimensions"):
+        net(torch.ones(4, 8), scale=torch.tensor(2.0), target=torch.ones(4, 8))
+
+
 def test_a_layer_that_was_put_into_anothers_place_runs(answered: list[dict[str, Any]]) -> None:
     assert all(answer["a_layer_in_anothers_place"] for answer in answered)
 
