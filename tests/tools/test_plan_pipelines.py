@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ class Case:
     schedule: str
     frozen: str
     microbatches: int = 6
+    kind: str = "blocks"
 
 
 class Block(nn.Module):
@@ -47,11 +49,46 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
-def layers(frozen: str) -> list[nn.Module]:
-    made = [Block() for _ in range(DEPTH)]
-    for number in FROZEN[frozen]:
+class Residual(nn.Module):
+    """An MLP around which its input goes; of its output it saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+KINDS: dict[str, Callable[[], list[nn.Module]]] = {
+    "blocks": lambda: [Block() for _ in range(DEPTH)],
+    # Saves its output, so that an input's gradient is more than what a microbatch frees.
+    "activations": lambda: [module for _ in range(3) for module in (nn.Linear(WIDTH, WIDTH), nn.ReLU())],
+    "views": lambda: [
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(),
+        nn.Identity(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Identity(),
+        nn.Linear(WIDTH, WIDTH),
+    ],
+    # In the backward behind it the gradient of its input is free as soon as it is read.
+    "dropout": lambda: [module for _ in range(3) for module in (Residual(), nn.Dropout(0.1))],
+    "norms": lambda: [module for _ in range(3) for module in (nn.LayerNorm(WIDTH), Residual())],
+    "embedding": lambda: [nn.Embedding(500, WIDTH), *(Block() for _ in range(DEPTH - 2)), nn.Linear(WIDTH, 500)],
+}
+"""By name, layers of a model."""
+
+
+def layers(case: Case) -> list[nn.Module]:
+    made = KINDS[case.kind]()
+    for number in FROZEN[case.frozen]:
         made[number].requires_grad_(False)
-    return list(made)
+    return made
+
+
+def batch_of(case: Case, size: int) -> Tensor:
+    return torch.randint(0, 500, (size, SEQUENCE)) if case.kind == "embedding" else torch.randn(size, SEQUENCE, WIDTH)
 
 
 class MeanSquare(torch.autograd.Function):
@@ -87,11 +124,11 @@ def peak(case: Case) -> int:
     def make_batch() -> None:
         nonlocal x
         torch.manual_seed(0)  # on all stages
-        x = torch.randn(case.microbatches * MICROBATCH, SEQUENCE, WIDTH)
+        x = batch_of(case, case.microbatches * MICROBATCH)
 
     def build() -> None:
         with torch.device("meta"):  # so that a rank has memory for its own layers alone
-            every = layers(case.frozen)
+            every = layers(case)
         net = Pipeline(
             every,
             case.split,
@@ -118,7 +155,15 @@ def peak(case: Case) -> int:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([Case((3, 2, 1), "1F1B", "middle")], id="short"),
+        pytest.param(
+            [
+                Case((3, 2, 1), "1F1B", "middle"),
+                Case((2, 2, 2), "GPipe", "nothing", kind="activations"),
+                Case((2, 2, 2), "1F1B", "nothing", kind="dropout"),
+                Case((3, 2, 1), "GPipe", "nothing", kind="views"),
+            ],
+            id="short",
+        ),
         pytest.param(
             [
                 Case(split, schedule, frozen)
@@ -129,15 +174,27 @@ def peak(case: Case) -> int:
             id="all",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            [
+                Case(split, schedule, "nothing", microbatches, kind)
+                for split, schedule, microbatches, kind in itertools.product(
+                    ((2, 2, 2), (1, 2, 3)),
+                    ("1F1B", "GPipe"),
+                    (3, 6),
+                    ("activations", "views", "dropout", "norms", "embedding"),
+                )
+            ],
+            id="kinds",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_stages_peak_is_what_the_plan_says_to_a_thousandth(cases: list[Case]) -> None:
     by_rank = run_processes(3, peaks, cases, timeout_s=300.0)
-    sample = torch.randn(MICROBATCH, SEQUENCE, WIDTH)
     for number, case in enumerate(cases):
         plan = megastrategy.plan(
-            layers(case.frozen),
-            sample,
+            layers(case),
+            batch_of(case, MICROBATCH),
             devices=parse_cards("card=8GB@1TFLOPS:3"),
             microbatches=case.microbatches,
             schedule="1f1b" if case.schedule == "1F1B" else "gpipe",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from .live_bytes import LiveBytes
+from .live_bytes import LARGE_BYTES, LiveBytes
 from .stage_memory import Layer
 
 
@@ -45,36 +46,38 @@ def measure_layers(
     if wrong := [number for number in frozen or () if not 0 <= number < len(layers)]:
         raise ValueError(f"frozen has {wrong[0]}: expected layers from 0 to {len(layers) - 1}")
     found: list[Layer] = []
-    x, is_behind_trained, is_saved = sample, False, False
+    x, is_behind_trained, is_saved = sample.detach(), False, False
     for number, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ValueError(f"layer {number} is a {type(layer).__name__}: expected an nn.Module")
         params = list(layer.parameters())
-        with _frozen(params, frozen is not None, number in (frozen or ())):
+        with _frozen(params, frozen is not None, number in (frozen or ())), _as_it_was(layer):
             is_trained = any(param.requires_grad for param in params)
             name = f"{number}: {type(layer).__name__}"
             fixed_bytes = _fixed_bytes(layer, state_tensors)
             try:
-                measured, out, saved = _measure(name, layer, x, needs_input_grad=is_behind_trained)
+                measured, out = _measure(name, layer, x, needs_input_grad=is_behind_trained)
             except LayerError:
                 raise
             except Exception as error:
                 given = f"{_dtype(x)} of {tuple(x.shape)}"
                 where = "the sample" if number == 0 else f"what layer {number - 1} returns"
                 raise LayerError(f"layer {name} fails with {where}, {given}: {first_line(error)}") from error
-        # What a layer returns and the next saves, too, is one tensor.
-        saves_input, saves_output = _key(x) in saved, _key(out) in saved
+        # What a layer returns and the next saves, too, is one tensor; so is what lies between them and is a view of it.
+        twice = measured.saved_input_bytes if is_saved else 0
+        is_saved = measured.saves_output or (is_saved and measured.returns_input)
         found.append(
             dataclasses.replace(
                 measured,
-                saved_bytes=sum(saved.values()) - (x.nbytes if is_saved and saves_input else 0),
-                saved_input_bytes=x.nbytes if saves_input and not is_saved else 0,
-                saves_output=saves_output,
+                saved_bytes=measured.saved_bytes - twice,
+                saved_input_bytes=measured.saved_input_bytes - twice,
+                saves_output=is_saved,
                 input_needs_grad=is_behind_trained,
+                has_params=bool(params),
                 fixed_bytes=fixed_bytes,
             )
         )
-        x, is_saved = out, saves_output
+        x = out
         is_behind_trained = is_behind_trained or is_trained
     return found
 
@@ -93,14 +96,45 @@ def _frozen(params: Sequence[nn.Parameter], is_given: bool, is_frozen: bool) -> 
             param.requires_grad_(required)
 
 
-def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) -> tuple[Layer, Tensor, dict[int, int]]:
-    """The layer, what it returns, and the bytes of each storage that its backward needs, parameters apart."""
+@contextlib.contextmanager
+def _as_it_was(layer: nn.Module) -> Iterator[None]:
+    """Buffers, and the numbers that are drawn by chance, are afterwards as before: running statistics, dropout."""
+    # Into large ones nothing is written, see [Note: tensors that nobody computes].
+    before = [(buffer, buffer.detach().clone()) for buffer in layer.buffers() if buffer.nbytes < LARGE_BYTES]
+    try:
+        with torch.random.fork_rng(devices=()):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+class _LayerBehind(torch.autograd.Function):
+    """Stands for a layer behind: it saves nothing, and its backward makes a gradient that autograd alone holds."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, made: Callable[[Tensor], object]) -> Tensor:
+        ctx.like, ctx.made = (out.shape, out.stride(), out.dtype, out.device), made
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        shape, stride, dtype, device = ctx.like
+        grad = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+        ctx.made(grad)
+        return grad, None
+
+
+def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) -> tuple[Layer, Tensor]:
+    """The layer by itself, and what it returns."""
     params = list(layer.parameters())
     trained = [param for param in params if param.requires_grad]
     grads = [param.grad for param in trained]
     live, flops = LiveBytes(computes=False), FlopCounterMode(display=False)
-    own = x.detach().requires_grad_(needs_input_grad and x.is_floating_point())
-    weights, saved = {_key(param) for param in params}, dict[int, int]()
+    weights, saved = {_key(tensor) for tensor in (*params, *layer.buffers())}, dict[int, int]()
+    seeds: list[int | None] = []
+    sent: list[int | None] = []  # the gradients of its input
 
     def pack(tensor: Tensor) -> Tensor:
         if _key(tensor) not in weights:
@@ -109,6 +143,11 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
 
     backward_flops = 0.0
     with live:
+        # No leaf, since a layer may write into what the one before it returns; and nothing of the user's.
+        leaf = x.detach().requires_grad_(needs_input_grad and x.is_floating_point())
+        own = leaf.clone()
+        if own.requires_grad:
+            own.register_hook(lambda grad: sent.append(live.number(grad)))
         live.start()
         with flops, torch.set_grad_enabled(bool(trained) or needs_input_grad):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -116,26 +155,46 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
         if not isinstance(out, Tensor):
             raise LayerError(f"layer {name} returns {type(out).__name__}: stages send one tensor to each other")
         forward_flops = float(flops.get_total_flops())
-        returned = live.position()
+        returned, output = live.position(), live.number(out)
         # A layer whose output depends on nothing that is trained has no backward.
         if out.requires_grad:
-            seed = torch.zeros_like(out)
-            for param in trained:  # as in the buffers of a stage, to which autograd adds what it makes
-                param.grad = torch.zeros_like(param)
-            live.keep([seed, *(param.grad for param in trained if param.grad is not None)])
-            with flops:
-                out.backward(seed)
+            try:
+                for param in trained:  # as in the buffers of a stage, to which autograd adds what it makes
+                    param.grad = torch.zeros_like(param)
+                live.keep(param.grad for param in trained if param.grad is not None)
+                end = _LayerBehind.apply(out, lambda grad: seeds.append(live.number(grad)))
+                with flops:
+                    end.backward()
+            finally:
+                for param, grad in zip(trained, grads, strict=True):
+                    param.grad = grad
             # The counter began at zero again.
             backward_flops = float(flops.get_total_flops())
         live.stop()
-    for param, grad in zip(trained, grads, strict=True):
-        param.grad = grad
-    # What is saved of the input was there before.
-    made = sum(nbytes for key, nbytes in saved.items() if key != _key(x))
-    forward_peak = live.peak_bytes(0, returned)
-    backward_peak = max(0, live.peak_bytes(returned) - made) if out.requires_grad else 0
-    layer_alone = Layer(name, forward_flops, backward_flops, 0, 0, forward_peak, backward_peak, x.nbytes, out.nbytes)
-    return layer_alone, out.detach(), saved
+    # What is saved of the input was there before; the output is where the stage has it, or in what is saved.
+    saves_output, returns_input = _key(out) in saved, _key(out) == _key(own)
+    made = sum(nbytes for key, nbytes in saved.items() if key not in (_key(own), _key(out)))
+    backward_peak, inner_peak = (
+        max(0, live.peak_bytes(returned, without=without) - made) if out.requires_grad else 0
+        for without in ((output, *seeds), (output,))
+    )
+    measured = Layer(
+        name,
+        forward_flops,
+        backward_flops,
+        0,
+        sum(saved.values()),
+        live.peak_bytes(0, returned),
+        backward_peak,
+        inner_peak,
+        x.nbytes,
+        out.nbytes,
+        saved_input_bytes=x.nbytes if _key(own) in saved else 0,
+        saves_output=saves_output,
+        returns_input=returns_input,
+        passes_grad=bool(seeds) and seeds == sent,
+    )
+    return measured, out.detach()
 
 
 def _key(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -75,11 +75,15 @@ class LiveBytes(TorchDispatchMode):
         """A place in the trace, for :meth:`peak_bytes`."""
         return len(self._trace)
 
-    def peak_bytes(self, start: int = 0, end: int | None = None) -> int:
+    def number(self, tensor: Tensor) -> int | None:
+        """The number of a tensor's storage, for :meth:`peak_bytes`; None if it is not counted."""
+        return self._number_of.get(tensor.untyped_storage()._cdata)
+
+    def peak_bytes(self, start: int = 0, end: int | None = None, without: Collection[int | None] = ()) -> int:
         """The most bytes of temporaries that were alive at once between two places in the trace."""
         live = peak = 0
         for place, (number, nbytes) in enumerate(self._trace[:end]):
-            if number not in self._kept:
+            if number not in self._kept and number not in without:
                 live += nbytes
                 if place >= start:
                     peak = max(peak, live)

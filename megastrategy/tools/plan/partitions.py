@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -77,6 +78,11 @@ def plan(
     """
     if objective not in ("time", "waste"):
         raise ValueError(f"objective={objective!r}: expected 'time' or 'waste'")
+    if schedule == "1f1b" and 0 < microbatches < len(devices):
+        raise ValueError(
+            f"{microbatches} microbatches for {len(devices)} cards: expected at least as many with '1f1b', as torch's "
+            "schedule does; 'gpipe' takes fewer"
+        )
     measured = measure_layers(layers, sample, frozen)
     question = Question(measured, devices, microbatches, schedule, keep_together, slack)
     return plan_of(question, objective) if split_spec is None else _of_split(question, split_spec)
@@ -90,6 +96,14 @@ def _of_split(question: Question, split: Sequence[int]) -> Plan:
         raise ValueError(f"the split {said} has {sum(split)} layers: expected {num_layers}, at least one a stage")
     if len(split) != num_cards:
         raise ValueError(f"the split {said} has {len(split)} stages, for {num_cards} cards: expected one for each")
+    starts = [0, *itertools.accumulate(split)]
+    for stage, (start, end) in enumerate(itertools.pairwise(starts)):
+        if num_cards > 1 and not any(layer.has_params for layer in question.layers[start:end]):
+            names = ", ".join(layer.name for layer in question.layers[start:end])
+            raise ValueError(
+                f"the split {said} has a stage {stage} without parameters ({names}), for which torch has no optimizer: "
+                "move a layer with parameters there"
+            )
     given = evaluate(question, question.cards, split)
     full = [card for card, peak in zip(question.cards, given.peak_bytes, strict=True) if peak > card.memory_bytes]
     fits = f"it does not fit the memory of {', '.join(card.name for card in full)}" if full else "it fits"
@@ -120,7 +134,12 @@ def _plan(question: Question, found: Candidate, why: str) -> Plan:
 def _by_schedule(question: Question, found: Candidate) -> dict[str, float]:
     m, num_cards = question.num_microbatches, len(found.order)
     stages = stage_times(question, found.order, found.split)
-    times = {schedule: step_ms(stages, m, schedule) for schedule in ("1f1b", "gpipe")}
+    # torch's 1F1B takes no fewer microbatches than stages.
+    times = {
+        schedule: step_ms(stages, m, schedule)
+        for schedule in ("1f1b", "gpipe")
+        if schedule == "gpipe" or m >= num_cards
+    }
     if num_cards > 1 and min(found.split) > 1 and m % num_cards == 0:
         halves = [*(n // 2 for n in found.split), *(n - n // 2 for n in found.split)]
         stages = stage_times(question, [*found.order, *found.order], halves)

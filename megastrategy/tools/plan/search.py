@@ -31,7 +31,7 @@ from torch import Tensor
 
 from .cards import Card
 from .schedule import Schedule, StageTimes, num_in_flight, step_ms
-from .stage_memory import Layer, stages_from
+from .stage_memory import Layer, StageBytes, stages_from
 
 Objective = Literal["time", "waste"]
 
@@ -85,6 +85,12 @@ class Question:
                 raise ValueError(
                     f"keep_together has ({first}, {last}): expected layers from 0 to {len(self.layers) - 1}"
                 )
+        num_with_params = sum(layer.has_params for layer in self.layers)
+        if 1 < len(self.cards) <= len(self.layers) and num_with_params < len(self.cards):
+            raise ValueError(
+                f"{num_with_params} of {len(self.layers)} layers have parameters, for {len(self.cards)} cards: "
+                "expected one in each stage, since torch has no optimizer for a stage without"
+            )
         if not self.cards or len(self.cuts) < len(self.cards) - 1:
             raise ValueError(
                 f"{len(self.layers)} layers, which may be cut in {len(self.cuts)} places, for {len(self.cards)} cards: "
@@ -96,6 +102,10 @@ class Question:
         """The layers that a stage other than the first may begin with."""
         inside = {cut for first, last in self.keep_together for cut in range(first + 1, last + 1)}
         return [cut for cut in range(1, len(self.layers)) if cut not in inside]
+
+    def stages_from(self, start: int) -> Iterator[StageBytes]:
+        """Yields what the stages hold that begin with a layer, of one layer, of two and so on."""
+        return stages_from(self.layers, start, keeps_sent=self.schedule == "gpipe")
 
     @property
     def num_candidates(self) -> int:
@@ -170,7 +180,7 @@ def _weight(card: Card) -> float:
 
 def _peak_bytes(question: Question, stage: int, num_stages: int, start: int, end: int) -> int:
     m, ahead = question.num_microbatches, num_in_flight(question.schedule, stage, num_stages, question.num_microbatches)
-    held = next(itertools.islice(stages_from(question.layers, start), end - start - 1, None))
+    held = next(itertools.islice(question.stages_from(start), end - start - 1, None))
     fixed = sum(layer.fixed_bytes for layer in question.layers[start:end])
     return fixed + held.peak(ahead, m, alternates=ahead < m)
 
@@ -251,10 +261,12 @@ class _Tables:
         size = len(layers) + 1
         held = _StageTables(*torch.zeros(4, size, size, dtype=torch.float64))
         for start in range(len(layers)):
-            columns = torch.tensor(list(stages_from(layers, start)), dtype=torch.float64).T
+            columns = torch.tensor(list(question.stages_from(start)), dtype=torch.float64).T
             for table, column in zip(held, columns, strict=True):
                 table[start, start + 1 :] = column
         beyond = (held.working + held.on_their_way - held.waiting).amax(1).clamp_min(0)
+        trainable = sums([layer.has_params for layer in layers])
+        held.working[trainable[:, None] == trainable] = float("inf")  # a pipeline refuses such a stage
         return cls(
             sums([layer.forward_flops for layer in layers]),
             sums([layer.backward_flops for layer in layers]),
@@ -263,7 +275,7 @@ class _Tables:
             held,
             beyond.flip(0).cummax(0).values.flip(0),
             float(held.received.amax()),
-            float(max(layer.output_bytes for layer in layers)),
+            float(max(layer.output_bytes + layer.input_bytes for layer in layers)),
             torch.tensor(question.cuts, dtype=torch.int64),
         )
 

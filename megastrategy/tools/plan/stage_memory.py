@@ -6,7 +6,8 @@ anything up to there is trained, the gradient of its output. On the first stage 
 its forward and its backward has what the layers' backwards need, but for the input, which lies where it was received,
 and the output, which the schedule keeps for the backward. The most is held in the forward of the last microbatch that
 runs ahead or in the first backward, in some layer: beside its own temporaries there is what the layers before it have
-saved. Where 1F1B alternates, one output and one input's gradient more are on their way to the neighbours.
+saved. Where 1F1B alternates, one output and one input's gradient more are on their way to the neighbours. Under GPipe
+all that was sent, outputs and inputs' gradients, stays until the end of the step, when torch's schedule waits for it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ class Layer:
         fixed_bytes: weights, gradients and optimizer state.
         saved_bytes: what its backward needs.
         forward_peak_bytes: the most that its forward holds, with what it saves and returns.
-        backward_peak_bytes: the most that its backward holds beyond what is saved, with its output or that one's
-            gradient.
+        backward_peak_bytes: the most that its backward holds beyond what is saved, its output and that one's gradient.
+        inner_peak_bytes: the same with the gradient, which goes as soon as it is read.
         input_bytes, output_bytes: what it takes and returns.
         saved_input_bytes: of ``saved_bytes`` the input itself; 0 if the layer before has saved it as its output.
-        saves_output: whether its output is among ``saved_bytes``.
+        saves_output: whether its output is among what it or a layer before it has saved.
+        returns_input: whether its output is its input, or a view of it.
+        passes_grad: whether its input's gradient is its output's, or a view of it.
+        has_params: whether it has any: a stage without them cannot be trained by torch's optimizers.
         input_needs_grad: whether anything before it is trained, so that a gradient goes back.
     """
 
@@ -41,10 +45,14 @@ class Layer:
     saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int = 0
+    inner_peak_bytes: int = 0
     input_bytes: int = 0
     output_bytes: int = 0
     saved_input_bytes: int = 0
     saves_output: bool = False
+    returns_input: bool = False
+    passes_grad: bool = False
+    has_params: bool = True
     input_needs_grad: bool = True
 
 
@@ -69,28 +77,48 @@ class StageBytes(NamedTuple):
         return num_microbatches * self.received + others + self.working
 
 
-def stages_from(layers: Sequence[Layer], start: int) -> Iterator[StageBytes]:
-    """Yields what the stages hold that begin with layer ``start``, of one layer, of two and so on."""
-    first, saved, forward, inner = layers[start], 0, 0, 0
+def stages_from(layers: Sequence[Layer], start: int, *, keeps_sent: bool = False) -> Iterator[StageBytes]:
+    """Yields what the stages hold that begin with layer ``start``, of one layer, of two and so on.
+
+    Args:
+        layers: all of them, in order.
+        start: the first of the stage.
+        keeps_sent: whether all that is sent stays until the end of the step, as under GPipe.
+    """
+    first, saved, forward = layers[start], 0, 0
+    sent_back = first.input_bytes if start and first.input_needs_grad else 0
+    inner = 0  # backwards of layers whose output is not the stage's
+    beside = shared = passed = 0  # of those whose output lies where the stage's does: without it, with it, and where
+    # the layers behind pass its gradient on as it came into its buffer
+    is_received = True  # whether what the next layer takes lies where the stage received it
     for number in range(start, len(layers)):
         layer, is_end = layers[number], number == len(layers) - 1
         # The input is alive in the layer's forward, wherever it lies.
-        if number == start or layers[number - 1].saves_output:
-            forward = max(forward, saved + layer.forward_peak_bytes)
-        else:
-            forward = max(forward, saved + layer.input_bytes + layer.forward_peak_bytes)
-        saved += layer.saved_bytes - (first.saved_input_bytes if number == start else 0)
-        own = saved + layer.backward_peak_bytes if layer.backward_flops or layer.backward_peak_bytes else 0
-        # The last layer's gradient comes into a buffer, or from the loss; those between have room for it beside an
-        # output that is saved.
-        last = own + (layer.output_bytes if is_end and own else 0)
+        is_there = is_received or layers[number - 1].saves_output
+        forward = max(forward, saved + (0 if is_there else layer.input_bytes) + layer.forward_peak_bytes)
+        saved += layer.saved_bytes - (layer.saved_input_bytes if is_received else 0)
+        if not layer.returns_input:
+            inner, beside, shared, passed, is_received = max(inner, beside), 0, 0, 0, False
+        elif not layer.passes_grad:
+            passed = shared
+        has_backward = bool(layer.backward_flops or layer.backward_peak_bytes or layer.inner_peak_bytes)
+        loose = 0 if is_received or layer.saves_output else layer.output_bytes
+        # The gradient of a stage's output is in a buffer, that of the model's output comes from the loss.
+        peak = layer.inner_peak_bytes if is_end else layer.backward_peak_bytes
+        last = saved + loose + peak if has_backward else 0
         returned = layer.output_bytes if not is_end and layers[number + 1].input_needs_grad else 0
-        sent_back = first.input_bytes if start and first.input_needs_grad else 0
+        waiting = saved + loose
+        if keeps_sent:
+            sent = 0 if is_end or is_received else layer.output_bytes
+            # After its backward a microbatch has its input's gradient in place of what it had saved.
+            waiting = sent + max(waiting - sent, sent_back)
         yield StageBytes(
             received=first.input_bytes + returned,
-            waiting=saved + (0 if layer.saves_output else layer.output_bytes),
-            working=max(forward, inner + layer.output_bytes if inner else 0, last),
+            waiting=waiting,
+            working=max(forward, inner + layer.output_bytes if inner else 0, shared if is_end else passed, last),
             on_their_way=sent_back + (0 if is_end else layer.output_bytes),
         )
-        if own:
-            inner = max(inner, own + (layer.output_bytes if layer.saves_output else 0))
+        if has_backward:
+            own = saved + layer.inner_peak_bytes
+            beside, shared = max(beside, own), max(shared, own + loose)
+            passed = max(passed, saved + layer.backward_peak_bytes + loose)

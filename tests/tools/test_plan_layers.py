@@ -1,0 +1,142 @@
+"""Layers of every kind under ``megastrategy.plan``: what is measured of them, and what they are afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megastrategy
+from megastrategy.tools.plan.cards import Card, parse_cards
+from megastrategy.tools.plan.layers import measure_layers
+from megastrategy.tools.plan.search import Question, evaluate, search
+from megastrategy.tools.plan.stage_memory import Layer, stages_from
+from tests.tools.planned_script import counted_peak
+from tests.tools.test_plan_pipelines import loss
+
+CARDS = parse_cards("mine=8GB@1TFLOPS:2")
+
+
+class Masked(nn.Module):
+    """Its backward reads a buffer, as a causal mask is read."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("mask", torch.ones(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x) * self.mask
+        return result
+
+
+def test_a_plan_leaves_layers_sample_and_chance_as_they_were() -> None:
+    torch.manual_seed(0)
+    layers = [nn.ReLU(inplace=True), nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Conv2d(8, 8, 1)]
+    sample = torch.randn(4, 3, 8, 8)
+    values = [tensor.clone() for layer in layers for tensor in layer.state_dict().values()]
+    given, drawn = sample.clone(), torch.get_rng_state()
+    megastrategy.plan(layers, sample, devices=CARDS, microbatches=4)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(sample, given)
+    after = [tensor for layer in layers for tensor in layer.state_dict().values()]
+    assert all(torch.equal(a, b) for a, b in zip(values, after, strict=True))
+
+
+def test_gradients_stay_where_a_layer_fails() -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            out.register_hook(lambda grad: grad.view(-1, 7))
+            return out
+
+    layer = Fails(8, 8)
+    layer.weight.grad = torch.ones(8, 8)
+    with pytest.raises(ValueError, match="layer 0: Fails fails with the sample"):
+        measure_layers([layer], torch.ones(2, 8))
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.sum() == 64
+
+
+def test_a_layer_may_write_into_what_it_takes() -> None:
+    layers = [nn.Conv2d(8, 8, 1), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 1)]
+    x = torch.randn(4, 8, 32, 32)
+    *_, whole = stages_from(measure_layers(layers, x), 0)
+    stage = nn.Sequential(*layers)
+    for param in stage.parameters():
+        param.grad = torch.zeros_like(param)
+
+    def step() -> None:
+        out = stage(x)
+        loss(out, x).backward()
+
+    before, *_ = torch.backends.mkldnn.set_flags(False)  # no copies in blocks
+    try:
+        assert whole.working == pytest.approx(counted_peak(step), rel=0.01)
+    finally:
+        torch.backends.mkldnn.set_flags(before)
+
+
+def test_buffers_that_a_backward_reads_are_counted_once_and_not_by_microbatch() -> None:
+    [layer] = measure_layers([Masked()], torch.ones(64, 64))
+    assert layer.fixed_bytes == 4 * (64 * 64 + 64) * 4 + 64 * 64 * 4, "weights, gradients, two of Adam's; and the mask"
+    assert layer.saved_bytes == 64 * 64 * 4, "the input"
+
+
+def mlp(*, parameters: int) -> list[nn.Module]:
+    return [module for _ in range(parameters) for module in (nn.Linear(8, 8), nn.ReLU(), nn.ReLU())]
+
+
+def test_no_stage_is_planned_without_parameters_since_a_pipeline_refuses_it() -> None:
+    plan = megastrategy.plan(mlp(parameters=2), torch.ones(2, 8), devices=CARDS, microbatches=4)
+    assert plan.split_spec in ((1, 5), (2, 4), (3, 3))
+    with pytest.raises(ValueError, match=r"stage 1 without parameters \(4: ReLU, 5: ReLU\), for which torch has no"):
+        megastrategy.plan(mlp(parameters=2), torch.ones(2, 8), devices=CARDS, microbatches=4, split_spec=[4, 2])
+    with pytest.raises(ValueError, match="1 of 3 layers have parameters, for 2 cards: expected one in each stage"):
+        megastrategy.plan(mlp(parameters=1), torch.ones(2, 8), devices=CARDS, microbatches=4)
+
+
+@pytest.mark.parametrize("objective", ["time", "waste"])
+def test_of_layers_without_parameters_the_search_finds_what_trying_everything_finds(objective: Any) -> None:
+    cards = [Card(name, memory, flops * 1e12) for name, memory, flops in [("a", 40, 3), ("a", 40, 3), ("b", 25, 1)]]
+    told_apart = 0
+    for seed in range(10):
+        draw = random.Random(seed)
+        layers = [
+            Layer(str(i), draw.uniform(1, 9) * 1e9, 1e9, draw.randint(1, 5), draw.randint(0, 3), draw.randint(0, 4))
+            for i in range(8)
+        ]
+        layers = [dataclasses.replace(layer, has_params=draw.random() < 0.5) for layer in layers[:-2]] + layers[-2:]
+        if sum(layer.has_params for layer in layers) < 3:
+            continue
+        best, free = float("inf"), float("inf")
+        question = Question(layers, cards, 4)
+        for order in set(itertools.permutations(cards)):
+            for cuts in itertools.combinations(range(1, 8), 2):
+                ends = [0, *cuts, 8]
+                found = evaluate(question, order, [b - a for a, b in itertools.pairwise(ends)])
+                if any(peak > card.memory_bytes for peak, card in zip(found.peak_bytes, order, strict=True)):
+                    continue
+                value = found.step_ms if objective == "time" else found.waste
+                free = min(free, value)
+                if all(any(layer.has_params for layer in layers[a:b]) for a, b in itertools.pairwise(ends)):
+                    best = min(best, value)
+        result = search(question, objective)
+        value = float("inf") if result is None else result.step_ms if objective == "time" else result.waste
+        assert value == pytest.approx(best, rel=1e-12)
+        told_apart += best != free
+    assert told_apart, "without the rule another one would be the best somewhere"
+
+
+def test_fewer_microbatches_than_stages_are_refused_where_torch_refuses_them() -> None:
+    layers, x, cards = mlp(parameters=3), torch.ones(2, 8), parse_cards("mine=8GB@1TFLOPS:3")
+    with pytest.raises(ValueError, match="2 microbatches for 3 cards: expected at least as many with '1f1b'"):
+        megastrategy.plan(layers, x, devices=cards, microbatches=2)
+    assert set(megastrategy.plan(layers, x, devices=cards, microbatches=2, schedule="gpipe").step_times) == {"gpipe"}
