@@ -140,3 +140,45 @@ def test_fewer_microbatches_than_stages_are_refused_where_torch_refuses_them() -
     with pytest.raises(ValueError, match="2 microbatches for 3 cards: expected at least as many with '1f1b'"):
         megastrategy.plan(layers, x, devices=cards, microbatches=2)
     assert set(megastrategy.plan(layers, x, devices=cards, microbatches=2, schedule="gpipe").step_times) == {"gpipe"}
+
+
+class Tied(nn.Module):
+    """One weight twice, and a buffer to look up in."""
+
+    places: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)
+        self.down.weight = self.up.weight
+        self.table = nn.Embedding(4, 512)
+        self.register_buffer("places", torch.arange(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.up(x + self.table(self.places))).relu()
+        return result
+
+
+def test_layers_on_meta_are_planned_as_those_with_memory() -> None:
+    def made() -> list[nn.Module]:
+        return [Tied(), nn.BatchNorm1d(4), Tied().requires_grad_(False), Tied()]
+
+    with torch.device("meta"):
+        on_meta = made()
+    x = torch.randn(8, 4, 512)
+    assert measure_layers(on_meta, x) == measure_layers(made(), x)
+    assert all(tensor.is_meta for layer in on_meta for tensor in (*layer.parameters(), *layer.buffers()))
+
+
+@pytest.mark.parametrize(
+    ("sample", "devices", "says"),
+    [
+        (None, CARDS, "the sample is a NoneType: expected a tensor with values"),
+        (torch.ones(2, 8, device="meta"), CARDS, "the sample is on meta: expected a tensor with values"),
+        (torch.ones(2, 8), ["3090", "2080"], "devices has '3090': expected cards, such as parse_cards"),
+    ],
+    ids=["no sample", "on meta", "names"],
+)
+def test_what_is_no_sample_and_no_card_is_named(sample: Any, devices: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        megastrategy.plan(mlp(parameters=2), sample, devices=devices, microbatches=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def measure_layers(
     """Runs forward and backward of each layer on one microbatch, whose tensors have no values if they are large.
 
     Args:
-        layers: in order; each takes what the one before returns, one tensor.
+        layers: in order; each takes what the one before returns, one tensor. They may be on meta.
         sample: one microbatch, for the first.
         frozen: the layers that are not trained; None for those whose parameters require no gradients.
         state_tensors: how many numbers the optimizer keeps for each element (Adam: 2).
@@ -43,6 +44,9 @@ def measure_layers(
     Raises:
         ValueError: if a layer is none, fails, or does not return one tensor, or a frozen layer is not there.
     """
+    if not isinstance(sample, Tensor) or sample.is_meta:
+        what = "on meta" if isinstance(sample, Tensor) else f"a {type(sample).__name__}"
+        raise ValueError(f"the sample is {what}: expected a tensor with values, one microbatch")
     if wrong := [number for number in frozen or () if not 0 <= number < len(layers)]:
         raise ValueError(f"frozen has {wrong[0]}: expected layers from 0 to {len(layers) - 1}")
     found: list[Layer] = []
@@ -50,6 +54,7 @@ def measure_layers(
     for number, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise ValueError(f"layer {number} is a {type(layer).__name__}: expected an nn.Module")
+        layer = _with_memory(layer, sample.device)
         params = list(layer.parameters())
         with _frozen(params, frozen is not None, number in (frozen or ())), _as_it_was(layer):
             is_trained = any(param.requires_grad for param in params)
@@ -94,6 +99,27 @@ def _frozen(params: Sequence[nn.Parameter], is_given: bool, is_frozen: bool) -> 
     finally:
         for param, required in zip(params, before, strict=True):
             param.requires_grad_(required)
+
+
+def _with_memory(layer: nn.Module, device: torch.device) -> nn.Module:
+    """The layer; or, where some of it is on meta, a copy that is not: zeros, which take no memory where they are
+    large."""
+    if not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
+        return layer
+    layer = copy.deepcopy(layer)
+    made: dict[Tensor, Tensor] = {}  # what is tied stays one
+    with LiveBytes(computes=False):
+        for module in layer.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None or not tensor.is_meta:
+                        continue
+                    if tensor not in made:
+                        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+                        is_param = isinstance(tensor, nn.Parameter)
+                        made[tensor] = nn.Parameter(zeros, tensor.requires_grad) if is_param else zeros
+                    tensors[name] = made[tensor]  # type: ignore[assignment]
+    return layer
 
 
 @contextlib.contextmanager

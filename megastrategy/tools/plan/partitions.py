@@ -60,7 +60,8 @@ def plan(
     """Finds the best of all orders of the cards and all partitions of the layers.
 
     Args:
-        layers: in order; each takes what the one before returns, one tensor. They are run by their shapes alone.
+        layers: in order; each takes what the one before returns, one tensor. They are run by their shapes alone,
+            and may be on meta.
         sample: one microbatch.
         devices: one for each stage, in any order.
         microbatches: of a step.
@@ -78,6 +79,8 @@ def plan(
     """
     if objective not in ("time", "waste"):
         raise ValueError(f"objective={objective!r}: expected 'time' or 'waste'")
+    if wrong := [device for device in devices if not isinstance(device, Card)]:
+        raise ValueError(f"devices has {wrong[0]!r}: expected cards, such as parse_cards('3090:2,2080ti:1')")
     if schedule == "1f1b" and 0 < microbatches < len(devices):
         raise ValueError(
             f"{microbatches} microbatches for {len(devices)} cards: expected at least as many with '1f1b', as torch's "
