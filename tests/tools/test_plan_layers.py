@@ -182,3 +182,12 @@ def test_layers_on_meta_are_planned_as_those_with_memory() -> None:
 def test_what_is_no_sample_and_no_card_is_named(sample: Any, devices: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         megastrategy.plan(mlp(parameters=2), sample, devices=devices, microbatches=4)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_a_plan_is_the_same_where_gradients_are_switched_off(mode: Any) -> None:
+    layers = mlp(parameters=2)
+    expected = measure_layers(layers, torch.ones(2, 8))
+    with mode():
+        assert measure_layers(layers, torch.ones(2, 8)) == expected
+    assert expected[-1].backward_peak_bytes > 0

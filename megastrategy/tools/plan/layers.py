@@ -142,7 +142,7 @@ class _LayerBehind(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, made: Callable[[Tensor], object]) -> Tensor:
         ctx.like, ctx.made = (out.shape, out.stride(), out.dtype, out.device), made
-        return out.new_zeros(())
+        return out.new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
@@ -168,7 +168,8 @@ def _measure(name: str, layer: nn.Module, x: Tensor, *, needs_input_grad: bool) 
         return tensor
 
     backward_flops = 0.0
-    with live:
+    # Whether or not the caller has gradients switched off.
+    with torch.inference_mode(False), torch.enable_grad(), live:
         # No leaf, since a layer may write into what the one before it returns; and nothing of the user's.
         leaf = x.detach().requires_grad_(needs_input_grad and x.is_floating_point())
         own = leaf.clone()
