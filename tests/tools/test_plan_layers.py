@@ -191,3 +191,11 @@ def test_a_plan_is_the_same_where_gradients_are_switched_off(mode: Any) -> None:
     with mode():
         assert measure_layers(layers, torch.ones(2, 8)) == expected
     assert expected[-1].backward_peak_bytes > 0
+
+
+def test_what_is_saved_and_seen_through_a_view_is_counted_once() -> None:
+    x = torch.ones(2, 4, 8)
+    linear, relu, view, head = measure_layers([nn.Linear(8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 2)], x)
+    assert (linear.saved_bytes, relu.saved_bytes, view.saved_bytes, head.saved_bytes) == (x.nbytes, x.nbytes, 0, 0)
+    assert view.returns_input
+    assert view.saves_output, "the layer before has saved it"

@@ -160,7 +160,7 @@ def peak(case: Case) -> int:
                 Case((3, 2, 1), "1F1B", "middle"),
                 Case((2, 2, 2), "GPipe", "nothing", kind="activations"),
                 Case((2, 2, 2), "1F1B", "nothing", kind="dropout"),
-                Case((1, 2, 3), "GPipe", "nothing", kind="views"),
+                Case((2, 3, 1), "GPipe", "nothing", kind="views"),
             ],
             id="short",
         ),
