@@ -53,10 +53,8 @@ class DTensorParts(LocalParts):
         self._dp_ranks = ranks_of(process_group)
         self._own_group: ProcessGroup | None = None
         self._device = torch.device("cpu")
-        self._has_seen_batch = False
+        self._has_seen_batch = self._looked_for_ties = False
         self.mesh: DeviceMesh = mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh
-        if self.mesh.get_local_rank() == 0 and self.mesh.get_rank() == min(self._dp_ranks, default=0):
-            _warn_of_broken_ties(module)
 
     def connect(self, device: torch.device) -> None:
         if self.mesh.size() == 1:
@@ -80,6 +78,10 @@ class DTensorParts(LocalParts):
                     )
         for name, param in dtensors_of(module).items():
             self._check(name, param)
+        if not self._looked_for_ties:
+            self._looked_for_ties = True
+            if self.mesh.get_local_rank() == 0 and self.mesh.get_rank() == min(self._dp_ranks, default=0):
+                _warn_of_broken_ties(module)
 
     def _check(self, name: str, param: Any) -> None:
         mesh = param.device_mesh

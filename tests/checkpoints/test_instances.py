@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy._checkpoints.directories import written_by
 from megastrategy.core import host_collectives, read_directory, save_directory, to_host
 from megastrategy.core.checkpoint.flat_shard import FlatShard
 from megastrategy.core.checkpoint.sharded_state import read_metadata
@@ -80,8 +81,8 @@ def save_in_one_way_and_load_in_another(folder: Path, dtype: torch.dtype, writer
     if writer == "two instances":
         held = [v for values in state["optimizer"]["state"].values() for v in values.values()]
         assert any(isinstance(value, FlatShard) for value in held), "the ranks write their parts"
-    buffers = {("model", name) for name, _ in writing.module.named_buffers()}  # each rank has its own
-    save_directory(state, {"step": 3}, path, host_collectives(), buffers)
+    state["model"] = written_by(state["model"], writing.module, dist.get_rank() == 0)
+    save_directory(state, {"step": 3}, path, host_collectives())
     if dist.get_rank() == 0:
         check_every_element_is_there_once(path)
     saved = writing.whole()

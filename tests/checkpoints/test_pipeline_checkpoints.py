@@ -192,7 +192,7 @@ def test_a_file_is_that_of_one_process(
         param.grad = torch.zeros_like(param) if param.requires_grad else None
     optimizer.step()
     torch_state = optimizer.state_dict()
-    assert list(weights) == list(layers.state_dict())
+    assert list(weights) == list(layers.state_dict()) == list(read_directory(tmp_path / "saved/directory", "model"))
     layers.load_state_dict(weights)
     assert state["param_groups"] == torch_state["param_groups"]
     assert state["state"].keys() == torch_state["state"].keys()

@@ -88,7 +88,7 @@ def wired(
 KEPT = {"optimizer_state_dtype": "bf16", "store_param_remainders": True}
 SHORT = [
     wired("reduce-scatter", WIRES[0], steps=4),
-    wired("pooled", WIRES[1], steps=4),
+    wired("pooled", WIRES[1]),
     wired("reduce-scatter", KEPT, torch.bfloat16, steps=4),
 ]
 EVERY = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import io
 import logging
@@ -29,6 +30,7 @@ from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, ex
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 NOT_TENSORS = "megatron_ddp_not_tensors"
@@ -156,11 +158,32 @@ def _write(
     from torch.distributed.checkpoint import api, state_dict_saver
 
     try:
-        state_dict_saver.save(state, storage_writer=writer, process_group=collectives.group)
+        state_dict_saver.save(
+            state, storage_writer=writer, planner=_planner_in_order(), process_group=collectives.group
+        )
     # Raised on all ranks, when any failed: the saver has gathered what each said, and nobody waits.
     except api.CheckpointException as error:
         causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
         raise CheckpointError(f"the checkpoint {path} was not written: {causes}") from error
+
+
+def _planner_in_order() -> SavePlanner:
+    """torch's, whose directory lists names in the order of the ranks that have them, each as its rank does: who makes
+    one file of it gets what one process would have saved. torch's own begins with the last rank's, which lack what the
+    first one alone writes."""
+    from torch.distributed.checkpoint import default_planner
+    from torch.distributed.checkpoint.planner import SavePlan
+
+    class Planner(default_planner.DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            plans, metadata = super().create_global_plan(all_plans)
+            in_order: dict[str, Any] = {}
+            for plan in all_plans:
+                in_order |= {name: place for name, place in plan.planner_data.items() if name not in in_order}
+            self.metadata = dataclasses.replace(metadata, planner_data=in_order)
+            return plans, self.metadata
+
+    return Planner()
 
 
 def _write_extra(path: Path, extra: dict[str, Any]) -> None:
