@@ -8,9 +8,9 @@ ARGS ?=
 # The tests run two and more ranks at once; more than one thread each would only contend for the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Files go to workers whole, so each worker has its own processes for ranks, and a file's trainings are done once; in their
-# order, so that the shortest, tests/unit, come last, and no worker is left alone with a long one. One more than cores: a
-# sixth of the time goes to waits that tests are about.
-WORKERS ?= 3
+# order, so that the shortest, tests/unit, come last, and no worker is left alone with a long one. Two more than two cores:
+# half of the time goes to waits that tests are about (three workers took 648 s, four 533 s, on 2026-11-25).
+WORKERS ?= 4
 PYTEST += --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

@@ -88,7 +88,6 @@ def wired(
 KEPT = {"optimizer_state_dtype": "bf16", "store_param_remainders": True}
 SHORT = [
     wired("reduce-scatter", WIRES[0], steps=4),
-    wired("pooled", WIRES[1]),
     wired("reduce-scatter", KEPT, torch.bfloat16, steps=4),
 ]
 EVERY = [
@@ -137,6 +136,7 @@ def resumed_half_way(mesh: Any, case: Case) -> dict[str, bytes]:
     ("dp", "tp", "cases"),
     [
         pytest.param(2, 2, SHORT, id="2x2"),
+        pytest.param(2, 2, [wired("pooled", WIRES[1])], id="8 bits", marks=pytest.mark.long),
         pytest.param(2, 2, EVERY, id="all-2x2", marks=pytest.mark.long),
         pytest.param(3, 2, EVERY, id="all-3x2", marks=pytest.mark.long),
     ],
