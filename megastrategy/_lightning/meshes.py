@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 
-from ..core import NOT_TENSORS, cut_like, dtensors_of, materialise, not_tensors
+from ..core import NOT_TENSORS, cut_state, materialise, not_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -153,16 +153,9 @@ def load_weights(module: Module, weights: Mapping[str, Any], strict: bool, mesh:
 
         load_whole_state_dict(module, weights, strict)
         return
-    params = dtensors_of(module, each_name=True)
-    parts = dict(weights)
-    for name in params.keys() & weights.keys():
-        value = weights[name]
-        # One of another shape is told of by torch, with its name.
-        if isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == params[name].shape:
-            parts[name] = cut_like(params[name], value)
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    set_model_state_dict(module, parts, options=StateDictOptions(strict=strict))
+    set_model_state_dict(module, cut_state(module, weights), options=StateDictOptions(strict=strict))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 from .._faults.process_collectives import engine_collectives
-from ..core import DistributedDataParallelConfig, LoneCollectives, cut_like, dtensors_of
+from ..core import DistributedDataParallelConfig, LoneCollectives, cut_state, dtensors_of
 from .plugin import MegatronDDPPlugin
 from .prepared_model import PreparedModel
 
@@ -179,9 +179,9 @@ def take_whole_states(model: Module) -> None:
 def cut_in_place(module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Puts this rank's parts in the place of whole tensors, before torch loads them; as a hook of the module."""
     # torch has made a copy of the caller's dictionary, and hands it on to the submodules
-    for name, param in module.named_parameters(remove_duplicate=False):
-        value = state.get(prefix + name)
-        if not isinstance(value, Tensor) or hasattr(value, "placements") or value.shape != param.shape:
-            continue
-        if hasattr(param, "placements"):
-            state[prefix + name] = cut_like(param, value)
+    own = {
+        name: state[prefix + name]
+        for name, _ in module.named_parameters(remove_duplicate=False)
+        if prefix + name in state
+    }
+    state.update((prefix + name, part) for name, part in cut_state(module, own).items())

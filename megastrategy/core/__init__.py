@@ -37,7 +37,7 @@ from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
 from .grad_scaler import GradScaler, adapt_scaler
 from .layout import Bucket, BufferLayout, ParamSpec, build_layout
-from .local_parts import cut_like, dtensors_of
+from .local_parts import cut_state, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
 from .meta_modules import materialise
 from .rebucketing.arrival_order import better_layout_order
@@ -75,7 +75,7 @@ __all__ = [
     "build_layout",
     "check_replaceable",
     "config_from_arguments",
-    "cut_like",
+    "cut_state",
     "describe_hole",
     "describe_translation",
     "describe_unreduced",

@@ -198,6 +198,17 @@ def cut_like(param: Any, whole: Tensor) -> Tensor:
     return cut
 
 
+def cut_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of whole tensors as ``module`` takes it: of parameters that are cut this rank's parts, views. What is a
+    DTensor already is left as it is, and so is one of another shape, which torch tells of with its name."""
+    cut = dict(state)
+    for name, param in dtensors_of(module, each_name=True).items():
+        value = state.get(name)
+        if isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == param.shape:
+            cut[name] = cut_like(param, value)
+    return cut
+
+
 def empty_like_part(param: Any, dtype: torch.dtype) -> Tensor:
     """A DTensor that is cut as ``param`` is, with memory for this rank's part alone, on the host."""
     # Not by from_local(), which moves its tensor to the mesh's device: all weights would be there twice.

@@ -19,8 +19,7 @@ from ..core import (
     Copies,
     FollowsStages,
     StagedModule,
-    cut_like,
-    dtensors_of,
+    cut_state,
     gather_whole,
     make_collectives,
     materialise,
@@ -344,13 +343,7 @@ def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: b
         state: the whole, on every rank. DTensors in it are this rank's parts already.
         strict: as for ``module.load_state_dict``; what other stages have is never asked for.
     """
-    params, own = dtensors_of(module, each_name=True), dict(state)
-    for name in params.keys() & state.keys():
-        value = state[name]
-        # One of another shape is told of by torch, with its name.
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == params[name].shape:
-            own[name] = cut_like(params[name], value)
-    module.load_state_dict(own, strict)
+    module.load_state_dict(cut_state(module, state), strict)
 
 
 def _whole(value: Any, *, keep: bool) -> Any:

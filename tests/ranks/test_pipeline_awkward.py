@@ -17,7 +17,7 @@ from torch.nn import functional
 from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
 from megastrategy.errors import CheckpointError, StageError
 from megastrategy.pipeline import Pipeline
-from tests.support.pipelines import Case, Trainee, batch_of, make_layers, mesh_of
+from tests.support.pipelines import Case, Trainee, answers, batch_of, make_layers
 from tests.support.processes import run_processes
 
 
@@ -277,15 +277,10 @@ ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
 )
 
 
-def answers() -> dict[str, Any]:
-    mesh = mesh_of(2)
-    return {ask.__name__: ask(mesh) for ask in ASKED}
-
-
 @pytest.fixture(scope="module")
 def answered() -> list[dict[str, Any]]:
-    """By rank; one group of processes, as starting one takes seconds."""
-    return run_processes(4, answers, timeout_s=200.0)
+    """By rank."""
+    return run_processes(4, answers, ASKED, 2, timeout_s=200.0)
 
 
 @pytest.mark.parametrize(

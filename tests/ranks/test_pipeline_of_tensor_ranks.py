@@ -8,32 +8,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
-from megastrategy.errors import LayoutMismatchError, NonFiniteGradError, ReplicaMismatchError
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.errors import LayoutMismatchError, ReplicaMismatchError
 from megastrategy.pipeline import Pipeline
-from tests.support.pipelines import Case, Trainee, loss_of, make_layers, mesh_of, train_alone
+from tests.support.pipelines import Case, Trainee, answers, loss_of, make_layers, train_alone
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import adamw
 
-from .test_pipeline_rules import forward, message
+from .test_pipeline_rules import forward, inf_in_one_stage, message, nan_in_one_stage
 
 CASE = Case((2, 4), tied=True, steps=3, sequence_parallel=True)
 LAST_OF_FIRST_STAGE, LAST = 1, 3
 """Ranks of the mesh of 2 stages x 1 x 2 tensor ranks: each is its stage's second tensor rank."""
-
-
-def weights(trainee: Trainee) -> dict[str, Tensor]:
-    """This rank's parts."""
-    named = trainee.net.named_parameters()
-    return {name: getattr(param, "_local_tensor", param).detach().clone() for name, param in named}
-
-
-def unchanged(trainee: Trainee, before: dict[str, Tensor]) -> bool:
-    return all(torch.equal(before[name], weight) for name, weight in weights(trainee).items())
 
 
 def counted_once(mesh: DeviceMesh) -> tuple[float, int, int]:
@@ -48,36 +38,9 @@ def counted_once(mesh: DeviceMesh) -> tuple[float, int, int]:
     return norm, zeros, every
 
 
-def nan_on_one_rank(mesh: DeviceMesh) -> tuple[str, bool, bool]:
-    """The error, whether weights are what they were, and whether training goes on afterwards."""
-    trainee = Trainee.make(mesh, Case((2, 4), options=(("check_for_nan_in_grad", True),)))
-    before, handle = weights(trainee), None
-    if dist.get_rank() == LAST:
-        param = dict(trainee.net.named_parameters())["layers.3.up.weight"]
-        handle = param.register_hook(lambda grad: grad * float("nan"))
-    text = message(NonFiniteGradError, lambda: forward(trainee))
-    same = unchanged(trainee, before)
-    if handle is not None:
-        handle.remove()
-    goes_on = trainee.train(range(1)).losses[0] > 0
-    trainee.model.close()
-    return text, same, goes_on
-
-
 def inf_on_one_rank(mesh: DeviceMesh) -> tuple[float, bool]:
-    """The scale after a step that has to be skipped everywhere, and whether weights are what they were."""
-    trainee = Trainee.make(mesh, CASE)
-    scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1000)
-    before = weights(trainee)
-    if dist.get_rank() == LAST_OF_FIRST_STAGE:
-        # of a part that no other rank has
-        trainee.net.layers[1].up.weight.register_hook(lambda grad: grad * float("inf"))
-    scaler.scale(forward(trainee)).backward()
-    scaler.step(trainee.optimizer)
-    scaler.update()
-    same = unchanged(trainee, before)
-    trainee.model.close()
-    return scaler.get_scale(), same
+    """Of a part that no other rank has."""
+    return inf_in_one_stage(mesh, CASE, LAST_OF_FIRST_STAGE)
 
 
 def replicas_that_part(mesh: DeviceMesh) -> tuple[str, str]:
@@ -129,18 +92,13 @@ def misuse(mesh: DeviceMesh) -> dict[str, str]:
     return said
 
 
-ASKED = (counted_once, nan_on_one_rank, inf_on_one_rank, replicas_that_part, stage_without_cuts, misuse)
-
-
-def answers() -> dict[str, Any]:
-    mesh = mesh_of(2, 2)
-    return {ask.__name__: ask(mesh) for ask in ASKED}
+ASKED = (counted_once, nan_in_one_stage, inf_on_one_rank, replicas_that_part, stage_without_cuts, misuse)
 
 
 @pytest.fixture(scope="module")
 def answered() -> list[dict[str, Any]]:
     """By rank."""
-    return run_processes(4, answers, timeout_s=400.0)
+    return run_processes(4, answers, ASKED, 2, 2, timeout_s=400.0)
 
 
 def test_every_element_counts_once(answered: list[dict[str, Any]]) -> None:
@@ -155,7 +113,7 @@ def test_every_element_counts_once(answered: list[dict[str, Any]]) -> None:
 
 
 def test_a_nan_on_one_rank_stops_all_with_its_name(answered: list[dict[str, Any]]) -> None:
-    for text, same, goes_on in (answer["nan_on_one_rank"] for answer in answered):
+    for text, same, goes_on in (answer["nan_in_one_stage"] for answer in answered):
         assert "stage 1: " in text
         assert "rank 0, tensor rank 1, parameter 'layers.3.up.weight'" in text
         assert same

@@ -30,10 +30,10 @@ from tests.support.pipelines import (
     Block,
     Case,
     Trainee,
+    answers,
     batch_of,
     loss_of,
     make_layers,
-    mesh_of,
     train_alone,
 )
 from tests.support.processes import run_processes
@@ -55,7 +55,9 @@ def forward(trainee: Trainee, step: int = 0) -> Tensor:
 
 
 def weights(trainee: Trainee) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in trainee.net.named_parameters()}
+    """This rank's parts."""
+    named = trainee.net.named_parameters()
+    return {name: getattr(param, "_local_tensor", param).detach().clone() for name, param in named}
 
 
 def unchanged(trainee: Trainee, before: dict[str, Tensor]) -> bool:
@@ -103,12 +105,12 @@ def nan_in_one_stage(mesh: DeviceMesh) -> tuple[str, bool, bool]:
     return text, same, goes_on
 
 
-def inf_in_one_stage(mesh: DeviceMesh) -> tuple[float, bool]:
+def inf_in_one_stage(mesh: DeviceMesh, case: Case = CASE, on_rank: int = 0) -> tuple[float, bool]:
     """The scale after a step that has to be skipped everywhere, and whether weights are what they were."""
-    trainee = Trainee.make(mesh, CASE)
+    trainee = Trainee.make(mesh, case)
     scaler = GradScaler("cpu", init_scale=4.0, growth_interval=1000)
     before = weights(trainee)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == on_rank:
         # no copy of a tied weight, which brings it to the other stage by itself
         trainee.net.layers[1].up.weight.register_hook(lambda grad: grad * float("inf"))
     scaler.scale(forward(trainee)).backward()
@@ -367,15 +369,10 @@ ASKED = (
 )
 
 
-def answers() -> dict[str, Any]:
-    mesh = mesh_of(2)
-    return {ask.__name__: ask(mesh) for ask in ASKED}
-
-
 @pytest.fixture(scope="module")
 def answered() -> list[dict[str, Any]]:
-    """By rank; one group of processes, as starting one takes seconds."""
-    return run_processes(4, answers, timeout_s=400.0)
+    """By rank."""
+    return run_processes(4, answers, ASKED, 2, timeout_s=400.0)
 
 
 def test_a_step_reduces_each_bucket_once_and_under_the_last_backward(answered: list[dict[str, Any]]) -> None:
