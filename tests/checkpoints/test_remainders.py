@@ -14,6 +14,7 @@ from megastrategy.core import make_collectives, read_directory, save_directory, 
 from tests.ranks.test_wire_dtypes import BOTH, MakeOptimizer, Ours, adamw, matrices_and_rest
 from tests.support.directories import saving_among_threads
 from tests.support.ranks import run_ranks
+from tests.support.training import load_in_order
 
 
 def saved(ours: Ours) -> dict[str, Any]:
@@ -21,16 +22,6 @@ def saved(ours: Ours) -> dict[str, Any]:
     file = {"model": ours.module.state_dict(), "optimizer": ours.optimizer.state_dict(), "main": ours.remainders()}
     files = ours.collectives.all_gather_objects(file if ours.rank == 0 else None)
     return copy.deepcopy(files[0])
-
-
-def load(ours: Ours, file: dict[str, Any], order: tuple[str, ...]) -> None:
-    for key in order:
-        if key == "model":
-            ours.module.load_state_dict(file["model"])
-        elif key == "optimizer":
-            ours.optimizer.load_state_dict(file["optimizer"])
-        else:
-            ours.optimizer.load_main_params(file["main"])
 
 
 @pytest.mark.parametrize("order", [("model", "optimizer", "main"), ("main", "optimizer", "model")])
@@ -49,7 +40,7 @@ def test_a_resumed_run_goes_on_to_the_bit(overlap: str, make: MakeOptimizer, ord
         uncut = ours.weights(), ours.remainders()
         for step in range(100, 103):
             ours.step(step)
-        load(ours, file, order)
+        load_in_order(ours, file, order)
         for step in range(5, 10):
             ours.step(step)
         resumed = ours.weights(), ours.remainders()

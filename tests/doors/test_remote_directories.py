@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from megastrategy import SaveOnStop
-from megastrategy._checkpoints import directories
 from megastrategy.core import (
     CheckpointError,
     RemoteDirectory,
@@ -24,11 +21,11 @@ from megastrategy.core import (
 
 from ..support.object_store import copy_to_disk, objects_in
 from .fabric_loops import make_fabric
-from .fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, assert_same_tensors, fit, loader, make_strategy, make_trainer
+from .fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, assert_same_tensors, loader, make_strategy, make_trainer
 from .rank_processes import Ranks
 from .test_lightning_checkpoints import assert_same_value, fit_and_save, resume
 from .test_loading_directories import EXTRA, Net
-from .test_sharded_directories import Counts, consolidate
+from .test_sharded_directories import consolidate, fit_slowly_in_background
 
 SHARDED = {"strategy_options": {"state_dict_type": "sharded"}}
 NAME = f"step={BATCHES_PER_EPOCH}.ckpt"
@@ -86,42 +83,15 @@ def test_it_is_a_local_directory_in_all_but_names_also_in_the_background(
     assert_same_value(whole["state_dict"], read_directory(far, "model"), "consolidated")
 
 
-def fit_slowly_in_background(url: str) -> list[int]:
-    """How many complete checkpoints there are at the start of each batch, when saving takes longer than a batch."""
-    slow = directories.save_directory
-
-    def save(*arguments: Any) -> None:
-        time.sleep(0.2)
-        slow(*arguments)
-
-    directories.save_directory = save
-    try:
-        saver = ModelCheckpoint(url, save_top_k=1, every_n_train_steps=1, filename="{step}")
-        counts = CountsFarAway(Path())
-        counts.url = url
-        fit(
-            "megatron_ddp",
-            callbacks=[saver, counts],
-            enable_checkpointing=True,
-            plugins=[AsyncCheckpointIO()],
-            **SHARDED,
-        )
-    finally:
-        directories.save_directory = slow
-    return counts.found
-
-
-class CountsFarAway(Counts):
-    url: str
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        names = RemoteDirectory(self.url).file_system().find(self.url)
-        self.found.append(sum(name.endswith("/.metadata") for name in names))
+def complete_far_away(url: str) -> int:
+    """The number of complete checkpoints."""
+    names = RemoteDirectory(url).file_system().find(url)
+    return sum(name.endswith("/.metadata") for name in names)
 
 
 def test_there_is_a_complete_checkpoint_at_any_time_while_the_next_is_saved(ranks: Ranks, url: str) -> None:
     """ModelCheckpoint removes the old one as soon as it has asked for the new one."""
-    for found in ranks.run(fit_slowly_in_background, url):
+    for found in ranks.run(fit_slowly_in_background, url, complete_far_away):
         assert set(found[3:]) <= {1, 2}, found
     assert [name.count("__") for name in sorted(objects_in(url))].count(1) == 2, "one is left, of two parts"
 

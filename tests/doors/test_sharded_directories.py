@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +354,12 @@ def save_after_fit(path: Path) -> bool:
     return is_directory_checkpoint(path)
 
 
-def fit_slowly_in_background(folder: Path) -> list[int]:
+def complete_in(folder: Path) -> int:
+    """The number of complete checkpoints."""
+    return sum(is_directory_checkpoint(path) for path in folder.glob("*.ckpt"))
+
+
+def fit_slowly_in_background(folder: Any, count: Callable[[Any], int] = complete_in) -> list[int]:
     """How many complete checkpoints there are at the start of each batch, when saving takes longer than a batch."""
     slow = directories.save_directory
 
@@ -364,7 +370,7 @@ def fit_slowly_in_background(folder: Path) -> list[int]:
     directories.save_directory = save
     try:
         saver = ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=1, filename="{step}")
-        counts = Counts(folder)
+        counts = Counts(lambda: count(folder))
         fit(
             "megatron_ddp",
             callbacks=[saver, counts],
@@ -378,11 +384,11 @@ def fit_slowly_in_background(folder: Path) -> list[int]:
 
 
 class Counts(pl.Callback):
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.found = folder, []
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count, self.found = count, list[int]()
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self.found.append(sum(is_directory_checkpoint(path) for path in self.folder.glob("*.ckpt")))
+        self.found.append(self._count())
 
 
 def test_there_is_a_complete_checkpoint_at_any_time_while_the_next_is_saved(ranks: Ranks, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.support.directories import saving_among_threads
 from tests.support.narrow_reference import round_states
 from tests.support.optimizers import Buffered, CountsCalls
 from tests.support.ranks import run_ranks
+from tests.support.training import load_in_order
 
 STATE = {"optimizer_state_dtype": "bf16"}
 BITS = {"store_param_remainders": True}
@@ -101,13 +102,7 @@ class Ours:
         return copy.deepcopy(self.collectives.all_gather_objects(own)[0])
 
     def load(self, file: dict[str, Any], order: tuple[str, ...] = ("model", "optimizer", "main")) -> None:
-        for key in order:
-            if key == "model":
-                self.module.load_state_dict(file["model"])
-            elif key == "optimizer":
-                self.optimizer.load_state_dict(file["optimizer"])
-            else:
-                self.optimizer.load_main_params(file["main"])
+        load_in_order(self, file, order)
 
 
 def trained(size: int, make: Any, dtype: torch.dtype, steps: range, before: Any = None, **options: Any) -> Any:

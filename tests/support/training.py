@@ -249,3 +249,14 @@ def assert_close(
                 assert torch.equal(mine.weights[name], ours[0].weights[name]), (
                     f"{name} differs between ranks 0 and {rank}"
                 )
+
+
+def load_in_order(ours: Any, file: dict[str, Any], order: tuple[str, ...]) -> None:
+    """Loads the parts of a file, "model", "optimizer" and "main", into ``ours.module`` and ``ours.optimizer``."""
+    loads = {
+        "model": ours.module.load_state_dict,
+        "optimizer": ours.optimizer.load_state_dict,
+        "main": ours.optimizer.load_main_params,
+    }
+    for part in order:
+        loads[part](file[part])
