@@ -39,7 +39,7 @@ from .grad_scaler import GradScaler, adapt_scaler
 from .layout import Bucket, BufferLayout, ParamSpec, build_layout
 from .local_parts import cut_state, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
-from .meta_modules import materialise
+from .meta_modules import materialise, replace_meta
 from .rebucketing.arrival_order import better_layout_order
 from .stages import Copies, FollowsStages, StagedModule, names_elsewhere
 from .strangers import describe_unreduced
@@ -97,6 +97,7 @@ __all__ = [
     "read_directory",
     "read_remote_extra",
     "read_weights",
+    "replace_meta",
     "replace_path",
     "save_directory",
     "scale_to_norm_",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from ..core import dtensors_of
 from ..tools.plan.cards import Card
 from ..tools.plan.partitions import plan
 
+_PLANNED: Mapping[str, Literal["1f1b", "gpipe"]] = {"1F1B": "1f1b", "GPipe": "gpipe"}
+"""The planner's names of torch's schedules."""
 _PLENTY = 2**60
 """Bytes, where nobody says how many a device has."""
 
@@ -45,7 +48,7 @@ def planned_split(
             f"split_spec='auto' plans whole layers, and parameter {cut!r} is a DTensor: make the division with "
             "megastrategy.plan before parallelize_module"
         )
-    if schedule not in ("1F1B", "GPipe"):
+    if (planned := _PLANNED.get(schedule)) is None:
         raise ValueError(f"split_spec='auto' with schedule={schedule!r}: the planner cuts for one stage a rank")
     memory, name = _PLENTY, device.type
     if device.type == "cuda":
@@ -60,13 +63,12 @@ def planned_split(
         )
     # How fast they are does not matter to who gets what: all are as fast.
     cards = [Card(name, memory, 1e12)] * mesh.size()
-    schedules = {"1F1B": "1f1b", "GPipe": "gpipe"}
     found = plan(
         layers,
         sample,
         devices=cards,
         microbatches=microbatches,
         keep_together=keep_together,
-        schedule=schedules[schedule],  # type: ignore[arg-type] # the two of them
+        schedule=planned,
     )
     return found.split_spec

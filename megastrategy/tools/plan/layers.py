@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...core import replace_meta
 from .live_bytes import LARGE_BYTES, LiveBytes
 from .stage_memory import Layer
 
@@ -107,18 +108,8 @@ def _with_memory(layer: nn.Module, device: torch.device) -> nn.Module:
     if not any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
         return layer
     layer = copy.deepcopy(layer)
-    made: dict[Tensor, Tensor] = {}  # what is tied stays one
     with LiveBytes(computes=False):
-        for module in layer.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is None or not tensor.is_meta:
-                        continue
-                    if tensor not in made:
-                        zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-                        is_param = isinstance(tensor, nn.Parameter)
-                        made[tensor] = nn.Parameter(zeros, tensor.requires_grad) if is_param else zeros
-                    tensors[name] = made[tensor]  # type: ignore[assignment]
+        replace_meta(layer, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype, device=device))
     return layer
 
 
