@@ -8,6 +8,7 @@ Libraries that are not installed are left out, with a line on how to install the
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -399,15 +400,26 @@ pip install {others}
     return head + "".join(f"{row}\n" for row in rows)
 
 
+@contextlib.contextmanager
+def _quiet_and_uncompiled() -> Iterator[None]:
+    """Has the settings of the process that suit this command, and puts them back: tests call it in their own."""
+    threshold, num_threads = logging.root.manager.disable, torch.get_num_threads()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.compiler.set_stance("force_eager"):  # the same arithmetic
+            yield
+    finally:
+        logging.disable(threshold)
+        torch.set_num_threads(num_threads)
+
+
 @click.command(help="Tries optimizers of many libraries under torch DDP and here, and prints a table of the results.")
 @click.option("--library", "packages", multiple=True, type=click.Choice([library.package for library in LIBRARIES]))
 @click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="The page to write, with all libraries.")
 def main(*, packages: tuple[str, ...], write: Path | None) -> None:
     """The command."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    torch.compiler.set_stance("force_eager")  # the same arithmetic, without a compiler
+    click.get_current_context().with_resource(_quiet_and_uncompiled())
     rows: list[str] = []
     missing = []
     for library in LIBRARIES:

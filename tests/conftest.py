@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from .support import chosen_collectives
 from .support.capabilities import mark_capabilities
 from .support.interpreters import assert_may_start, note_interpreters, started
 from .support.lazy_collectives import violations
-from .support.thread_mode import forget_entered_modes
+from .support.thread_mode import forget_entered_modes, take_stance_back
 from .support.tiers import mark_long, part
 
 torch.set_num_threads(1)
@@ -84,12 +85,17 @@ def contract_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_mode_is_left() -> Iterator[None]:
-    """Nothing is compiled any more in a process where torch takes a mode for entered: see support/thread_mode.py."""
+    """Nothing is compiled any more in a process where torch takes a mode for entered, nor in another stance of its."""
     yield
     # torch's compiler has modes of its own, which it enters in each rank that compiles; ranks are threads here alone.
     if "torch._dynamo" in sys.modules:
         forget_entered_modes()
+        left = take_stance_back()
+        assert left == "default", f"torch.compile's stance was left at {left!r}: nothing is compiled any more"
     assert not is_in_torch_dispatch_mode()
+    threshold = logging.root.manager.disable
+    logging.disable(logging.NOTSET)
+    assert threshold == logging.NOTSET
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
