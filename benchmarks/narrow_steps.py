@@ -1,4 +1,4 @@
-"""Times the optimizer's step where its state, or main params, are kept in 16 bits, in turns with a step without.
+"""Times the optimizer's step where its state or main params are kept otherwise, in turns with a step without.
 
 python -m benchmarks.narrow_steps --help
 """
@@ -31,6 +31,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "bf16 state": MappingProxyType({"optimizer_state_dtype": "bf16"}),
         "param remainders": MappingProxyType({"store_param_remainders": True}),
         "both": MappingProxyType({"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
+        "offloaded": MappingProxyType({"offload_optimizer_states": True}),
     }
 )
 _LAYERS = 12

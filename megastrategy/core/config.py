@@ -90,6 +90,13 @@ class DistributedDataParallelConfig:
     has fp32, a piece of the shards at a time. fp16 weights, and parameters that are stepped whole (Muon, LAMB), keep
     fp32 main params. Needs ``use_distributed_optimizer``; of no effect on one rank."""
 
+    offload_optimizer_states: bool = False
+    """Keep the numbers that an optimizer keeps for each element in pinned memory of the host between steps: 8/d bytes a
+    parameter less on the device for Adam, and the same training to the bit. In a step they are brought to the device a
+    piece of the shards at a time, while the piece before is stepped and the one before that goes back. A step then
+    takes the time that the link to the host takes for these bytes. Parameters that are stepped whole (Muon, LAMB) keep
+    theirs on the device. Needs ``use_distributed_optimizer``; of no effect on one rank."""
+
     average_in_collective: bool = False
     """Divide the sum over ranks by their number, not what each rank adds (on NCCL: the collective averages). Saves a
     pass over the gradients. Off by default: it is not what torch DDP computes, in the last bit where the number of
@@ -212,6 +219,11 @@ CONTRADICTIONS = (
         "the optimizer steps whole parameters then, with the state that it makes for them. Pass one of the two",
     ),
     Contradiction(
+        "offload_optimizer_states",
+        *_NO_SHARDS,
+        "the optimizer steps whole parameters then, with the state that it makes for them. Pass one of the two",
+    ),
+    Contradiction(
         "store_param_remainders",
         *_NO_SHARDS,
         "every rank has whole fp32 main params then. Pass one of the two",
@@ -234,6 +246,7 @@ OF_SHARDS = (
     "param_wire_dtype",
     "optimizer_state_dtype",
     "store_param_remainders",
+    "offload_optimizer_states",
 )
 """The options that mean nothing where an instance is one rank, which shards nothing."""
 

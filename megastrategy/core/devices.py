@@ -20,9 +20,22 @@ def pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch
     return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
 
 
+def empty_beside(tensor: torch.Tensor, numel: int) -> torch.Tensor:
+    """Memory of the same kind as a tensor's, pinned too, of its dtype; 1-D and not initialised."""
+    is_pinned = tensor.device.type == "cpu" and tensor.is_pinned()
+    return torch.empty(numel, dtype=tensor.dtype, device=tensor.device, pin_memory=is_pinned)
+
+
 def is_on_host(device: torch.device) -> bool:
     """Whether the processor itself computes there; see [Note: work on the host and on an accelerator]."""
     return device.type == "cpu"
+
+
+def streams_of(device: torch.device) -> Any:
+    """``Stream``, ``Event``, ``stream`` and ``current_stream`` of a device; None where work is done when it is
+    started."""
+    streams: Any = torch.get_device_module(device)
+    return streams if device.type != "cpu" and hasattr(streams, "Stream") else None
 
 
 def current_stream(device: torch.device) -> Any:

@@ -87,7 +87,7 @@ def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], Non
             if is_staged(impl):
                 groups = [own_options(*pair) for pair in zip(groups, impl.inner.param_groups, strict=True)]
             load_own_state(impl.inner, groups, values_of, index_by_id, impl.shards, groups_of_shards)
-            impl.round_loaded()
+            impl.keep_loaded()
             impl.load_main_params(main_params_of_stage(impl, main_params) if is_staged(impl) else main_params)
 
     return apply

@@ -145,7 +145,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._impl.at_rest.replaced():
             self._impl.split_state(replace=True)
             self._impl.inner.state = state
-            self._impl.round_loaded()
+            self._impl.keep_loaded()
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -383,7 +383,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 impl.element_names,
                 impl.groups_of_shards,
             )
-            impl.round_loaded()
+            impl.keep_loaded()
 
     def main_params(self) -> dict[str, Tensor]:
         """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Called as

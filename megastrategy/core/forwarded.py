@@ -147,7 +147,8 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
         # It may put weights into the state, as SPlus does, which would be rounded there.
         raise OptimizerNotShardableError(
             f"{name} of {type(impl.inner).__name__} cannot be used: it works on main params or state, and "
-            "optimizer_state_dtype or store_param_remainders keep them in 16 bits. Leave these options out"
+            "optimizer_state_dtype, store_param_remainders or offload_optimizer_states keep them otherwise between "
+            "steps. Leave these options out"
         )
     # read on another rank's behalf meanwhile, a state would be half of each mode
     with impl.at_rest.replaced() if moves else impl.at_rest.lock, torch.no_grad():

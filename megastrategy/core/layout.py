@@ -168,6 +168,7 @@ class BufferLayout:
             of their own.
         state_dtype: that in which fp32 numbers of the optimizer's state are kept between steps, where shards have one
             for each element; None for fp32.
+        offloads_state: whether that state is in the host's memory between steps.
     """
 
     params: tuple[ParamSpec, ...]
@@ -178,6 +179,7 @@ class BufferLayout:
     num_shards: int
     piece_numel: int | None = None
     state_dtype: torch.dtype | None = None
+    offloads_state: bool = False
 
     def __post_init__(self) -> None:
         assert self.dp_size % self.num_shards == 0, "instances are of equal size"
@@ -220,7 +222,8 @@ class BufferLayout:
     @property
     def steps_in_pieces(self) -> bool:
         """Whether what optimizers step, or the state of it, is made for the step; see narrow_state's note."""
-        return self.state_dtype is not None or any(buffer.keeps_main_bits for buffer in self.buffers)
+        keeps_bits = any(buffer.keeps_main_bits for buffer in self.buffers)
+        return self.state_dtype is not None or self.offloads_state or keeps_bits
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -329,6 +332,7 @@ class BufferLayout:
             num_shards=self.num_shards,
             piece_numel=self.piece_numel,
             state_dtype=self.state_dtype,
+            offloads_state=self.offloads_state,
         )
 
     def describe(self) -> dict[str, list[list[object]]]:
@@ -372,8 +376,6 @@ def build_layout(
     Raises:
         ValueError: if two specs share a name, or ``dp_size`` is not positive or does not divide into the instances.
     """
-    if dp_size < 1:
-        raise ValueError(f"dp_size={dp_size}: expected at least one rank")
     num_shards = _num_shards(config, dp_size)
     # Checkpoints and ranks' digests know parameters by name.
     repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
@@ -433,6 +435,7 @@ def build_layout(
         num_shards=num_shards,
         piece_numel=_round_up(size, alignment) if pooled else None,
         state_dtype=torch.bfloat16 if config.optimizer_state_dtype == "bf16" and num_shards > 1 else None,
+        offloads_state=config.offload_optimizer_states and num_shards > 1,
     )
 
 
@@ -464,6 +467,8 @@ def _bucket_size(config: DistributedDataParallelConfig, total_numel: int, dp_siz
 def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
     """The number of parts in which a bucket is owned; raises ValueError if the options do not fit the number of
     ranks."""
+    if dp_size < 1:
+        raise ValueError(f"dp_size={dp_size}: expected at least one rank")
     instances = config.num_distributed_optimizer_instances
     # An all-reduce: every rank owns all of every bucket.
     if not config.use_distributed_optimizer:

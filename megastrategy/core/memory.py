@@ -14,7 +14,8 @@ class MemoryUse:
     """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params.
 
     ``staging_bytes`` come on top while a backward is reduced, with pooled gradients; ``received_bytes`` where gradients
-    are summed in a wider dtype than they are sent in, and not by gloo.
+    are summed in a wider dtype than they are sent in, and not by gloo. ``host_bytes`` of state are in the host's
+    memory, and are not counted among the others.
     """
 
     param_bytes: int
@@ -22,6 +23,7 @@ class MemoryUse:
     state_bytes: int
     staging_bytes: int = 0
     received_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -56,7 +58,7 @@ def memory_use(
         # Beside the gradients with fp32 sums of 16-bit ones; in their place where they are pooled.
         if buffer.sums_apart:
             grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
-    state_bytes = 0
+    state_bytes = host_bytes = 0
     for index, spec in enumerate(layout.params):
         owned, owner = layout.owned_range(index, dp_rank), (rank_of or {}).get(index)
         numel = owned[1] - owned[0] if owned is not None else 0
@@ -70,10 +72,15 @@ def memory_use(
         main_param_numel = numel if layout.is_stepped_apart(index) else 0
         in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_main_bits
         state_bytes += (2 if in_bits else main_itemsize) * main_param_numel
-        state_bytes += kept_itemsize * _num_kept(state_tensors, index) * numel
+        kept_bytes = kept_itemsize * _num_kept(state_tensors, index) * numel
+        if layout.offloads_state and owner is None:
+            host_bytes += kept_bytes
+        else:
+            state_bytes += kept_bytes
     # The 17th bit of each; padding has one, too.
     state_bytes += sum(b.numel // layout.num_shards // 8 for b in layout.buffers if b.keeps_main_bits)
-    return MemoryUse(param_bytes, grad_bytes, state_bytes, sum(layout.staging_nbytes), sum(layout.received_nbytes))
+    on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
+    return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes)
 
 
 def memory_use_of_ddp(layout: BufferLayout, state_tensors: int | Mapping[int, int]) -> MemoryUse:
@@ -168,7 +175,7 @@ def describe_setup(
             f"  rounded for the wire: in a step of one microbatch a rank sends {_mib(sent)} instead of "
             f"{_mib(unrounded)}"
         )
-    lines += _describe_kept(layout)
+    lines += _describe_kept(layout, use)
     if layout.is_pooled:
         lines.append(
             "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
@@ -181,12 +188,16 @@ def describe_setup(
     return "\n".join(lines)
 
 
-def _describe_kept(layout: BufferLayout) -> list[str]:
+def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
     lines = []
     if any(buffer.keeps_main_bits for buffer in layout.buffers):
         lines.append("  of bfloat16 weights' main params is kept what the weights lack, 17 bits an element")
     if layout.state_dtype is not None:
         lines.append("  the optimizer's state is kept in bfloat16 between steps, rounded at random")
+    if layout.offloads_state:
+        lines.append(
+            f"  the optimizer's state, {_mib(use.host_bytes)}, is in the host's memory between steps, and not counted"
+        )
     return lines
 
 

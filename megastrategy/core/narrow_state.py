@@ -1,4 +1,4 @@
-"""Keeps an optimizer's state in bf16 between steps, and main params as bits; in a step both are fp32.
+"""Keeps an optimizer's state in bf16 or on the host between steps, and main params as bits; in a step all is fp32.
 
 [Note: narrow state]
 With ``optimizer_state_dtype`` what an optimizer keeps for each element of a shard (Adam's two moments) takes 2 bytes of
@@ -8,6 +8,9 @@ fp32 in memory of its own, the user's optimizer steps the piece, and the new sta
 
 With ``store_param_remainders`` main params are made for the piece in the same way, and kept as :mod:`.main_bits`.
 
+With ``offload_optimizer_states`` the state, fp32 or narrow, is in the host's memory between steps, and of the device
+for its piece alone; the next piece's is brought meanwhile, and the last one's goes back (:mod:`.offload`).
+
 Nobody else needs to know, either. What is saved is fp32, each number exactly; what is loaded is rounded to the nearest,
 which changes nothing of what was saved so. Counters stay as they are, and so does state of another dtype than fp32, and
 that of parameters that are stepped whole, which need not have a number for each element.
@@ -16,12 +19,13 @@ that of parameters that are stepped whole, which need not have a number for each
 from __future__ import annotations
 
 import bisect
+import collections
 import contextlib
 import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from torch import Tensor
 from . import devices
 from .layout import BufferLayout
 from .main_bits import MainBits
+from .offload import Arriving, Offload
 from .param_shard import ParamShard
 from .random_rounding import draw, first_place, halves, key_of_step, round_at_random_
 from .step_tensors import CHUNK_NUMEL, FlatRun, Span, State, part_of
@@ -85,6 +90,13 @@ class _RunInStep:
     after: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+class _Place(NamedTuple):
+    """The place of a piece in a step."""
+
+    run: _RunInStep
+    span: Span
+
+
 class NarrowState:
     """The state of one optimizer's shards; see [Note: narrow state].
 
@@ -92,13 +104,19 @@ class NarrowState:
         optimizer: the user's.
         dtype: in which its state is kept; None for fp32.
         device: of the shards.
+        offloads: whether its state is kept in the host's memory.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, device: torch.device, *, offloads: bool
+    ) -> None:
         self._optimizer = optimizer
         self._rounds = dtype is not None
         assert dtype in (None, NARROW)
         self._is_on_host = devices.is_on_host(device)
+        self._offload = Offload(device) if offloads else None
+        self._planned: collections.deque[list[_Place]] = collections.deque()
+        self._coming: dict[_Place, tuple[dict[str, Tensor], Arriving]] = {}  # in a step: copies, for each piece
         self._known_parts: weakref.WeakKeyDictionary[FlatRun, dict[Span, tuple[Any, Tensor | None]]]
         self._known_parts = weakref.WeakKeyDictionary()
 
@@ -109,36 +127,68 @@ class NarrowState:
 
     # --- in a step ---------------------------------------------------------------------------------------------------
 
-    def pieces(self, runs: Iterable[FlatRun], cuts: Mapping[int, bool]) -> Iterator[list[NarrowPiece]]:
-        """The runs in pieces, in lists of what is stepped in one call.
+    def begin_step(
+        self, runs: Sequence[FlatRun], order: Sequence[int], cuts: Mapping[int, bool], names: set[str] | None
+    ) -> None:
+        """Plans a step in pieces, and starts to bring what the first ones need.
 
         Args:
-            runs: of one bucket.
+            runs: all of them.
+            order: that in which their buckets are stepped.
             cuts: by group, whether a run of it may be stepped in parts.
+            names: of what the optimizer keeps for each element, where that is known.
         """
         most = _AT_ONCE_NUMEL if self._is_on_host else _DEVICE_NUMEL
         longest = CHUNK_NUMEL if self._is_on_host else _DEVICE_NUMEL
-        together, numel = list[NarrowPiece](), 0
-        for run in runs:
-            of, spans = self._cut(run, longest if cuts[run.group] else run.main.numel())
-            for span in spans:
-                if together and numel + span[1] - span[0] > most:
-                    yield together
-                    together, numel = [], 0
-                together.append(NarrowPiece(of, span))
-                numel += span[1] - span[0]
-        if together:
-            yield together
+        bucket, numel = -1, 0
+        for run in sorted(runs, key=lambda run: order.index(run.bucket)):
+            for place in self._cut(run, longest if cuts[run.group] else run.main.numel()):
+                length = place.span[1] - place.span[0]
+                if run.bucket != bucket or numel + length > most:
+                    self._planned.append([])
+                    bucket, numel = run.bucket, 0
+                self._planned[-1].append(place)
+                numel += length
+        self._bring_next(names)
+
+    def pieces(self, bucket: int, names: set[str] | None) -> Iterator[list[NarrowPiece]]:
+        """The pieces of a bucket, in lists of what is stepped in one call; the buckets come in their order."""
+        while self._planned and self._planned[0][0].run.run.bucket == bucket:
+            places = self._planned.popleft()
+            self._bring_next(names)
+            yield [NarrowPiece(*place) for place in places]
+
+    def _bring_next(self, names: set[str] | None) -> None:
+        if self._offload is not None and self._planned:
+            self._bring(self._planned[0], names)
+
+    def _bring(self, places: Sequence[_Place], names: set[str] | None) -> None:
+        """Starts to bring the state of pieces to the device."""
+        assert self._offload is not None
+        kept = [_per_element(of.before, of.run.main.numel(), names) for of, _ in places]
+        parts = [
+            value[slice(*span)] for (_, span), values in zip(places, kept, strict=True) for value in values.values()
+        ]
+        arriving = self._offload.fetch(parts)
+        copies = iter(arriving.places)
+        for place, values in zip(places, kept, strict=True):
+            self._coming[place] = dict(zip(values, copies)), arriving  # noqa: B905 - the next place has the next ones
+
+    def end_step(self) -> None:
+        """Returns when all that the step has changed is where it is kept; also after a step that failed."""
+        self._planned.clear()
+        self._coming.clear()
+        if self._offload is not None:
+            self._offload.settle()
 
     def whole_pieces(self, runs: Iterable[FlatRun]) -> list[NarrowPiece]:
         """Each run as one piece, for an optimizer that is called once."""
-        cut = [self._cut(run, run.main.numel()) for run in runs]
-        return [NarrowPiece(of, span) for of, spans in cut for span in spans]
+        return [NarrowPiece(*place) for run in runs for place in self._cut(run, run.main.numel())]
 
-    def _cut(self, run: FlatRun, numel: int) -> tuple[_RunInStep, list[Span]]:
-        end = run.main.numel()
+    def _cut(self, run: FlatRun, numel: int) -> list[_Place]:
+        end, of = run.main.numel(), _RunInStep(run, self._state.get(run.main, {}))
         starts = range(0, end, numel) if numel < end else (0,)
-        return _RunInStep(run, self._state.get(run.main, {})), list(itertools.pairwise((*starts, end)))
+        return [_Place(of, span) for span in itertools.pairwise((*starts, end))]
 
     @contextlib.contextmanager
     def widened(self, stepped: Sequence[Any], names: set[str] | None, layout: BufferLayout) -> Iterator[None]:
@@ -150,30 +200,41 @@ class NarrowState:
             layout: where the runs lie.
         """
         pieces = [piece for piece in stepped if isinstance(piece, NarrowPiece)]
+        to_come = [place for piece in pieces if (place := _Place(piece.of, piece.span)) not in self._coming]
+        if self._offload is not None and to_come:  # all are stepped in one call
+            self._bring(to_come, names)
         try:
             for piece in pieces:
                 if wide := self._wide(piece, names):
                     self._state[piece.main] = wide
             yield
         finally:  # after an error too: a state in fp32 under a tensor that is gone would be nobody's
-            for piece in pieces:
-                self._narrow(piece, names, layout)
+            left = [pair for piece in pieces for pair in self._narrow(piece, names, layout)]
+            if self._offload is not None and left:
+                self._offload.send(*zip(*left, strict=True))
 
     def _wide(self, piece: NarrowPiece, names: set[str] | None) -> State:
-        before, numel, wide = piece.of.before, piece.of.run.main.numel(), dict[str, Any]()
+        before, wide = piece.of.before, dict[str, Any]()
+        kept = _per_element(before, piece.of.run.main.numel(), names)
+        if self._offload is None:
+            parts = {name: value[slice(*piece.span)] for name, value in kept.items()}
+        else:
+            parts, arriving = self._coming.pop(_Place(piece.of, piece.span))
+            self._offload.arrive(arriving)
         for name, value in before.items():
-            if is_per_element(name, value, (numel,), names):
-                part = value[slice(*piece.span)]
-                wide[name] = part.float() if self._rounds and _is_narrow(value) else part
+            if (part := parts.get(name)) is not None:
+                wide[name] = part.float() if self._rounds and _is_narrow(part) else part
             elif name != COUNT:
                 # Each piece counts for itself, and all of them the same step.
                 wide[name] = value.clone() if isinstance(value, Tensor) else value
         return wide
 
-    def _narrow(self, piece: NarrowPiece, names: set[str] | None, layout: BufferLayout) -> None:
+    def _narrow(self, piece: NarrowPiece, names: set[str] | None, layout: BufferLayout) -> list[tuple[Tensor, Tensor]]:
+        """Takes what a step has left of a piece's state to where it is kept; returns what is still to be copied there,
+        with its place."""
         before, after = piece.of.before, piece.of.after
         numel, wide = piece.of.run.main.numel(), self._state.pop(piece.main, {})
-        kept = {n: v for n, v in wide.items() if is_per_element(n, v, piece.main.shape, names)}
+        kept = _per_element(wide, piece.main.numel(), names)
         after.update((name, value) for name, value in wide.items() if name not in kept)
         fp32 = (name for name, value in kept.items() if value.dtype == torch.float32)
         rounded = sorted(fp32) if self._rounds else []
@@ -182,22 +243,37 @@ class NarrowState:
             if name not in after:
                 old = before.get(name)
                 is_its_own = isinstance(old, Tensor) and (old.dtype, old.shape) == (dtype, (numel,))
-                # Zeros: the elements between two parameters are stepped along, and stay zero.
-                after[name] = old if is_its_own else torch.zeros(numel, dtype=dtype, device=value.device)
-            place = after[name][slice(*piece.span)]
-            if name not in rounded and place.data_ptr() != value.data_ptr():
-                place.copy_(value)
+                after[name] = old if is_its_own else self._zeros(numel, dtype, value.device)
         if rounded:
-            step = after[_STEP] if _is_number(after.get(_STEP)) else before.get(COUNT, 0) + 1
-            if not _is_number(after.get(_STEP)):
-                after[COUNT] = step
-            places, chances = self._places(piece, layout), list[Tensor]()
-            for number, name in enumerate(rounded):
-                # 32 random bits are two chances.
-                chances = chances or list(halves(draw(places, key_of_step(step, number // 2))))
-                round_at_random_(after[name][slice(*piece.span)], kept[name].detach(), chances.pop(0))
+            kept |= self._rounded(piece, {name: kept[name].detach() for name in rounded}, layout)
+        left = [(after[name][slice(*piece.span)], value.detach()) for name, value in kept.items()]
+        if self._offload is None:
+            for place, value in left:
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+            left = []
         if piece.span[1] == numel and after:
             self._state[piece.of.run.main] = after
+        return left
+
+    def _rounded(self, piece: NarrowPiece, wide: Mapping[str, Tensor], layout: BufferLayout) -> dict[str, Tensor]:
+        """Rounds what is fp32 to bf16: into its place, or beside it on the device where its place is on the host."""
+        before, after = piece.of.before, piece.of.after
+        step = after[_STEP] if _is_number(after.get(_STEP)) else before.get(COUNT, 0) + 1
+        if not _is_number(after.get(_STEP)):
+            after[COUNT] = step
+        places, chances, narrow = self._places(piece, layout), list[Tensor](), dict[str, Tensor]()
+        for number, (name, value) in enumerate(wide.items()):
+            # 32 random bits are two chances.
+            chances = chances or list(halves(draw(places, key_of_step(step, number // 2))))
+            is_there = self._offload is None
+            narrow[name] = after[name][slice(*piece.span)] if is_there else torch.empty_like(value, dtype=NARROW)
+            round_at_random_(narrow[name], value, chances.pop(0))
+        return narrow
+
+    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Zeros: the elements between two parameters are stepped along, and stay zero.
+        return self._offload.zeros(numel, dtype) if self._offload else torch.zeros(numel, dtype=dtype, device=device)
 
     def _places(self, piece: NarrowPiece, layout: BufferLayout) -> Tensor:
         """The place of each element of a piece in its parameter: int32, for :func:`.random_rounding.draw`.
@@ -236,16 +312,20 @@ class NarrowState:
         """The state of a shard, or of neighbours, in fp32; nothing is converted before it is read."""
         return _Widened(state) if self._rounds else state
 
-    def round_loaded(self, shards: Iterable[ParamShard], names: set[str] | None) -> None:
-        """Rounds to the nearest what shards were given in fp32; or the other way, where state is kept in that."""
+    def keep_loaded(self, shards: Iterable[ParamShard], names: set[str] | None) -> None:
+        """Brings what shards were given to where it is kept, and rounds it to the nearest; or makes it fp32, where
+        state is kept in that."""
         before, after = (torch.float32, NARROW) if self._rounds else (NARROW, torch.float32)
         for shard in shards:
             kept = self._state.get(shard.main, {}) if shard.is_cut else {}
-            for name, value in kept.items():
+            for name, value in _per_element(kept, shard.numel, names).items():
                 # Under main params in bits torch leaves state in the dtype that it comes in.
                 may_be_narrow = self._rounds or shard.bits is not None
-                if may_be_narrow and is_per_element(name, value, shard.main.shape, names) and value.dtype == before:
-                    kept[name] = value.to(after)
+                dtype = after if may_be_narrow and value.dtype == before else value.dtype
+                if self._offload is not None:
+                    kept[name] = self._offload.zeros(value.numel(), dtype).copy_(value)
+                elif dtype != value.dtype:
+                    kept[name] = value.to(dtype)
 
 
 class _Widened(Mapping[str, Any]):
@@ -264,6 +344,11 @@ class _Widened(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._state)
+
+
+def _per_element(state: Mapping[str, Any], numel: int, names: set[str] | None) -> dict[str, Tensor]:
+    """Picks, of the state of ``numel`` elements, what has a number for each."""
+    return {name: value for name, value in state.items() if is_per_element(name, value, (numel,), names)}
 
 
 def _is_narrow(value: Any) -> bool:

@@ -43,7 +43,8 @@ class OptimizerShards(ShardHolder):
         element_names: of the state that has one number for each element, as far as trials and steps have shown; None if
             nothing is sharded.
         main_params_to_come: loaded ones, whole, of parameters that have no shards yet, by the name in the file.
-        narrow: keeps state or main params in 16 bits; None where they are as the optimizer has them.
+        narrow: keeps state or main params in 16 bits, or state on the host; None where they are as the optimizer has
+            them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
@@ -82,16 +83,17 @@ class OptimizerShards(ShardHolder):
             raise OptimizerNotShardableError(reason)
         from .narrow_state import NarrowState
 
-        return NarrowState(self.inner, self.layout.state_dtype, self.engine.device)
+        layout = self.layout
+        return NarrowState(self.inner, layout.state_dtype, self.engine.device, offloads=layout.offloads_state)
 
     def why_not_narrow(self) -> str | None:
-        """Why what is kept may not be narrower than what is stepped, in words; None if it may, or nobody asked."""
+        """Why shards may not be stepped in pieces, in words; None if they may, or nobody asked."""
         if not self.layout.steps_in_pieces or self._keeps_state_only:
             return None
         return (
             f"{type(self.inner).__name__} keeps more than state of tensors (a count of its calls, say), and with "
-            "optimizer_state_dtype or store_param_remainders it is called for one piece of the shards after the other. "
-            "Leave these options out"
+            "optimizer_state_dtype, store_param_remainders or offload_optimizer_states it is called for one piece of "
+            "the shards after the other. Leave these options out"
         )
 
     @property
@@ -181,16 +183,16 @@ class OptimizerShards(ShardHolder):
         to_come = self.main_params_to_come
         load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
         self._followed.update(params)
-        self.round_loaded(params)
+        self.keep_loaded(params)
         remainders = self.sharded and self.engine.config.param_wire_dtype is not None
         self.main_params_to_come = main_params_to_come(to_come, self._params_to_come(), with_remainders=remainders)
         self.at_rest.num_moves += 1
 
-    def round_loaded(self, indices: Iterable[int] | None = None) -> None:
-        """Keeps state that these parameters (None for all) were given in fp32 as other state of shards is kept."""
+    def keep_loaded(self, indices: Iterable[int] | None = None) -> None:
+        """Keeps state that these parameters (None for all) were given as other state of shards is kept."""
         if self.narrow is not None:
             indices = self.shards.keys() if indices is None else self.shards.keys() & indices
-            self.narrow.round_loaded([self.shards[index] for index in indices], self.element_names)
+            self.narrow.keep_loaded([self.shards[index] for index in indices], self.element_names)
 
     def load_main_params(self, main_params: Mapping[str, Tensor]) -> None:
         """Takes over saved main params, those of parameters without shards until they have some.
@@ -483,4 +485,5 @@ class OptimizerShards(ShardHolder):
             if kept:
                 state[self.shards[index].main] = kept
         self._staying = {}
+        self.keep_loaded(contents)
         self.at_rest.num_moves += 1

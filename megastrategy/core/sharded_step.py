@@ -47,7 +47,7 @@ from .whole_params import WholeParam
 from .wire_format import wire_part
 
 if TYPE_CHECKING:
-    from .narrow_state import NarrowPiece
+    from .narrow_state import NarrowPiece, NarrowState
 
 Steppable: TypeAlias = "FlatRun | WholeParam | NarrowPiece"
 
@@ -218,10 +218,12 @@ class ShardedStep(OptimizerShards):
             self._arguments = arguments
             if not self.sharded:
                 self._step_main_params()
-            elif is_watched(self.inner):
-                self._step_watched()
             else:
-                self._step_shards()
+                try:
+                    self._step_watched() if is_watched(self.inner) else self._step_shards()
+                finally:
+                    if self.narrow is not None:
+                        self.narrow.end_step()
             # Somebody's wrapper may have left the step out: then none has begun, and none is counted.
             self.num_steps_done = self.num_steps_begun
 
@@ -302,10 +304,16 @@ class ShardedStep(OptimizerShards):
             return
         to_gather = [bucket for bucket in begun.order if bucket in begun.changing]
         try:
+            if self.narrow is not None:
+                cuts = {run.group: self._may_join(self.inner.param_groups[run.group]) for run in begun.runs}
+                self.narrow.begin_step(begun.runs, begun.order, cuts, self.element_names)
             for bucket in begun.order:
-                flat = [run for run in begun.runs if run.bucket == bucket]
+                flat: Sequence[Steppable] = [run for run in begun.runs if run.bucket == bucket]
                 whole = self._arrived_whole(bucket, begun.with_grads)
                 with self._gathering_after_an_error(begun, to_gather):
+                    if self.narrow is not None:
+                        self._step_pieces(self.narrow, bucket)
+                        flat = ()
                     self._step_runs([*flat, *whole])
                 if is_early and to_gather and bucket == to_gather[0]:
                     self.start_gather(to_gather.pop(0), begun.indices)
@@ -388,17 +396,16 @@ class ShardedStep(OptimizerShards):
 
     def _step_runs(self, runs: Sequence[Steppable], *, with_strangers: bool = False) -> None:
         """Calls the optimizer with these in its groups, if there are any; with strangers in one call a step."""
-        if self.narrow is not None:
-            flat = [run for run in runs if isinstance(run, FlatRun)]
-            cuts = {run.group: self._may_join(self.inner.param_groups[run.group]) for run in flat}
-            for pieces in self.narrow.pieces(flat, cuts):
-                with self._holding(pieces, with_strangers=False):
-                    self._arguments.call(self.inner.step)
-                del pieces  # before the next ones are made
-            runs = [run for run in runs if not isinstance(run, FlatRun)]
         if runs or with_strangers:
             with self._holding(runs, with_strangers=with_strangers):
                 self._arguments.call(self.inner.step)
+
+    def _step_pieces(self, narrow: NarrowState, bucket: int) -> None:
+        """Calls the optimizer with the pieces of a bucket's shards, one list of them after the other."""
+        for pieces in narrow.pieces(bucket, self.element_names):
+            with self._holding(pieces, with_strangers=False):
+                self._arguments.call(self.inner.step)
+            del pieces  # before the next ones are made
 
     @contextlib.contextmanager
     def _holding(self, runs: Sequence[Steppable], *, with_strangers: bool) -> Iterator[None]:

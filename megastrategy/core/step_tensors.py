@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import devices
 from .buffers import slice_view
 from .layout import PARAM_ALIGNMENT_NUMEL, Bucket, BufferLayout
 from .param_shard import ParamShard
@@ -183,7 +184,7 @@ def _join(
             whole[name] = known.whole[name]
         else:
             # zeros: the elements between two parameters are stepped along, and nothing but zero may ever be there
-            whole[name] = torch.zeros(numel, dtype=value.dtype, device=value.device)
+            whole[name] = devices.empty_beside(value, numel).zero_()
             for state, (start, end) in zip(states, spans, strict=True):
                 whole[name][start:end] = state[name]
     return whole
@@ -202,7 +203,11 @@ def part_of(flat: Tensor, span: Span) -> Tensor:
 
 def own_state(state: State) -> None:
     """Copies what are parts of a larger tensor, so as not to keep that alive."""
-    state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
+    for name, value in state.items():
+        if type(value) is Tensor and value.dim() == 1:
+            state[name] = devices.empty_beside(value, value.numel()).copy_(value)
+        elif isinstance(value, Tensor):
+            state[name] = value.clone()
 
 
 def cut_shards(

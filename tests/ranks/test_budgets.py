@@ -30,6 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
     "checked": {"check_for_nan_in_grad": True},
     "rounded for the wire": {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"},
     "kept in 16 bits": {"optimizer_state_dtype": "bf16", "store_param_remainders": True},
+    "kept on the host": {"offload_optimizer_states": True},
 }
 OF_THE_EXCHANGE = "megastrategy.core.collectives.interface.max_of_bytes: "
 """What ranks agree on at the end of a synchronised backward is in the host's memory, and read there."""

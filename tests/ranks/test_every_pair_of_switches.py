@@ -98,7 +98,8 @@ def test_any_two_values_meet_unless_the_configuration_refuses_them() -> None:
         ("dtype", torch.float32, "grad_reduce_in_fp32", False),  # which would say nothing there
         ("dtype", torch.float32, "reduce_scatter_with_fp32_accumulation", True),
     }
-    for name in ("grad_wire_dtype", "param_wire_dtype", "optimizer_state_dtype", "store_param_remainders"):
+    of_shards = "optimizer_state_dtype", "store_param_remainders", "offload_optimizer_states"
+    for name in ("grad_wire_dtype", "param_wire_dtype", *of_shards):
         for other in ("use_distributed_optimizer", "use_contiguous_buffers"):
             refused.add((name, SWITCHES[name][1], other, False))
     assert apart == refused

@@ -53,6 +53,7 @@ WAYS = [
     {"grad_buffer": "pooled"},
     {"optimizer_state_dtype": "bf16"},
     {"store_param_remainders": True},
+    {"offload_optimizer_states": True},
     {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "grad_buffer": "pooled"},
 ]
 
@@ -85,12 +86,16 @@ def test_tensors_held_equal_the_formula_to_the_byte(
         grads = bytes_of(
             [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
         )
-        state = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
-        state += [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
-        state += [bitmap for bitmap in buffers.bitmaps if bitmap is not None] if buffers is not None else []
+        main = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
+        main += [bitmap for bitmap in buffers.bitmaps if bitmap is not None] if buffers is not None else []
+        kept = [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
         use = memory_use(model.layout, rank, state_tensors=2)
+        # That they are where this says is in test_offload.py.
+        on_host = kept if model.layout.offloads_state else []
+        state = [*main, *([] if on_host else kept)]
         assert (params, grads, bytes_of(state)) == (use.param_bytes, use.grad_bytes, use.state_bytes)
-        return params, grads, bytes_of(state)
+        assert bytes_of(on_host) == use.host_bytes
+        return params, grads, bytes_of([*state, *on_host])
 
     per_rank = run_ranks(size, run)
     numel = sum(param.numel() for param in wide(dtype).parameters())

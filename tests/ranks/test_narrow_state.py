@@ -1,5 +1,7 @@
 """``optimizer_state_dtype`` and ``store_param_remainders``: fewer bytes between steps, fp32 in a step and in files.
 
+With ``offload_optimizer_states`` too, of which test_offload.py has what is its own.
+
 What they do to a training, to the bit, is in test_every_pair_of_switches.py and in the fuzzing; the bytes between steps
 in test_memory.py.
 """
@@ -19,121 +21,21 @@ from torch.distributed import ProcessGroup
 
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import make_collectives, narrow_state, read_directory, save_directory, to_host
+from megastrategy.core import narrow_state, read_directory, save_directory, to_host
 from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.directories import saving_among_threads
+from tests.support.given import Given, Ours, adam, assert_same_file, momentum, plain_momentum, trained
 from tests.support.narrow_reference import round_states
 from tests.support.optimizers import Buffered, CountsCalls
 from tests.support.ranks import run_ranks
-from tests.support.training import load_in_order
 
 STATE = {"optimizer_state_dtype": "bf16"}
+ON_HOST = {"offload_optimizer_states": True}
 BITS = {"store_param_remainders": True}
 BOTH = {**STATE, **BITS}
 
 
-class Given(nn.Module):
-    """Parameters whose gradients are given: multiples of three, the same on all ranks, so that the mean over one, two,
-    three or four of them is exact; 300 + 7 * 50 + 1 + 65 elements, which no number of ranks divides evenly."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        shapes: tuple[tuple[int, ...], ...] = ((300,), (7, 50), (), (65,))
-        self.weights = nn.ParameterList(
-            nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype)) for shape in shapes
-        )
-
-    def forward(self, step: int) -> Tensor:
-        generator = torch.Generator().manual_seed(step)
-        total = torch.zeros(())
-        for weight in self.weights:
-            factor = 3.0 * torch.randint(-40, 41, weight.shape, generator=generator)
-            total = total + (weight * factor.to(weight.dtype)).float().sum()
-        return total
-
-
-def adam(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.02, amsgrad=True)
-
-
-class Momentum(torch.optim.SGD):
-    """Is surprised by state that it did not make."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for tensor in group["params"]:
-                assert self.state[tensor].keys() <= {"momentum_buffer"}
-        return super().step(closure)
-
-
-def momentum(params: Any) -> torch.optim.Optimizer:
-    return Momentum(params, lr=0.001, momentum=0.9, weight_decay=0.1)
-
-
-def plain_momentum(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.001, momentum=0.9, weight_decay=0.1)
-
-
 KINDS = [adam, momentum]
-
-
-class Ours:
-    def __init__(
-        self, group: ProcessGroup, make: Any, dtype: torch.dtype, *, kind: type[Given] = Given, **options: Any
-    ) -> None:
-        self.module = kind(dtype)
-        config = DistributedDataParallelConfig(**{"bucket_size": 200, **options})
-        self.collectives = make_collectives(group, torch.device("cpu"))
-        self.model = DistributedDataParallel(self.module, config, collectives=self.collectives)
-        self.optimizer = DistributedOptimizer(make(self.model.parameters()), self.model)
-
-    def train(self, steps: range) -> None:
-        for step in steps:
-            self.optimizer.zero_grad()
-            self.model(step).backward()
-            self.optimizer.step()
-        self.model.finish_param_gather()
-
-    def file(self) -> dict[str, Any]:
-        """What a file has, on every rank."""
-        own = {"optimizer": self.optimizer.state_dict(), "main": self.optimizer.main_params()}
-        own["model"] = {name: value.clone() for name, value in self.module.state_dict().items()}
-        return copy.deepcopy(self.collectives.all_gather_objects(own)[0])
-
-    def load(self, file: dict[str, Any], order: tuple[str, ...] = ("model", "optimizer", "main")) -> None:
-        load_in_order(self, file, order)
-
-
-def trained(size: int, make: Any, dtype: torch.dtype, steps: range, before: Any = None, **options: Any) -> Any:
-    def run(rank: int, group: ProcessGroup) -> Any:
-        ours = Ours(group, make, dtype, **options)
-        if before is not None:
-            ours.load(before)
-        ours.train(steps)
-        file = ours.file()
-        ours.model.close()
-        return file
-
-    return run_ranks(size, run)[0]
-
-
-def assert_same_file(mine: Any, other: Any) -> None:
-    """Tensors to the bit, with dtypes and shapes."""
-    assert type(mine) is type(other)
-    if isinstance(mine, dict):
-        assert mine.keys() == other.keys()
-        for key in mine:
-            assert_same_file(mine[key], other[key])
-    elif isinstance(mine, list | tuple):
-        assert len(mine) == len(other)
-        for one, two in zip(mine, other, strict=True):
-            assert_same_file(one, two)
-    elif isinstance(mine, Tensor):
-        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
-        assert torch.equal(mine, other)
-    else:
-        assert mine == other
 
 
 def alone(make: Any, steps: range) -> tuple[list[Tensor], dict[str, Any]]:
@@ -154,7 +56,11 @@ def alone(make: Any, steps: range) -> tuple[list[Tensor], dict[str, Any]]:
 def test_any_number_of_ranks_and_buckets_gives_the_same_bits(dtype: torch.dtype, make: Any) -> None:
     """Those of one process that rounds the state of whole parameters; also of a run that goes on on other ranks."""
     weights, state = alone(adam if make is adam else plain_momentum, range(6))
-    for size, other, options in ((2, 3, {}), (3, 2, {"bucket_size": 10**6}), (4, 2, {"overlap_param_gather": False})):
+    for size, other, options in (
+        (2, 3, {}),
+        (3, 2, {"bucket_size": 10**6}),
+        (4, 2, {"overlap_param_gather": False, **ON_HOST}),
+    ):
         half = trained(size, make, dtype, range(3), **BOTH, **options)
         whole = trained(other, make, dtype, range(3, 6), half, **BOTH)
         uncut = trained(size, make, dtype, range(6), **BOTH, **options)
@@ -190,7 +96,9 @@ def test_files_are_those_of_a_run_without(dtype: torch.dtype) -> None:
     the other options, and in torch's own optimizer, from the very numbers that were saved."""
     plain = trained(2, adam, dtype, range(4))
     assert_same_file(trained(2, adam, dtype, range(4), **BITS), plain)
+    assert_same_file(trained(2, adam, dtype, range(4), **ON_HOST), plain)
     narrow = trained(2, adam, dtype, range(4), **BOTH)
+    assert_same_file(trained(2, adam, dtype, range(4), **BOTH, **ON_HOST), narrow)
     for index, values in plain["optimizer"]["state"].items():
         own = narrow["optimizer"]["state"][index]
         assert {key: (v.dtype, v.shape) for key, v in values.items()} == {
@@ -223,7 +131,10 @@ def test_torchs_own_optimizer_steps_with_a_count_that_it_does_not_keep() -> None
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("options", "later"), [(BOTH, BOTH), (BOTH, {}), ({}, BOTH), (STATE, BITS), (BITS, STATE)])
+@pytest.mark.parametrize(
+    ("options", "later"),
+    [(BOTH, BOTH), (BOTH, {}), ({}, BOTH), (STATE, BITS), (BITS, ON_HOST), ({**BOTH, **ON_HOST}, STATE)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_directories_go_on_on_other_ranks_with_other_options(
     tmp_path: Path, dtype: torch.dtype, options: dict[str, Any], later: dict[str, Any]
@@ -326,7 +237,7 @@ def test_a_fused_kernel_on_the_host_has_whole_shards() -> None:
 
 def test_an_optimizer_that_counts_its_calls_is_refused() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        for options in (STATE, BITS):
+        for options in (STATE, BITS, ON_HOST):
             with pytest.raises(OptimizerNotShardableError, match=r"CountsCalls keeps more .* Leave these options out"):
                 Ours(group, CountsCalls, torch.bfloat16, **options)
 
@@ -337,11 +248,11 @@ def test_methods_that_work_on_elements_are_refused() -> None:
     """They may put weights into the state, where they would be rounded; on all ranks alike."""
 
     def run(rank: int, group: ProcessGroup) -> None:
-        for options, dtype in ((STATE, torch.float32), (BITS, torch.bfloat16)):
+        for options, dtype in ((STATE, torch.float32), (BITS, torch.bfloat16), (ON_HOST, torch.float32)):
             ours = Ours(group, Buffered, dtype, **options)
             ours.train(range(2))
             before = ours.file()
-            with pytest.raises(OptimizerNotShardableError, match=r"eval.. of Buffered .* keep them in 16 bits"):
+            with pytest.raises(OptimizerNotShardableError, match=r"eval.. of Buffered .* keep them otherwise"):
                 ours.optimizer.eval()
             ours.load(before)
             assert_same_file(ours.file()["model"], before["model"])

@@ -41,6 +41,7 @@ def other_layout(model: DistributedDataParallel, bucket_size: int = 500) -> Buff
         param_wire_dtype=model.config.param_wire_dtype,
         optimizer_state_dtype=model.config.optimizer_state_dtype,
         store_param_remainders=model.config.store_param_remainders,
+        offload_optimizer_states=model.config.offload_optimizer_states,
     )
     return build_layout(model.layout.params, config, model.layout.dp_size, range(len(model.engine.params)))
 

@@ -58,6 +58,8 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_instances.py",
         "ranks/test_modes.py",
         "ranks/test_narrow_state.py",
+        "ranks/test_offload.py",
+        "unit/test_offload.py",
         "ranks/test_norms_and_zeros.py",
         "ranks/test_optimizer.py",
         "ranks/test_options_set_later.py",

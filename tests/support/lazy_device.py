@@ -30,18 +30,18 @@ _QUERIES = 3
 
 
 class Stream:
-    """Work in order, done when somebody has to see it. A ``host`` stream does it at once: what runs on the host itself
-    is never late."""
+    """Work in order, done when somebody has to see it. One that is ``early`` does it at once, as what runs on the host
+    itself."""
 
-    def __init__(self, lock: threading.RLock, *, host: bool = False) -> None:
-        self._lock, self._host = lock, host
+    def __init__(self, lock: threading.RLock, *, early: bool = False) -> None:
+        self._lock, self.is_early = lock, early
         self._work: list[Callable[[], object]] = []
         self._num_done = 0
 
     def queue(self, work: Callable[[], object]) -> None:
         with self._lock:
             self._work.append(work)
-            if self._host:
+            if self.is_early:
                 self.run(len(self._work))
 
     def wait_stream(self, stream: Stream) -> None:
@@ -89,21 +89,26 @@ class Event:
         self._stream.run(self._length)
         return True
 
+    def synchronize(self) -> None:
+        assert self._stream is not None
+        self._stream.run(self._length)
+
 
 class _Queued(ThreadMode):
     """Queues what reads or writes elements. What it makes is poison until the stream comes to it; views and memory are
     made at once."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, memory_of: Callable[[Any], Any]) -> None:
         super().__init__()
-        self._stream = stream
+        self._stream, self._memory_of = stream, memory_of
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _MAKES_NO_ELEMENTS or self._stream.is_running:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._stream.queue(lambda: func(*args, **kwargs))
+            given = [self._memory_of(arg) for arg in args]
+            self._stream.queue(lambda: func(*given, **kwargs))
             return args[0]
         made = torch.full_like(func(*args, **kwargs), torch.nan)
         self._stream.queue(lambda: made.copy_(func(*args, **kwargs)))
@@ -112,17 +117,24 @@ class _Queued(ThreadMode):
 
 class LazyDevice:
     """In the place of ``torch.cuda``: the caller's stream is ``caller``, and does its work at once unless it is
-    given another. With ``early`` all other streams do theirs as early as they may."""
+    given another. With ``early`` all other streams do theirs as early as they may. ``memory_of`` gives what work that
+    is queued holds in an argument's place, where that is not the tensor itself, as it is not on a device."""
 
     Event = Event
 
-    def __init__(self, *, lazy_caller: bool = False, early: bool = False) -> None:
-        self._lock, self._early = threading.RLock(), early
+    def __init__(
+        self,
+        *,
+        lazy_caller: bool = False,
+        early: bool = False,
+        memory_of: Callable[[Any], Any] = lambda argument: argument,
+    ) -> None:
+        self._lock, self._early, self._memory_of = threading.RLock(), early, memory_of
         self._local = threading.local()
-        self.caller = Stream(self._lock, host=not lazy_caller)
+        self.caller = Stream(self._lock, early=not lazy_caller)
 
     def Stream(self, device: torch.device) -> Stream:  # noqa: N802 - its name in torch
-        return Stream(self._lock, host=self._early)
+        return Stream(self._lock, early=self._early)
 
     def current_stream(self, device: torch.device | None) -> Stream:
         stream: Stream = getattr(self._local, "stream", self.caller)
@@ -132,7 +144,7 @@ class LazyDevice:
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self._local.stream = self.current_stream(None), stream
         try:
-            with _Queued(stream):
+            with _Queued(stream, self._memory_of):
                 yield
         finally:
             self._local.stream = before

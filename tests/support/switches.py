@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.config import CONTRADICTIONS
 
 from .training import Run
 
@@ -31,6 +32,7 @@ MAY_CONTRADICT: dict[str, Sequence[Any]] = {
     "param_wire_dtype": [None, "bf16"],
     "optimizer_state_dtype": [None, "bf16"],
     "store_param_remainders": [False, True],
+    "offload_optimizer_states": [False, True],
 }
 GO_WITH_ALL: dict[str, Sequence[Any]] = {
     "overlap_param_gather": [False, "step", "forward"],
@@ -41,6 +43,7 @@ GO_WITH_ALL: dict[str, Sequence[Any]] = {
     "check_replicas_every_n_steps": [0, 1],
 }
 SWITCHES = {**MAY_CONTRADICT, **GO_WITH_ALL}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +135,8 @@ def pairs(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[tuple[st
 
 
 def pairwise(**fixed: Any) -> list[Row]:
-    """Few rows in which any two values of two switches meet, if they may: greedily the row that has most pairs not met
-    yet. Of the switches in ``fixed`` there is this value only."""
+    """Few rows in which any two values of two switches meet, if they may: greedily one that has many pairs not met yet.
+    Of the switches in ``fixed`` there is this value only."""
     may_contradict, go_with_all = (
         {name: [fixed[name]] if name in fixed else values for name, values in switches.items()}
         for switches in (MAY_CONTRADICT, GO_WITH_ALL)
@@ -146,28 +149,57 @@ def pairwise(**fixed: Any) -> list[Row]:
             bits |= 1 << number_of.setdefault(pair, len(number_of))
         return bits
 
-    allowed = [values for values in product(may_contradict) if is_allowed(values)]
-    anywhere = product(go_with_all)
-    # There are hundreds of thousands of rows: the pairs of one are joined from those of a few values and of halves.
+    allowed, anywhere = _allowed_rows(may_contradict), product(go_with_all)
     own, others = [bits_of(_within(values)) for values in allowed], [bits_of(_within(values)) for values in anywhere]
-
-    @functools.cache
-    def between(*some: tuple[str, Any]) -> list[int]:
-        return [bits_of(pairs(dict(some), values)) for values in anywhere]
-
-    met = []  # by row its pairs, one bit each
-    for values, bits in zip(allowed, own, strict=True):
-        items = list(values.items())
-        columns = [between(*items[start : start + 5]) for start in range(0, len(items), 5)]
-        met += [functools.reduce(operator.or_, cells, bits) for cells in zip(others, *columns, strict=True)]
-    missing, chosen = functools.reduce(operator.or_, met), list[Row]()
+    items = [(name, value) for name, values in may_contradict.items() for value in values]
+    between = {item: [bits_of(pairs(dict([item]), values)) for values in anywhere] for item in items}
+    # The most that a row of the first switches can bring, with whatever others.
+    reach = [
+        bits | functools.reduce(operator.or_, itertools.chain(*(between[item] for item in values.items())))
+        for bits, values in zip(own, allowed, strict=True)
+    ]
+    missing, chosen = functools.reduce(operator.or_, [*reach, *others]), list[Row]()
     while missing:
-        adds = [(bits & missing).bit_count() for bits in met]
-        number = adds.index(max(adds))
-        values, rest = divmod(number, len(anywhere))
-        chosen.append(make_row({**allowed[values], **anywhere[rest]}))
-        missing &= ~met[number]
+        # Hundreds of thousands of rows are made of these, so that only some of the best are looked at whole.
+        adds = [(bits & missing).bit_count() for bits in reach]
+        firsts = sorted(range(len(allowed)), key=adds.__getitem__)[-_MOST_FIRSTS:]
+        rows = [
+            (
+                functools.reduce(operator.or_, (between[item][place] for item in allowed[number].items()), bits),
+                number,
+                place,
+            )
+            for number in firsts
+            for place, bits in enumerate(own[number] | rest for rest in others)
+        ]
+        met, number, place = max(rows, key=lambda row: (row[0] & missing).bit_count())
+        chosen.append(make_row({**allowed[number], **anywhere[place]}))
+        missing &= ~met
     return chosen
+
+
+_MOST_FIRSTS = 50
+"""Rows of the first switches that are looked at with all others: more give no fewer rows."""
+
+
+def _allowed_rows(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination that the configuration takes."""
+    rows: list[dict[str, Any]] = [{}]
+    for name, values in choices.items():
+        # Cut off where two contradict each other: the others double the number of rows each.
+        rows = [
+            {**row, name: value}
+            for row in rows
+            for value in values
+            if not any(_contradict(*pair) or _contradict(*pair[2:], *pair[:2]) for pair in pairs({name: value}, row))
+        ]
+    return list(filter(is_allowed, rows))
+
+
+@functools.cache
+def _contradict(option: str, chosen: Any, other: str, value: Any) -> bool:
+    known = [found for found in CONTRADICTIONS if (found.option, found.other) == (option, other)]
+    return any(chosen != _DEFAULTS[option] and value == found.value for found in known)
 
 
 def _within(values: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:

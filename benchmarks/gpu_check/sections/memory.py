@@ -24,10 +24,12 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16-pooled": ("bf16", {"grad_buffer": "pooled"}),
     "bf16-fp32-sums": ("bf16", {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}),
     "bf16-in-16-bits": ("bf16", {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
+    "offloaded": ("fp32", {"offload_optimizer_states": True}),
     "all-reduce": ("fp32", {"use_distributed_optimizer": False}),
 }
-_PIECE_NBYTES = 36
-"""Bytes an element of a piece, where state and main params are kept in 16 bits: 12, and 24 of random numbers."""
+_PIECE_NBYTES, _OFFLOADED_NBYTES = 36, 24
+"""Bytes an element of a piece, where state and main params are kept in 16 bits: 12, and 24 of random numbers; and where
+state is kept on the host: 8 of each of three pieces."""
 _ROUNDING = 512
 """Bytes to which torch's allocator rounds a tensor on a GPU."""
 
@@ -92,7 +94,9 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     held, peak, reserved = device.allocated_bytes(), device.peak_bytes(), device.reserved_bytes()
     largest = max(bucket.numel for bucket in layout.buckets) * 4
     num_tensors = 8 * len(layout.params)
-    pieces = _PIECE_NBYTES * min(2**22, largest // 4 // layout.num_shards) if layout.steps_in_pieces else 0
+    of_piece = _OFFLOADED_NBYTES if layout.offloads_state else _PIECE_NBYTES if layout.steps_in_pieces else 0
+    pieces = of_piece * min(2**22, largest // 4 // layout.num_shards)
+    on_device = table.total_bytes + (table.host_bytes if device.type == "cpu" else 0)  # where the host is the device
     model.close()
     del optimizer, inner
     device.synchronize()
@@ -101,7 +105,7 @@ def measure(rank: Rank, width: int, depth: int, dtype: str, config: Options) -> 
     while (left := device.allocated_bytes() - before - plain) > largest and time.monotonic() < deadline:
         time.sleep(0.1)
     return {
-        "table": table.total_bytes,
+        "table": on_device,
         "staging": table.staging_bytes + pieces,
         "held": held - before,
         "peak": peak - before,

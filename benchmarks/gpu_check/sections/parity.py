@@ -107,6 +107,13 @@ RECIPES: dict[str, Recipe] = {
     "wire-16-bits": _recipe(how=_SGD, grad_wire_dtype="bf16", param_wire_dtype="bf16"),
     "wire-16-bits-pooled": _recipe(how=_SGD, grad_wire_dtype="fp16", param_wire_dtype="bf16", grad_buffer="pooled"),
     "param-remainders": _recipe(how={"dtype": "bf16", **_SGD}, store_param_remainders=True),
+    "offloaded": _recipe(offload_optimizer_states=True),
+    "offloaded-bits-forward": _recipe(
+        how={"dtype": "bf16", **_SGD},
+        offload_optimizer_states=True,
+        store_param_remainders=True,
+        overlap_param_gather="forward",
+    ),
     "wire-8-bits-forward": _recipe(
         how=_ADAFACTOR, grad_wire_dtype="int8", param_wire_dtype="int8", overlap_param_gather="forward"
     ),
@@ -118,6 +125,7 @@ _BY_HAND = {
     "bf16-fp32-sums",
     "pooled-bf16",
     "param-remainders",
+    "offloaded-bits-forward",
     "late-bucket",
     *(name for name in RECIPES if name.startswith("wire-")),
 }
@@ -243,7 +251,7 @@ def run_sanitized(context: Context) -> None:
     if context.is_host:
         context.skip("all", "the sanitizer looks at CUDA's streams")
         return
-    for name in ("contiguous", "gather-forward", "pooled", "bf16-fp32-sums", "late-bucket"):
+    for name in ("contiguous", "gather-forward", "pooled", "bf16-fp32-sums", "late-bucket", "offloaded"):
         recipe = dataclasses.replace(RECIPES[name], steps=3)
         with context.attempt(name):
             reports = context.ranks(train_sanitized, recipe, place=context.place("staged", 2))

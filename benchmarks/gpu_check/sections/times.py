@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 
+from megastrategy import DistributedOptimizer
+from megastrategy.core import devices, memory_use
+
 from ..context import Context
-from ..models import Gpt
+from ..models import Chain, Gpt
 from ..ranks import Rank
+from ..training import wrap
 from .work import ddp, ours, sizes, steps_of
 
 OVER_DDP = 1.03
@@ -41,6 +45,12 @@ def run(context: Context) -> None:
         [times] = context.ranks(time_accumulation, numel, rounds, place=context.place("alone"))
         for name, ms in times.items():
             context.measure(f"accumulation.{name}", ms, "ms", f"32 gradients in bf16 of {numel} elements into fp32")
+
+    with context.attempt("offload"):
+        width, depth = (256, 4) if context.is_host else (4096, 12)
+        found = context.ranks(time_offload, width, depth, rounds, place=context.place())
+        for name in found[0]:
+            context.measure(f"offload.{name}", max(one[name] for one in found), "ms", "AdamW's state, of fp32 weights")
 
 
 def _say(context: Context, name: str, found: list[dict[str, list[float]]]) -> None:
@@ -99,6 +109,59 @@ def time_accumulation(rank: Rank, numel: int, rounds: int) -> dict[str, float]:
         if float(params[0].grad[0]) != rounds + 1 or params[0].grad.dtype != torch.float32:
             raise RuntimeError(f"{name}: something else was accumulated")
     return times
+
+
+def time_offload(rank: Rank, width: int, depth: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of the optimizer's step alone, with its state on the device and on the host; and of copies of as
+    many bytes both ways at once, than which no step with the state on the host can be faster."""
+    device = rank.device
+    x = torch.randn(1, width, device=device.torch_device)
+    steps: dict[str, Callable[[], float]] = {}
+    nbytes = 0
+    for name, offloads in {"on-device": False, "on-host": True}.items():
+        module = Chain(width, depth).to(device.torch_device)
+        model = wrap(rank, module, (("offload_optimizer_states", offloads),))
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
+        nbytes = memory_use(model.layout, rank.number, 2).host_bytes
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> float:
+            optimizer.zero_grad()
+            model(x, 0, rank.number).backward()
+            device.synchronize()
+            first = device.mark()
+            optimizer.step()
+            model.finish_param_gather()
+            return float(device.ms_between(first, device.mark()))
+
+        steps[name] = step
+    steps["copies-both-ways"] = _copies(rank, nbytes)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 2):
+        for name, run in steps.items():
+            times[name].append(run())
+    return {name: statistics.median(found[2:]) for name, found in times.items()}
+
+
+def _copies(rank: Rank, nbytes: int) -> Callable[[], float]:
+    """Makes a call that copies that many bytes from pinned memory, and as many there, at once; in milliseconds."""
+    device, streams = rank.device, [rank.device.streams.Stream(rank.device.torch_device) for _ in range(2)]
+    on_host = [devices.pinned_memory(nbytes, torch.uint8, device.torch_device) for _ in streams]
+    on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device) for _ in streams]
+    ways = [(on_device[0], on_host[0]), (on_host[1], on_device[1])]
+
+    def run() -> float:
+        present = device.streams.current_stream()
+        device.synchronize()
+        first = device.mark()
+        for stream, (place, value) in zip(streams, ways, strict=True):
+            stream.wait_stream(present)
+            with device.streams.stream(stream):
+                place.copy_(value, non_blocking=True)
+        for stream in streams:
+            present.wait_stream(stream)
+        return float(device.ms_between(first, device.mark()))
+
+    return run
 
 
 def _engines(rank: Rank, size: Size, batch: int, precision: str) -> dict[str, Step]:
