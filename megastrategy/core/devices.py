@@ -20,10 +20,14 @@ def pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch
     return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
 
 
-def empty_beside(tensor: torch.Tensor, numel: int) -> torch.Tensor:
-    """Memory of the same kind as a tensor's, pinned too, of its dtype; 1-D and not initialised."""
-    is_pinned = tensor.device.type == "cpu" and tensor.is_pinned()
-    return torch.empty(numel, dtype=tensor.dtype, device=tensor.device, pin_memory=is_pinned)
+def on_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a tensor in the host's memory: itself, if they are there in this dtype."""
+    return tensor.to("cpu", dtype)
+
+
+def is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is in memory as :func:`pinned_memory` makes it."""
+    return tensor.device.type == "cpu" and (device.type == "cpu" or tensor.is_pinned())
 
 
 def is_on_host(device: torch.device) -> bool:

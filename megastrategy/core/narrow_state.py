@@ -177,9 +177,9 @@ class NarrowState:
     def end_step(self) -> None:
         """Returns when all that the step has changed is where it is kept; also after a step that failed."""
         self._planned.clear()
-        self._coming.clear()
         if self._offload is not None:
             self._offload.settle()
+        self._coming.clear()  # of a step that failed
 
     def whole_pieces(self, runs: Iterable[FlatRun]) -> list[NarrowPiece]:
         """Each run as one piece, for an optimizer that is called once."""
@@ -241,9 +241,7 @@ class NarrowState:
         for name, value in kept.items():
             dtype = NARROW if name in rounded else value.dtype
             if name not in after:
-                old = before.get(name)
-                is_its_own = isinstance(old, Tensor) and (old.dtype, old.shape) == (dtype, (numel,))
-                after[name] = old if is_its_own else self._zeros(numel, dtype, value.device)
+                after[name] = self._place_of(before.get(name), numel, dtype, value.device)
         if rounded:
             kept |= self._rounded(piece, {name: kept[name].detach() for name in rounded}, layout)
         left = [(after[name][slice(*piece.span)], value.detach()) for name, value in kept.items()]
@@ -271,7 +269,15 @@ class NarrowState:
             round_at_random_(narrow[name], value, chances.pop(0))
         return narrow
 
-    def _zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _place_of(self, before: Any, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory in which the state of a run is kept: that which it had, if it is of that kind."""
+        if (
+            isinstance(before, Tensor)
+            and (before.dtype, before.shape) == (dtype, (numel,))
+            # What was loaded, or joined to other runs since, is not.
+            and (self._offload is None or self._offload.is_pinned(before))
+        ):
+            return before
         # Zeros: the elements between two parameters are stepped along, and stay zero.
         return self._offload.zeros(numel, dtype) if self._offload else torch.zeros(numel, dtype=dtype, device=device)
 
@@ -322,10 +328,8 @@ class NarrowState:
                 # Under main params in bits torch leaves state in the dtype that it comes in.
                 may_be_narrow = self._rounds or shard.bits is not None
                 dtype = after if may_be_narrow and value.dtype == before else value.dtype
-                if self._offload is not None:
-                    kept[name] = self._offload.zeros(value.numel(), dtype).copy_(value)
-                elif dtype != value.dtype:
-                    kept[name] = value.to(dtype)
+                # Pinned in the next step: by run, and not in thousands of pieces of memory.
+                kept[name] = value.to(dtype) if self._offload is None else devices.on_host(value, dtype)
 
 
 class _Widened(Mapping[str, Any]):

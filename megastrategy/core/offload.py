@@ -48,16 +48,23 @@ class Offload:
         self._streams: Any = streams or devices.streams_of(device)
         self._to_device, self._to_host = (self._streams and self._streams.Stream(device) for _ in range(2))
         self._leaving: collections.deque[tuple[Any, Sequence[Tensor]]] = collections.deque()
+        self._last_fetched: Any = None  # its event
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D, in the host's memory."""
+        """1-D, in pinned memory of the host."""
         return devices.pinned_memory(numel, dtype, self._device).zero_()
+
+    def is_pinned(self, kept: Tensor) -> bool:
+        """Whether it is where :meth:`zeros` are. Copies are made from other memory of the host as well, and are waited
+        for."""
+        return devices.is_pinned(kept, self._device)
 
     def fetch(self, kept: Sequence[Tensor]) -> Arriving:
         """Starts to copy what is kept to the device."""
         # On the caller's stream, to which the allocator counts it.
         places = [torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in kept]
-        return Arriving(places, self._copy(self._to_device, places, kept))
+        self._last_fetched = self._copy(self._to_device, places, kept)
+        return Arriving(places, self._last_fetched)
 
     def arrive(self, arriving: Arriving) -> list[Tensor]:
         """The copies, which the current stream may use from now on."""
@@ -71,7 +78,9 @@ class Offload:
             self._let_go()
 
     def settle(self) -> None:
-        """Returns when what is kept is what was sent last."""
+        """Returns when what is kept is what was sent last. What was fetched for nobody may be let go of afterwards."""
+        self._put_behind(self._last_fetched)  # or its memory would be given away while it is written
+        self._last_fetched = None
         if self._leaving:
             event = self._leaving[-1][0]
             while self._leaving:

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import devices
 from .buffers import slice_view
 from .layout import PARAM_ALIGNMENT_NUMEL, Bucket, BufferLayout
 from .param_shard import ParamShard
@@ -184,7 +183,7 @@ def _join(
             whole[name] = known.whole[name]
         else:
             # zeros: the elements between two parameters are stepped along, and nothing but zero may ever be there
-            whole[name] = devices.empty_beside(value, numel).zero_()
+            whole[name] = value.new_zeros(numel)
             for state, (start, end) in zip(states, spans, strict=True):
                 whole[name][start:end] = state[name]
     return whole
@@ -203,11 +202,7 @@ def part_of(flat: Tensor, span: Span) -> Tensor:
 
 def own_state(state: State) -> None:
     """Copies what are parts of a larger tensor, so as not to keep that alive."""
-    for name, value in state.items():
-        if type(value) is Tensor and value.dim() == 1:
-            state[name] = devices.empty_beside(value, value.numel()).copy_(value)
-        elif isinstance(value, Tensor):
-            state[name] = value.clone()
+    state.update({name: value.clone() for name, value in state.items() if isinstance(value, Tensor)})
 
 
 def cut_shards(

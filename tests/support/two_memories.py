@@ -16,7 +16,7 @@ from megastrategy.core import devices
 from .thread_mode import ThreadMode
 
 _present = threading.local()
-_make_pinned, _make_beside = devices.pinned_memory, devices.empty_beside
+_make_pinned = devices.pinned_memory
 
 
 class TwoMemories(ThreadMode):
@@ -77,7 +77,7 @@ class TwoMemories(ThreadMode):
 
 def told_apart() -> Any:
     """While this is open threads may enter a :class:`TwoMemories`."""
-    return mock.patch.multiple(devices, pinned_memory=_pinned_memory, empty_beside=_empty_beside)
+    return mock.patch.multiple(devices, pinned_memory=_pinned_memory, is_pinned=_is_pinned, on_host=_on_host)
 
 
 def _pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -85,6 +85,13 @@ def _pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
     return made if mode is None else mode.put_on_host(made, is_pinned=True)
 
 
-def _empty_beside(tensor: Tensor, numel: int) -> Tensor:
-    made, mode = _make_beside(tensor, numel), getattr(_present, "mode", None)
-    return made if mode is None or not mode.is_pinned(tensor) else mode.put_on_host(made, is_pinned=True)
+def _on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    mode: TwoMemories | None = getattr(_present, "mode", None)
+    if mode is None or mode.is_on_host(tensor):
+        return tensor.to(dtype)
+    return mode.put_on_host(tensor.to(dtype, copy=True), is_pinned=False)
+
+
+def _is_pinned(tensor: Tensor, device: torch.device) -> bool:
+    mode: TwoMemories | None = getattr(_present, "mode", None)
+    return mode is None or mode.is_pinned(tensor)

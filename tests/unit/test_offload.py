@@ -127,20 +127,30 @@ def test_without_any_one_wait_values_are_wrong(what: str) -> None:
     assert not is_right
 
 
-def test_nothing_is_left_to_wait_for_after_a_step_that_failed() -> None:
-    """What was on its way to the device is dropped; what was on its way to the host arrives."""
-    device = LazyDevice(lazy_caller=True)
-    one = Offload(HOST, device)
+def test_after_a_step_that_failed_what_was_on_its_way_to_the_device_writes_to_nobodys_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what was on its way to the host arrives."""
+    memory = Memory()
+    monkeypatch.setattr(offload, "torch", SimpleNamespace(empty=memory.empty))
+    device = LazyDevice(lazy_caller=True, memory_of=memory.of)
+    one: Any = Offload(HOST, device)
     kept = [one.zeros(NUMEL, torch.float32), one.zeros(NUMEL, torch.float32)]
     first, second = one.fetch(kept[:1]), one.fetch(kept[1:])
     (place,) = one.arrive(first)
-    device.write(place, torch.ones(NUMEL))
+    device.write(memory.of(place), torch.ones(NUMEL))
     one.send(kept[:1], [place])
-    del second
     one.settle()
     one.settle()
     assert torch.equal(kept[0], torch.ones(NUMEL))
-    assert torch.equal(kept[1], torch.zeros(NUMEL))
+    del first, second, place
+    others = [memory.empty(torch.Size([NUMEL]), dtype=torch.float32, device=HOST) for _ in range(2)]
+    assert memory.num_blocks == 2
+    for other in others:
+        device.write(memory.of(other), torch.full((NUMEL,), 5.0))
+    device.synchronize()
+    one._to_device.run(one._to_device.length)
+    assert all(torch.equal(other, torch.full((NUMEL,), 5.0)) for other in others)
 
 
 def test_on_the_host_itself_copies_are_made_at_once() -> None:
