@@ -226,9 +226,11 @@ class OneStep:
         )
 
     def _state_bytes(self) -> int:
-        """The memory of what optimizers keep and step, weights apart."""
+        """The device's memory of what optimizers keep and step, weights apart."""
         weights: list[Tensor] = []
+        on_host = set(map(id, self._kept_on_host()))
         state = [tensor for optimizer in self._optimizers.values() for tensor in _state_of(optimizer)]
+        state = [tensor for tensor in state if id(tensor) not in on_host]
         for model in self._models:
             buffers = model.engine.param_buffers
             bitmaps = [] if buffers is None else [bitmap for bitmap in buffers.bitmaps if bitmap is not None]
@@ -236,6 +238,17 @@ class OneStep:
             weights += [*model.module.parameters(), *(held for held in _held(buffers) if id(held) not in of_state)]
             state += bitmaps
         return _covered_bytes([*weights, *state]) - _covered_bytes(weights)
+
+    def _kept_on_host(self) -> Iterator[Tensor]:
+        """State of shards that is in the host's memory between steps, with the elements between them."""
+        holders = [ref() for model in self._models if model.layout.offloads_state for ref in model.engine.shard_holders]
+        shards = [shard for holder in holders for shard in getattr(holder, "shards", {}).values()]
+        elsewhere = {id(shard.main) for shard in shards if not shard.is_cut}
+        for optimizer in self._optimizers.values() if shards else ():
+            for tensor, values in optimizer.state.items():
+                # Under Parameters is the state of those that the model does not have.
+                if not isinstance(tensor, torch.nn.Parameter) and id(tensor) not in elsewhere:
+                    yield from (value for value in _tensors(values) if value.dim() > 0)
 
     def _num_kept(self, engine: Any) -> dict[int, int]:
         kept: dict[int, int] = {}
