@@ -52,7 +52,6 @@ class DistributedDataParallel(nn.Module):
 
     Attributes:
         module: the wrapped module.
-        config: the options.
         device: of all parameters.
         require_backward_grad_sync: whether the next backward is synchronised; see :meth:`no_sync`.
 
