@@ -134,10 +134,10 @@ class ResumableSampler(DistributedSampler[Any]):
 
     def _order(self) -> Tensor:
         if not self.shuffle:
-            return torch.arange(self._size)
+            return torch.arange(self._size, device="cpu")
         generator = torch.Generator()
         generator.manual_seed(self.seed + self.epoch)
-        return torch.randperm(self._size, generator=generator)
+        return torch.randperm(self._size, generator=generator, device="cpu")
 
     # --- the place in it ---------------------------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class MeetingPlace:
             CollectiveError: if some rank came to another, or does not come.
         """
         # The maximum has a mark for each place that some rank has come to: more than one is a mismatch.
-        told = torch.tensor([*(name == place for name in _PLACES), *facts])
+        told = torch.tensor([*(name == place for name in _PLACES), *facts], device="cpu")
         self.collectives.all_reduce_max(told).wait()
         marks: list[int] = told.tolist()
         others = [does for (name, does), mark in zip(_PLACES.items(), marks, strict=False) if mark and name != place]

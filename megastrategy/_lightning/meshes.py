@@ -74,7 +74,9 @@ class ModelSizes:
         if pipeline == 1:
             return init_device_mesh(device.type, (world_size // tensor, tensor), mesh_dim_names=(DATA, TENSOR))
         # As Megatron-LM has it: tensor ranks, which speak most, are neighbours, and stages are farthest apart.
-        blocks = torch.arange(world_size).view(pipeline, -1, tensor)[list(self.stage_order or range(pipeline))]
+        blocks = torch.arange(world_size, device="cpu").view(pipeline, -1, tensor)[
+            list(self.stage_order or range(pipeline))
+        ]
         if tensor == 1:
             return DeviceMesh(device.type, blocks.squeeze(2), mesh_dim_names=(PIPELINE, DATA))
         return DeviceMesh(device.type, blocks, mesh_dim_names=(PIPELINE, DATA, TENSOR))

@@ -467,8 +467,7 @@ class TrainerStrategy(
         """Loads all optimizers' states, or none.
 
         Raises:
-            CheckpointError: if one does not fit. The weights are those of the file by then: Lightning loads them before
-                there are optimizers.
+            CheckpointError: if one does not fit. The weights are the file's by then: Lightning loads them first.
         """
         assert self.lightning_module is not None
         names = {param: name for name, param in self.lightning_module.named_parameters()}
@@ -479,12 +478,16 @@ class TrainerStrategy(
             load_optimizers(self.optimizers, states, weights)
             return
         # all before any: Lightning loads one by one, and would change the first where the second does not fit
-        sharded = self._engine is not None and self._engine.layout.num_shards > 1
+        cut = self._engine is not None and self._engine.layout.num_shards > 1
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             if isinstance(optimizer, DistributedOptimizer):
                 check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}")
-        # shards are copied out of the mapped file; a whole optimizer keeps what it is given, so that must be its own
-        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if sharded else own_memory(states)})
+        if self._engine is not None and self._engine.layout.offloads_state:  # Lightning would move it to the device
+            for optimizer, state in zip(self.optimizers, states, strict=False):
+                optimizer.load_state_dict(state)
+        else:
+            # shards are copied out of the mapped file; a whole optimizer keeps its own, so that must be no part of it
+            super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states if cut else own_memory(states)})
         saved = checkpoint.get(MAIN_PARAMS_KEY, [weights] * len(self.optimizers))
         for optimizer, main_params in zip(self.optimizers, saved, strict=False):
             if isinstance(optimizer, DistributedOptimizer):

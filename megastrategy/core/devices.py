@@ -17,12 +17,12 @@ import torch
 
 def pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory of the host, 1-D and not initialised, that ``device`` copies to by itself; plain memory for the host."""
-    return torch.empty(numel, dtype=dtype, pin_memory=device.type != "cpu")
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
-def on_host(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a tensor in the host's memory: itself, if they are there in this dtype."""
-    return tensor.to("cpu", dtype)
+def on_host(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
+    """The values of a tensor in the host's memory: itself, if they are there in this dtype and need no copy."""
+    return tensor.to("cpu", dtype, copy=copy)
 
 
 def is_pinned(tensor: torch.Tensor, device: torch.device) -> bool:

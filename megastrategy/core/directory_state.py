@@ -86,7 +86,7 @@ def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], Non
             groups = saved["param_groups"]
             if is_staged(impl):
                 groups = [own_options(*pair) for pair in zip(groups, impl.inner.param_groups, strict=True)]
-            load_own_state(impl.inner, groups, values_of, index_by_id, impl.shards, groups_of_shards)
+            load_own_state(impl.inner, groups, values_of, index_by_id, impl.shards, groups_of_shards, impl.stays_here)
             impl.keep_loaded()
             impl.load_main_params(main_params_of_stage(impl, main_params) if is_staged(impl) else main_params)
 

@@ -382,6 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 impl.layout,
                 impl.element_names,
                 impl.groups_of_shards,
+                impl.stays_here,
             )
             impl.keep_loaded()
 

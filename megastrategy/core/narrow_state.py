@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from . import devices
+from .collectives import Collectives
 from .layout import BufferLayout
 from .main_bits import MainBits
 from .offload import Arriving, Offload
@@ -174,11 +175,15 @@ class NarrowState:
         for place, values in zip(places, kept, strict=True):
             self._coming[place] = dict(zip(values, copies)), arriving  # noqa: B905 - the next place has the next ones
 
-    def end_step(self) -> None:
-        """Returns when all that the step has changed is where it is kept; also after a step that failed."""
+    def end_step(self, collectives: Collectives) -> None:
+        """Returns when all that the step has changed is where it is kept; also after a step that failed.
+
+        Raises:
+            CollectiveError: see :meth:`Offload.settle`.
+        """
         self._planned.clear()
         if self._offload is not None:
-            self._offload.settle()
+            self._offload.settle(collectives)
         self._coming.clear()  # of a step that failed
 
     def whole_pieces(self, runs: Iterable[FlatRun]) -> list[NarrowPiece]:
@@ -318,7 +323,7 @@ class NarrowState:
         """The state of a shard, or of neighbours, in fp32; nothing is converted before it is read."""
         return _Widened(state) if self._rounds else state
 
-    def keep_loaded(self, shards: Iterable[ParamShard], names: set[str] | None) -> None:
+    def keep_loaded(self, shards: Sequence[ParamShard], names: set[str] | None) -> None:
         """Brings what shards were given to where it is kept, and rounds it to the nearest; or makes it fp32, where
         state is kept in that."""
         before, after = (torch.float32, NARROW) if self._rounds else (NARROW, torch.float32)
@@ -330,6 +335,17 @@ class NarrowState:
                 dtype = after if may_be_narrow and value.dtype == before else value.dtype
                 # Pinned in the next step: by run, and not in thousands of pieces of memory.
                 kept[name] = value.to(dtype) if self._offload is None else devices.on_host(value, dtype)
+
+    def stays_here(self, shard: ParamShard, values: Mapping[str, Any], names: set[str] | None) -> Iterable[str]:
+        """The names of a shard's loaded state that need not come to the device: all that is kept on the host, unless
+        the optimizer does more than torch's own with what is loaded, and may look at it."""
+        if self._offload is None or not shard.is_cut or _looks_at_loaded(self._optimizer):
+            return ()
+        return _per_element(values, shard.numel, names)
+
+    def copy_of(self, value: Tensor) -> Tensor:
+        """A copy of a part of the state, where that is kept."""
+        return value.clone() if self._offload is None else devices.on_host(value, value.dtype, copy=True)
 
 
 class _Widened(Mapping[str, Any]):
@@ -353,6 +369,18 @@ class _Widened(Mapping[str, Any]):
 def _per_element(state: Mapping[str, Any], numel: int, names: set[str] | None) -> dict[str, Tensor]:
     """Picks, of the state of ``numel`` elements, what has a number for each."""
     return {name: value for name, value in state.items() if is_per_element(name, value, (numel,), names)}
+
+
+def _looks_at_loaded(optimizer: torch.optim.Optimizer) -> bool:
+    kind: Any = type(optimizer)
+    of_torch = (kind.load_state_dict is torch.optim.Optimizer.load_state_dict) and (
+        kind.__setstate__.__module__.startswith("torch.optim.")
+    )
+    # One of those before a load is ours.
+    num_hooks = len(optimizer._optimizer_load_state_dict_pre_hooks) + len(
+        optimizer._optimizer_load_state_dict_post_hooks
+    )
+    return not of_torch or num_hooks > 1
 
 
 def _is_narrow(value: Any) -> bool:

@@ -12,8 +12,9 @@ orders them, and what would happen else:
   that nobody holds to the next tensor of the caller's stream. That is done when the next piece goes, one piece late, so
   that nothing stands still for it.
 
-At the end of a step the host waits for the last copy. Between steps what is kept is in host memory and at rest, so that
-whoever reads it (a checkpoint, the user) need not know of any stream.
+At the end of a step the host waits for all copies. Between steps what is kept is in host memory and at rest, so that
+whoever reads it (a checkpoint, the user) need not know of any stream. A step that failed may have had a piece brought
+that nobody used: its memory is another tensor's by then, and the copy would be written over that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from . import devices
+from .collectives import Collectives
 
 
 class Arriving(NamedTuple):
@@ -48,7 +50,6 @@ class Offload:
         self._streams: Any = streams or devices.streams_of(device)
         self._to_device, self._to_host = (self._streams and self._streams.Stream(device) for _ in range(2))
         self._leaving: collections.deque[tuple[Any, Sequence[Tensor]]] = collections.deque()
-        self._last_fetched: Any = None  # its event
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """1-D, in pinned memory of the host."""
@@ -63,8 +64,7 @@ class Offload:
         """Starts to copy what is kept to the device."""
         # On the caller's stream, to which the allocator counts it.
         places = [torch.empty(part.shape, dtype=part.dtype, device=self._device) for part in kept]
-        self._last_fetched = self._copy(self._to_device, places, kept)
-        return Arriving(places, self._last_fetched)
+        return Arriving(places, self._copy(self._to_device, places, kept))
 
     def arrive(self, arriving: Arriving) -> list[Tensor]:
         """The copies, which the current stream may use from now on."""
@@ -77,16 +77,19 @@ class Offload:
         while len(self._leaving) > 1:
             self._let_go()
 
-    def settle(self) -> None:
-        """Returns when what is kept is what was sent last. What was fetched for nobody may be let go of afterwards."""
-        self._put_behind(self._last_fetched)  # or its memory would be given away while it is written
-        self._last_fetched = None
-        if self._leaving:
-            event = self._leaving[-1][0]
-            while self._leaving:
-                self._let_go()
-            if event is not None:
-                event.synchronize()
+    def settle(self, collectives: Collectives) -> None:
+        """Returns when what is kept is what was sent last, and no copy is on its way, used or not.
+
+        Raises:
+            CollectiveError: if that will not be: what the copies are queued behind waits for a rank that is gone.
+        """
+        if self._to_host is not None:
+            self._to_host.wait_stream(self._to_device)
+            # Watched: see the collectives' [Note: what the host waits for].
+            with self._streams.stream(self._to_host):
+                collectives.wait_for_device(self._device, "a collective before the optimizer's step")
+            self._to_host.synchronize()
+        self._leaving.clear()
 
     def _copy(self, stream: Any, places: Sequence[Tensor], values: Sequence[Tensor]) -> Any:
         """Queues copies on one of the two streams; returns the event of their end, None on the host."""

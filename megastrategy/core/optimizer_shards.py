@@ -194,6 +194,10 @@ class OptimizerShards(ShardHolder):
             indices = self.shards.keys() if indices is None else self.shards.keys() & indices
             self.narrow.keep_loaded([self.shards[index] for index in indices], self.element_names)
 
+    def stays_here(self, shard: ParamShard, values: Mapping[str, Any]) -> Iterable[str]:
+        """The names of loaded state that is kept on the host."""
+        return self.narrow.stays_here(shard, values, self.element_names) if self.narrow is not None else ()
+
     def load_main_params(self, main_params: Mapping[str, Tensor]) -> None:
         """Takes over saved main params, those of parameters without shards until they have some.
 
@@ -462,6 +466,9 @@ class OptimizerShards(ShardHolder):
             return shard.main_param() if shard is not None else None
         part: Tensor | None = self.inner.state.get(shard.main, {}).get(name)
         return part
+
+    def copy_of(self, name: str, part: Tensor) -> Tensor:
+        return part.clone() if self.narrow is None or name == MAIN_PARAM else self.narrow.copy_of(part)
 
     def release(self) -> None:
         self.at_rest.num_moves += 1

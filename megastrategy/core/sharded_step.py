@@ -223,7 +223,7 @@ class ShardedStep(OptimizerShards):
                     self._step_watched() if is_watched(self.inner) else self._step_shards()
                 finally:
                     if self.narrow is not None:
-                        self.narrow.end_step()
+                        self.narrow.end_step(self.engine.collectives)
             # Somebody's wrapper may have left the step out: then none has begun, and none is counted.
             self.num_steps_done = self.num_steps_begun
 

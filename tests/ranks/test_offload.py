@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import narrow_state, offload, read_directory, save_directory, to_host
+from megastrategy.core.checkpoint.full_state import MAIN_PARAM
+from megastrategy.core.collectives import Collectives
+from megastrategy.core.errors import CollectiveError
 from megastrategy.core.layout import build_layout
 from megastrategy.core.rebucketing.relayout import relayout
+from megastrategy.core.rebucketing.shard_holder import Contents
+from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
-from tests.support.given import Ours, adam, assert_same_file, trained
+from tests.support.given import Given, Ours, adam, assert_same_file, trained
 from tests.support.lazy_device import LazyDevice
 from tests.support.ranks import run_ranks
 from tests.support.two_memories import TwoMemories, told_apart
@@ -104,6 +110,97 @@ def test_state_of_parameters_that_join_later_goes_there_too() -> None:
         run_ranks(2, run)
 
 
+def test_state_that_others_have_moved_to_the_device_comes_back() -> None:
+    """Lightning moves what an optimizer has when a fit begins, and when a state is loaded; a user may write another."""
+    uncut = trained(2, adam, torch.bfloat16, range(4))
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        with TwoMemories() as memories:
+            ours = Ours(group, adam, torch.bfloat16, **ON_HOST)
+            ours.train(range(2))
+            for values in ours.optimizer.state.values():
+                for name in values.keys() - {"step"}:
+                    values[name] = torch.empty(values[name].numel()).copy_(values[name])
+            assert not any(map(memories.is_on_host, kept(ours)))
+            ours.train(range(2, 4))
+            assert all(map(memories.is_pinned, kept(ours)))
+            assert_same_file(ours.file(), uncut)
+            ours.model.close()
+
+    with told_apart():
+        run_ranks(2, run)
+
+
+class Looks(torch.optim.AdamW):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.largest = max((float(v.max()) for values in self.state.values() for v in values.values()), default=0.0)
+
+
+def hooked(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params)
+    optimizer.register_load_state_dict_post_hook(lambda *_: None)
+    return optimizer
+
+
+@pytest.mark.parametrize(("make", "all_of_it"), [(torch.optim.AdamW, False), (Looks, True), (hooked, True)])
+def test_a_file_is_loaded_past_the_device_unless_somebody_looks_at_it(
+    make: Any, all_of_it: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch moves what it is given, which is all of this rank's state at once."""
+    file = trained(2, torch.optim.AdamW, torch.bfloat16, range(2))
+    given: dict[int, int] = {}
+    load = torch.optim.Optimizer.load_state_dict
+
+    def see(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        given[id(optimizer)] = sum(v.numel() for values in state["state"].values() for v in values.values() if v.dim())
+        load(optimizer, state)
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        ours = Ours(group, make, torch.bfloat16, **ON_HOST)
+        expected = 2 * sum(shard.numel for shard in ours.optimizer._impl.shards.values()) if all_of_it else 0
+        ours.load(file)
+        assert given.pop(id(ours.optimizer.optimizer)) == expected
+        assert_same_file(ours.file()["optimizer"]["state"], file["optimizer"]["state"])
+        save_directory({"optimizer": ours.optimizer.sharded_state_dict()}, {}, tmp_path / "saved", ours.collectives)
+        ours.train(range(2, 3))
+        ours.optimizer.load_sharded(tmp_path / "saved")
+        assert given.pop(id(ours.optimizer.optimizer)) == expected
+        assert_same_file(ours.file()["optimizer"]["state"], file["optimizer"]["state"])
+        ours.model.close()
+
+    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", see)
+    with saving_among_threads():
+        run_ranks(2, run)
+
+
+def test_a_move_to_another_layout_brings_no_more_than_a_bucket_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank will keep of it is on the host while the rest is gathered."""
+    taken: list[Tensor] = []
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        with TwoMemories() as memories:
+            ours = Ours(group, adam, torch.bfloat16, **ON_HOST)
+            ours.train(range(2))
+            impl, engine = ours.optimizer._impl, ours.model.engine
+            take = impl.take
+
+            def take_from_host(contents: Contents) -> None:
+                parts = [v for values in contents.values() for name, v in values.items() if name.startswith("exp_avg")]
+                assert all(map(memories.is_on_host, parts))
+                assert not any(memories.is_on_host(values[MAIN_PARAM]) for values in contents.values())
+                taken.extend(parts)
+                take(contents)
+
+            monkeypatch.setattr(impl, "take", take_from_host)
+            assert relayout(engine, build_layout(engine.layout.params, ours.model.config, 2, range(4)))
+            ours.model.close()
+
+    with told_apart():
+        run_ranks(2, run)
+    assert taken
+
+
 def test_what_an_accelerator_would_refuse_is_seen() -> None:
     with told_apart(), TwoMemories() as memories:
         on_host = offload.Offload(torch.device("cpu")).zeros(4, torch.float32)
@@ -157,9 +254,11 @@ def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(mon
                 on_device -= sum(value.nbytes for value in self._leaving[0][1])
                 super()._let_go()
 
-            def settle(self) -> None:
+            def settle(self, collectives: Collectives) -> None:
+                nonlocal on_device
                 seen.append("settle")
-                super().settle()
+                on_device -= sum(value.nbytes for _, values in self._leaving for value in values)
+                super().settle(collectives)
 
         class Watching(torch.optim.AdamW):
             def step(self, closure: Any = None) -> Any:
@@ -177,12 +276,35 @@ def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(mon
         assert num > 5
         assert seen[0] == "fetch"
         steady = ["fetch", "step", "send", "let go"]
-        assert seen == ["fetch", *steady[:3], *steady * (num - 2), *steady[1:], "settle", "let go"], seen
+        assert seen == ["fetch", *steady[:3], *steady * (num - 2), *steady[1:], "settle"], seen
         assert most <= 3 * 2 * 64 * 4
         assert on_device == 0
         ours.model.close()
 
     run_ranks(2, run)
+
+
+def test_a_step_waits_for_the_device_once_and_in_bounded_time() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        device = DeviceCollectives(group)
+        module = Given(torch.bfloat16)
+        config = DistributedDataParallelConfig(bucket_size=200, **ON_HOST)
+        model = DistributedDataParallel(module, config, collectives=device)
+        optimizer = DistributedOptimizer(adam(module.parameters()), model)
+        for step in range(2):
+            model(step).backward()
+            before = device.num_waits
+            optimizer.step()
+            assert device.num_waits == before + 1
+        model(2).backward()
+        device.watchdog = lambda what, number: f"rank 1: ValueError: bad ({what})"
+        device.is_stalled = True
+        with pytest.raises(CollectiveError, match="was given up: rank 1: ValueError: bad"):
+            optimizer.step()
+        assert device.num_aborts == 1
+
+    with mock.patch.object(narrow_state, "Offload", lambda device: offload.Offload(device, LazyDevice())):
+        run_ranks(2, run)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -60,6 +60,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
         "ranks/test_narrow_state.py",
         "ranks/test_offload.py",
         "unit/test_offload.py",
+        "doors/test_lightning_offload.py",
         "ranks/test_norms_and_zeros.py",
         "ranks/test_optimizer.py",
         "ranks/test_options_set_later.py",
@@ -136,6 +137,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
     "collectives": (
         "doors/test_collectives_underneath.py",
         "ranks/test_collectives.py",
+        "ranks/test_default_device.py",
         "ranks/test_connections.py",
         "ranks/test_cost_of_agreeing.py",
         "ranks/test_fp32_sums.py",

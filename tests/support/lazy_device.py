@@ -49,6 +49,9 @@ class Stream:
         event.record(stream)
         event.wait(self)
 
+    def synchronize(self) -> None:
+        self.run(self.length)
+
     @property
     def is_running(self) -> bool:
         """Whether this thread is doing what was queued on some stream."""

@@ -85,10 +85,10 @@ def _pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
     return made if mode is None else mode.put_on_host(made, is_pinned=True)
 
 
-def _on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _on_host(tensor: Tensor, dtype: torch.dtype, *, copy: bool = False) -> Tensor:
     mode: TwoMemories | None = getattr(_present, "mode", None)
     if mode is None or mode.is_on_host(tensor):
-        return tensor.to(dtype)
+        return tensor.to(dtype, copy=copy)
     return mode.put_on_host(tensor.to(dtype, copy=True), is_pinned=False)
 
 

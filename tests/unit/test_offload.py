@@ -17,9 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megastrategy.core import offload
 from megastrategy.core.offload import Offload
-from tests.support.lazy_device import Event, LazyDevice
+from tests.support.lazy_device import LazyDevice
 
 HOST = torch.device("cpu")
+NOBODY: Any = SimpleNamespace(wait_for_device=lambda *_: None)
+"""Collectives of one rank."""
 NUM_PIECES, NUMEL, NUM_STEPS = 7, 6, 3
 
 
@@ -90,7 +92,7 @@ def steps(early: str, spoil: Callable[[Any], object] = lambda _: None) -> tuple[
                 offload_.send([part], [place])
                 del place, present
             del coming
-            offload_.settle()
+            offload_.settle(NOBODY)
             expected = [part * 3 + 1 for part in expected]
             is_right &= all(map(torch.equal, kept, expected))
     return is_right, memory.num_blocks
@@ -101,17 +103,12 @@ def test_three_pieces_are_enough_and_right(early: str) -> None:
     assert steps(early) == (True, 3)
 
 
-class Unfinished(Event):
-    def synchronize(self) -> None:
-        """Returns at once."""
-
-
 SPOILT: dict[str, tuple[str, Callable[[Any], object]]] = {
     "brought into memory that is still used": ("_to_device", lambda one: leave_out(one._to_device, "wait_stream")),
     "stepped before it has come": ("", lambda one: setattr(one, "arrive", lambda arriving: arriving.places)),
     "taken before it is stepped": ("_to_host", lambda one: leave_out(one._to_host, "wait_stream")),
     "given away before it is taken": ("_to_device", lambda one: setattr(one, "_let_go", one._leaving.popleft)),
-    "read before it is there": ("", lambda one: setattr(one._streams, "Event", Unfinished)),
+    "read before it is there": ("", lambda one: leave_out(one._to_host, "synchronize")),
 }
 """By what goes wrong: the streams that have to be early for that, and how a wait is left out."""
 
@@ -140,8 +137,8 @@ def test_after_a_step_that_failed_what_was_on_its_way_to_the_device_writes_to_no
     (place,) = one.arrive(first)
     device.write(memory.of(place), torch.ones(NUMEL))
     one.send(kept[:1], [place])
-    one.settle()
-    one.settle()
+    one.settle(NOBODY)
+    one.settle(NOBODY)
     assert torch.equal(kept[0], torch.ones(NUMEL))
     del first, second, place
     others = [memory.empty(torch.Size([NUMEL]), dtype=torch.float32, device=HOST) for _ in range(2)]
@@ -153,6 +150,47 @@ def test_after_a_step_that_failed_what_was_on_its_way_to_the_device_writes_to_no
     assert all(torch.equal(other, torch.full((NUMEL,), 5.0)) for other in others)
 
 
+def test_what_a_failed_step_had_brought_is_not_written_over_what_has_its_memory_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = Memory()
+    device = LazyDevice(lazy_caller=True, memory_of=memory.of)
+    one = Offload(HOST, device)
+    kept = one.zeros(NUMEL, torch.float32) + 5
+    monkeypatch.setattr(offload, "torch", SimpleNamespace(empty=memory.empty))
+    arriving = one.fetch([kept])
+    del arriving
+    one.settle(NOBODY)
+    other = memory.empty(kept.shape, dtype=kept.dtype, device=HOST)
+    assert memory.num_blocks == 1
+    device.write(memory.of(other), torch.ones(NUMEL))
+    device.synchronize()
+    one._to_device.run(one._to_device.length)
+    assert torch.equal(other, torch.ones(NUMEL))
+
+
+def test_the_wait_for_copies_is_watched() -> None:
+    """They are queued behind what may wait for a rank that is gone."""
+    device = LazyDevice(lazy_caller=True)
+    one: Any = Offload(HOST, device)
+    kept = [one.zeros(NUMEL, torch.float32)]
+    one.send(kept, [torch.ones(NUMEL)])
+
+    class GoneError(Exception):
+        pass
+
+    def wait_for_device(of: torch.device, what: str) -> None:
+        assert device.current_stream(of) is one._to_host
+        raise GoneError
+
+    watched: Any = SimpleNamespace(wait_for_device=wait_for_device)
+    with pytest.raises(GoneError):
+        one.settle(watched)
+    assert not kept[0].any()
+    one.settle(NOBODY)
+    assert kept[0].all()
+
+
 def test_on_the_host_itself_copies_are_made_at_once() -> None:
     one = Offload(HOST)
     kept = [one.zeros(NUMEL, torch.bfloat16)]
@@ -160,4 +198,4 @@ def test_on_the_host_itself_copies_are_made_at_once() -> None:
     assert place.data_ptr() != kept[0].data_ptr()
     one.send(kept, [place.add_(2)])
     assert torch.equal(kept[0], torch.full((NUMEL,), 2.0, dtype=torch.bfloat16))
-    one.settle()
+    one.settle(NOBODY)

@@ -221,10 +221,11 @@ def load_full_state_dict(
     layout: BufferLayout,
     known: set[str] | None,
     groups_of_shards: Callable[[], AbstractContextManager[None]],
+    stays_here: Callable[[ParamShard, Mapping[str, Any]], Iterable[str]],
 ) -> None:
     """Cuts a full state into this rank's shards and hands it to the optimizer's own ``load_state_dict``.
 
-    ``known``: as for :func:`per_element_keys`.
+    ``known``: as for :func:`per_element_keys`; ``stays_here``: as for :func:`load_own_state`.
 
     Raises:
         CheckpointError: if groups or shapes do not fit, before anything is changed.
@@ -256,7 +257,7 @@ def load_full_state_dict(
         spec, shard = layout.params[index], shards[index]
         return {key: _cut(value, spec, shard, key, per_element) for key, value in values.items()}
 
-    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards, others)
+    load_own_state(optimizer, groups, values_of, params_by_id, shards, groups_of_shards, stays_here, others)
 
 
 def load_own_state(
@@ -266,6 +267,7 @@ def load_own_state(
     params_by_id: Mapping[int, int],
     shards: Mapping[int, ParamShard],
     groups_of_shards: Callable[[], AbstractContextManager[None]],
+    stays_here: Callable[[ParamShard, Mapping[str, Any]], Iterable[str]],
     others: Mapping[Any, Any] | None = None,
 ) -> None:
     """Hands what this rank steps to the optimizer's own ``load_state_dict``.
@@ -276,9 +278,11 @@ def load_own_state(
         values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
         params_by_id, shards: where the parameters are.
         groups_of_shards: puts the shards into the optimizer's groups.
+        stays_here: the names of a shard's state that stays in the host's memory, where torch would move it.
         others: state of no parameter.
     """
     state: dict[int, dict[str, Any]] = {}
+    staying: dict[int, dict[str, Tensor]] = {}
     own_groups = []
     count = 0
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
@@ -287,7 +291,10 @@ def load_own_state(
             index = params_by_id.get(id(param))
             if index is None or index in shards:  # else all of it is another rank's
                 if values := values_of(param):
-                    state[count] = values
+                    names = stays_here(shards[index], values) if index is not None else ()
+                    staying[count] = {name: values[name] for name in names}
+                    # Of no elements: torch chooses the dtype, and moves nothing.
+                    state[count] = values | {name: value.new_empty(0) for name, value in staying[count].items()}
                 count += 1
         own_groups.append({**saved, "params": list(range(first, count))})
     with groups_of_shards():
@@ -300,6 +307,9 @@ def load_own_state(
             for key, value in values.items() if is_narrow else ():
                 if key in (kept := optimizer.state[stepped[number]]):
                     kept[key] = _in_saved_dtype(kept[key], value)
+        for number, values in staying.items():
+            kept = optimizer.state[stepped[number]]
+            kept.update((name, value.to(kept[name].dtype)) for name, value in values.items())
 
 
 def _in_saved_dtype(kept: Any, saved: Any) -> Any:

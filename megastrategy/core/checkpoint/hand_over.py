@@ -184,7 +184,7 @@ class Lending:
             self._pairs = {name: Pair(store, name, 1, timeout)}
         pair, names = self._pairs[name], names_of(described)
         _send_bytes(pair, bytearray(pickle.dumps(described)))
-        wanted = torch.zeros(2, dtype=torch.int64)
+        wanted = torch.zeros(2, dtype=torch.int64, device="cpu")
         while True:
             # Rank 0 asks bucket by bucket, so neither side holds more than one beside its own state.
             pair.receive(wanted)
@@ -200,12 +200,12 @@ class Lending:
 
 def _send_bytes(pair: Pair, data: bytearray) -> None:
     # The size first: gloo ends a process that receives another number of bytes than it expects.
-    pair.send(torch.tensor([len(data)]))
+    pair.send(torch.tensor([len(data)], device="cpu"))
     pair.send(torch.frombuffer(data, dtype=torch.uint8))
 
 
 def _receive_bytes(pair: Pair) -> bytearray:
-    numel = torch.zeros(1, dtype=torch.int64)
+    numel = torch.zeros(1, dtype=torch.int64, device="cpu")
     pair.receive(numel)
     data = bytearray(int(numel.item()))
     pair.receive(torch.frombuffer(data, dtype=torch.uint8))
@@ -269,7 +269,7 @@ class HandedOver:
             if (name, flat.dtype) in (names := names_of(described)):
                 wanted = [bucket.index, names.index((name, flat.dtype))]
                 with self._every.named_failures(f"an exchange with rank {rank}"):
-                    pair.send(torch.tensor(wanted, dtype=torch.int64))
+                    pair.send(torch.tensor(wanted, dtype=torch.int64, device="cpu"))
                     pair.receive(parts[rank])
 
     def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -278,7 +278,7 @@ class HandedOver:
         for rank, pair in self._pairs.items():
             for index in self._described[rank].whole:
                 with self._every.named_failures(f"an exchange with rank {rank}"):
-                    pair.send(torch.tensor([_WHOLE, index]))
+                    pair.send(torch.tensor([_WHOLE, index], device="cpu"))
                     data = _receive_bytes(pair)
                 yield from unpacked(data)
 
@@ -286,7 +286,7 @@ class HandedOver:
         """The other ranks' states may change again."""
         for pair in self._pairs.values():
             with contextlib.suppress(RuntimeError):  # of a rank that has ended
-                pair.send(torch.tensor([_END, 0]))
+                pair.send(torch.tensor([_END, 0], device="cpu"))
 
 
 class Borrowing:

@@ -59,7 +59,7 @@ class Described:
             unpacked = [
                 columns[name]
                 if kind is None
-                else torch.tensor(columns[name], dtype=kind[0]).reshape(len(members), *kind[1]).unbind()
+                else torch.tensor(columns[name], dtype=kind[0], device="cpu").reshape(len(members), *kind[1]).unbind()
                 for name, kind in kinds.items()
             ]
             for indices, *values in zip(members, *unpacked, strict=True):
@@ -186,7 +186,7 @@ class OwnParts:
     def part(self, bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
         """This rank's part of a bucket: one name's elements where its shards lie, zeros elsewhere."""
         numel = bucket.numel // self.layout.num_shards
-        part = torch.zeros(numel, dtype=dtype)
+        part = torch.zeros(numel, dtype=dtype, device="cpu")
         self.put(part, bucket.start + self.rank * numel, bucket, name)
         return part
 

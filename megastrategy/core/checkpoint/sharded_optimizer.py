@@ -196,7 +196,7 @@ class _Targets:
         """The tensor to read into; None if all of it is another rank's."""
         dtype, size = saved.properties.dtype, tuple(saved.size)
         if place[1] not in ("state", "main_params"):
-            return torch.empty(size, dtype=dtype)
+            return torch.empty(size, dtype=dtype, device="cpu")
         name, what = str(place[2]).removesuffix(REMAINDER), str(place[-1])
         if name in self.elsewhere:
             return None
@@ -209,7 +209,7 @@ class _Targets:
         if index in self.whole and index not in self.shards:
             return None
         if place[1] == "state" and what not in self.per_element:
-            return torch.empty(size, dtype=dtype)
+            return torch.empty(size, dtype=dtype, device="cpu")
         return self._of_elements(name, what, size, dtype)
 
     def _of_elements(self, name: str, what: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
@@ -232,7 +232,7 @@ class _Targets:
         shard = self.shards.get(index) if index is not None else None
         if shard is None or stride is None:
             return None
-        return FlatShard(torch.empty(shard.numel, dtype=dtype), shard.start, shape, stride, part)
+        return FlatShard(torch.empty(shard.numel, dtype=dtype, device="cpu"), shard.start, shape, stride, part)
 
     def shaped(self, name: str, value: Any) -> Any:
         """Returns what was read, in the shape of a parameter's part unless it is a range of one."""
@@ -241,7 +241,11 @@ class _Targets:
 
 
 def _empty(shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
+    return (
+        torch.empty(shape, dtype=dtype, device="cpu")
+        if stride is None
+        else torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    )
 
 
 def check_same_groups(

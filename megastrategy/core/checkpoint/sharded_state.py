@@ -378,7 +378,7 @@ def read_directory(
         if not isinstance(saved, TensorStorageMetadata):
             targets[name] = None
             continue
-        target = make(place, saved) if make else torch.empty(saved.size, dtype=saved.properties.dtype)
+        target = make(place, saved) if make else torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         if target is not None:
             targets[name] = target
     if targets:
@@ -411,7 +411,7 @@ def read_weights(path: Directory, key: str, module: nn.Module, elsewhere: Collec
         param = params.get(str(place[1]))
         # One of another shape is told of by whoever loads the state, with its name.
         if param is None or len(place) > 2 or tuple(saved.size) != tuple(param.shape):
-            return torch.empty(saved.size, dtype=saved.properties.dtype)
+            return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         return empty_like_part(param, saved.properties.dtype)
 
     return read_directory(path, key, make)

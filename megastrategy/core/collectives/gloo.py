@@ -102,7 +102,7 @@ class GlooCollectives(Collectives):
 
     def probe(self, rank: int) -> None:
         """Gloo refuses to begin a message on a connection that the other end has closed. Nobody receives this one."""
-        self._probes.append(self.group.send([torch.zeros(1, dtype=torch.uint8)], rank, PROBE_TAG))
+        self._probes.append(self.group.send([torch.zeros(1, dtype=torch.uint8, device="cpu")], rank, PROBE_TAG))
 
     def _finish_started(self) -> None:
         if self._worker is not None:

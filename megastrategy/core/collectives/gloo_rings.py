@@ -53,8 +53,8 @@ class GlooRings:
         self._first = -1
         self._num_exchanges: dict[int, int] = {}  # by distance, alike on all ranks: the tags of the messages
         self._posted: dict[int, Any] = {}  # by distance, the posted receive of the other rank's readiness
-        self._word = torch.zeros(1, dtype=torch.uint8)
-        self._word_received = torch.zeros(1, dtype=torch.uint8)
+        self._word = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self._word_received = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     def reduce_scatter(self, tensor: Tensor, scale: float, *, scale_sum: bool) -> None:
         """The rank-th of ``size`` equal parts becomes the sum over ranks of ``scale *`` that part (with ``scale_sum``,
@@ -151,7 +151,7 @@ class GlooRings:
         before, after = (self._rank - distance) % self._size, (self._rank + distance) % self._size
         if self._first < 0:
             # A number of this object's own: one before it on the same group left posted receives behind.
-            first = torch.tensor([secrets.randbelow(2**26)])
+            first = torch.tensor([secrets.randbelow(2**26)], device="cpu")
             self._group.broadcast([self._lent.lend(first)], dist.BroadcastOptions()).wait()
             self._first = int(first.item())
         # The first exchange at this distance has no earlier one that would have posted its word.
@@ -178,7 +178,7 @@ class GlooRings:
     def _get_scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
         scratch = self._scratch.get(dtype)
         if scratch is None or scratch.numel() < numel:
-            scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype)
+            scratch = self._scratch[dtype] = torch.empty(numel, dtype=dtype, device="cpu")
         return scratch[:numel]
 
     def _post_readiness(self, distance: int) -> None:

@@ -194,10 +194,10 @@ class HostStagedCollectives(Collectives):
         """Memory of the host for the ``place``-th tensor of a collective, pinned where a device copies from it."""
         nbytes = tensor.numel() * tensor.dtype.itemsize
         if place == len(self._memory):
-            self._memory.append(torch.empty(0, dtype=torch.uint8))
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
         if self._memory[place].numel() < nbytes:
             is_pinned = self.device.type != "cpu"
-            self._memory[place] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_pinned)
+            self._memory[place] = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         return self._memory[place][:nbytes].view(tensor.dtype)
 
 

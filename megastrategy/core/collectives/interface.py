@@ -289,7 +289,7 @@ class Collectives(ABC):
         """
         if self.size == 1:
             return list(numbers)
-        tensor = torch.tensor(numbers, dtype=torch.uint8)
+        tensor = torch.tensor(numbers, dtype=torch.uint8, device="cpu")
         with self._aborting():
             self.host.all_reduce_max(tensor).wait()
         agreed: list[int] = tensor.tolist()
@@ -298,7 +298,7 @@ class Collectives(ABC):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's ``data``, by rank; lengths may differ. Collective, between hosts."""
         # Two rounds, since ranks must agree on a size before: gloo ends the process where sizes differ.
-        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths = torch.zeros(self.size, dtype=torch.int64, device="cpu")
         lengths[self.rank] = len(data)
         with self._aborting():
             self.host.all_gather(lengths).wait()

@@ -364,7 +364,7 @@ def _while_all_live(
         for peer in peers if can_probe else ():
             try:
                 # gloo refuses to begin a message on a connection that the other end has closed
-                probes.append(group.send([torch.zeros(1, dtype=torch.uint8)], peer, PROBE_TAG))
+                probes.append(group.send([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, PROBE_TAG))
             except RuntimeError as error:
                 raise CollectiveError(
                     f"rank {group.rank()} of {group.size()}: connecting a new group did not complete, since the "

@@ -77,7 +77,7 @@ class BucketPlanner:
             return
         # -1 for nothing wanted: the other ranks are in this broadcast already, so rank 0 has to say something.
         wanted = self._wanted_order or [-1] * len(layout.params)
-        order = torch.tensor(wanted, dtype=torch.int64)
+        order = torch.tensor(wanted, dtype=torch.int64, device="cpu")
         if self._tensor_ranks is not None:
             self._tensor_ranks.host.broadcast(order).wait()
         self._collectives.host.broadcast(order).wait()

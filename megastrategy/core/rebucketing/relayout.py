@@ -157,13 +157,20 @@ def _gather(holders: Mapping[int, ShardHolder], engine: Engine, layout: BufferLa
                 flat = scratch[kind.dtype][: bucket.numel].zero_()
                 for index in members:
                     _fill(flat, holders[number], name, index, bucket.start, present, collectives.rank)
-                engine.shard_collectives.all_gather(flat).wait()
+                _all_gather(flat, engine)
                 for index in members:
                     if index in own[number]:
-                        own[number][index][name] = _cut(flat, index, bucket.start, present, layout, collectives.rank)
+                        part = _cut(flat, index, bucket.start, present, layout, collectives.rank)
+                        own[number][index][name] = holders[number].copy_of(name, part)
     # nobody changes over before everybody can
     collectives.max_of_bytes([0])
     return own
+
+
+def _all_gather(flat: Tensor, engine: Engine) -> None:
+    engine.shard_collectives.all_gather(flat).wait()
+    if engine.layout.offloads_state:  # parts of it are copied to the host next
+        engine.collectives.wait_for_device(engine.device, "all-gather")
 
 
 def _on_all_tensor_ranks(can_move: bool, engine: Engine) -> bool:
@@ -183,12 +190,12 @@ def _fill(
 
 
 def _cut(flat: Tensor, param: int, first: int, present: BufferLayout, layout: BufferLayout, rank: int) -> Tensor:
-    """A copy of what ``rank`` owns of a parameter in ``layout``, out of a bucket of ``present`` that begins at
+    """The part of a parameter that ``rank`` owns in ``layout``, as a view of a bucket of ``present`` that begins at
     ``first``."""
     owned = layout.owned_range(param, rank)
     assert owned is not None
     shift = present.slots[param].start - first - layout.slots[param].start
-    return flat[owned[0] + shift : owned[1] + shift].clone()
+    return flat[owned[0] + shift : owned[1] + shift]
 
 
 def _merge(by_rank: Sequence[Mapping[int, Contents | None]]) -> dict[int, Contents] | None:

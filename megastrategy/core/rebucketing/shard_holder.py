@@ -44,6 +44,10 @@ class ShardHolder(ABC):
     def part(self, param: int, name: str) -> Tensor | None:
         """The elements of a :class:`PerElement` that this rank owns (flat, in memory order), if it keeps them."""
 
+    def copy_of(self, name: str, part: Tensor) -> Tensor:
+        """A copy of what was gathered under a name and will be this rank's, in the memory in which that is kept."""
+        return part.clone()
+
     def release(self) -> None:  # noqa: B027 - nothing to do where nothing is kept
         """Lets go of all views of the old buffers, whose memory is needed: everybody has what it will :meth:`take`."""
 

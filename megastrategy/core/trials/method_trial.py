@@ -151,7 +151,7 @@ def _fresh_contents(optimizer: Optimizer, device: torch.device, dtype: torch.dty
         groups.append([])
         if kind not in kinds and group["params"]:
             kinds.add(kind)
-            groups[-1].append(torch.randn(TRIAL_SHAPE, generator=generator).to(device, dtype))
+            groups[-1].append(torch.randn(TRIAL_SHAPE, generator=generator, device="cpu").to(device, dtype))
     return Contents(groups, {})
 
 
@@ -167,17 +167,21 @@ def _stepped(optimizer: Optimizer, fresh: Contents) -> Contents:
         # Once more than it steps: a call that uses gradients has to find some, as between backward and step.
         for step in range(_STEPS + 1):
             for tensor in contents.tensors:
-                tensor.grad = torch.randn(TRIAL_SHAPE, generator=generator).to(tensor.device, tensor.dtype)
+                tensor.grad = torch.randn(TRIAL_SHAPE, generator=generator, device="cpu").to(
+                    tensor.device, tensor.dtype
+                )
             if step < _STEPS:
                 double.optimizer.step()
     except Exception as error:
         raise NotForShardsError(f"it cannot be tried: a trial step raised {in_words(error)}") from error
     state = dict(dict.items(double.optimizer.state))
     for tensor in contents.tensors:  # not what the last step copied from the state: a mode may copy it again
-        tensor.copy_(torch.randn(TRIAL_SHAPE, generator=generator))
+        tensor.copy_(torch.randn(TRIAL_SHAPE, generator=generator, device="cpu"))
         # A mode keeps what steps do not, and may give it back to the weights.
         for name, value in _kept_beside(optimizer, state.get(tensor, {})).items():
-            state.setdefault(tensor, {})[name] = torch.randn(TRIAL_SHAPE, generator=generator).to(tensor.device, value)
+            state.setdefault(tensor, {})[name] = torch.randn(TRIAL_SHAPE, generator=generator, device="cpu").to(
+                tensor.device, value
+            )
     return Contents(contents.groups, state)
 
 

@@ -108,7 +108,9 @@ class Problem:
         shapes = _SHAPES[first:] if shapes is None else shapes
         numel = sum(math.prod(shape) for shape in (*shapes, *_SHAPES))
         # drawn once, and read at another place for each use: drawing would be a third of a trial
-        self._random = torch.randn(2 * numel, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        self._random = torch.randn(2 * numel, generator=torch.Generator().manual_seed(0), device="cpu").to(
+            device, dtype
+        )
         self.starts: list[Tensor] = []
         self._sizes: list[Tensor] = []
         for number, shape in enumerate(shapes):
@@ -262,7 +264,7 @@ class StateAtStart(collections.defaultdict[Any, dict[str, Any]]):
     def like(cls, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateAtStart:
         """Makes it as the optimizer's constructor does, else as it is kept for the first tensor of a group. What has
         the tensor's shape has one value everywhere, since other tensors have other elements."""
-        fresh = Parameter(torch.zeros(2, 2))
+        fresh = Parameter(torch.zeros(2, 2, device="cpu"))
         for param in group["params"]:
             # The first that has some: others may have joined later, without any.
             if values := optimizer.state.get(param):
