@@ -22,6 +22,7 @@ from megastrategy.core.checkpoint.full_state import MAIN_PARAM
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.layout import build_layout
+from megastrategy.core.memory import describe_setup, memory_use
 from megastrategy.core.rebucketing.relayout import relayout
 from megastrategy.core.rebucketing.shard_holder import Contents
 from tests.support.devices import DeviceCollectives
@@ -88,6 +89,21 @@ def test_state_is_on_the_host_whatever_happens_to_it(way: dict[str, Any], tmp_pa
 
     with told_apart(), saving_among_threads(), mock.patch.multiple(narrow_state, **PIECES):
         run_ranks(2, run)
+
+
+def test_the_table_has_it_apart() -> None:
+    """The bytes of the device are those of fp32 main params alone."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        ours = Ours(group, torch.optim.AdamW, torch.bfloat16, **ON_HOST)
+        numel = sum(shard.numel for shard in ours.optimizer._impl.shards.values())
+        use = memory_use(ours.model.layout, rank, state_tensors=2)
+        assert (use.state_bytes, use.host_bytes) == (4 * numel, 8 * numel)
+        line = f"the optimizer's state, {8 * numel / 2**20:,.2f} MiB, is in the host's memory between steps"
+        assert line in describe_setup(ours.model.layout, rank, True, 2)
+        ours.model.close()
+
+    run_ranks(2, run)
 
 
 def test_state_of_parameters_that_join_later_goes_there_too() -> None:
