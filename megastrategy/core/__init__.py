@@ -42,6 +42,7 @@ from .memory import MemoryUse, memory_use, memory_use_of_ddp
 from .meta_modules import materialise, replace_meta
 from .rebucketing.arrival_order import better_layout_order
 from .stages import Copies, FollowsStages, StagedModule, names_elsewhere
+from .step_watchers import may_see_shards
 from .strangers import describe_unreduced
 from .trials.known_findings import KnownFindings
 
@@ -87,6 +88,7 @@ __all__ = [
     "is_directory_checkpoint",
     "make_collectives",
     "materialise",
+    "may_see_shards",
     "memory_use",
     "memory_use_of_ddp",
     "names_elsewhere",

@@ -12,16 +12,27 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+_MAY_SEE_SHARDS = "megastrategy_may_see_shards"
+
+H = TypeVar("H", bound=Callable[..., None])
+
+
+def may_see_shards(hook: H) -> H:
+    """Marks a hook on all optimizers that asks for neither gradients nor weights: steps are the same with it."""
+    setattr(hook, _MAY_SEE_SHARDS, True)
+    return hook
 
 
 def is_watched(optimizer: Optimizer) -> bool:
     """Whether somebody else's hook or wrapper may see the steps of an optimizer inside of a ShardedStep."""
     own_hooks = len(optimizer._optimizer_step_pre_hooks) + len(optimizer._optimizer_step_post_hooks)
-    if own_hooks > 1 or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:  # one refuses direct use
+    others = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    if own_hooks > 1 or not all(getattr(hook, _MAY_SEE_SHARDS, False) for hook in others):  # one refuses direct use
         return True
     # A scheduler's wrapper notes that there was a call; what somebody else's does is not known.
     wrapper = optimizer.__dict__.get("step")

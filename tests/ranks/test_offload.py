@@ -228,6 +228,15 @@ def test_what_an_accelerator_would_refuse_is_seen() -> None:
         with pytest.raises(AssertionError, match="of the host and of the device"):
             on_device += on_host
 
+    def run(rank: int, group: ProcessGroup) -> None:
+        with TwoMemories():
+            group.allreduce([torch.ones(4)]).wait()
+            with pytest.raises(AssertionError, match=r"c10d.* of tensors of the host"):
+                group.allreduce([offload.Offload(torch.device("cpu")).zeros(4, torch.float32)])
+
+    with told_apart():
+        run_ranks(2, run)
+
 
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("way", WAYS, ids=str)

@@ -85,7 +85,7 @@ def wired(
     )
 
 
-KEPT = {"optimizer_state_dtype": "bf16", "store_param_remainders": True}
+KEPT = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "offload_optimizer_states": True}
 SHORT = [
     wired("reduce-scatter", WIRES[0], steps=4),
     wired("reduce-scatter", KEPT, torch.bfloat16, steps=4),

@@ -21,7 +21,8 @@ _make_pinned = devices.pinned_memory
 
 class TwoMemories(ThreadMode):
     """What this thread makes with ``devices.pinned_memory`` is the host's, and all else the device's, while this is
-    entered: raises an AssertionError where an operation other than a copy has tensors of both.
+    entered: raises an AssertionError where an operation other than a copy has tensors of both, and where one of the
+    host's is sent.
 
     One of a single element counts for neither: an accelerator takes it from the host. Within :func:`told_apart`.
     """
@@ -68,6 +69,7 @@ class TwoMemories(ThreadMode):
         where = {self.is_on_host(tensor) for tensor in given}
         copies = func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
         assert copies or len(where) < 2, f"{func} of tensors of the host and of the device"
+        assert func.namespace != "c10d" or True not in where, f"{func} of tensors of the host"
         made = func(*args, **kwargs or {})
         for leaf in tree_leaves(made) if where == {True} else ():
             if isinstance(leaf, Tensor):

@@ -7,6 +7,7 @@ import pickle
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import build_layout
+from megastrategy.core import build_layout, narrow_state
 from megastrategy.core.collectives import make_collectives
 from megastrategy.core.collectives.fake import FakeCollectives
 from megastrategy.core.layout import ParamSpec
@@ -81,7 +82,8 @@ def planned(size: int, config: DistributedDataParallelConfig, dtype: torch.dtype
         (torch.float32, {"grad_buffer": "pooled"}),
         (torch.bfloat16, {"grad_buffer": "pooled"}),
         (torch.bfloat16, {"optimizer_state_dtype": "bf16", "store_param_remainders": True}),
-        (torch.bfloat16, {"offload_optimizer_states": True}),
+        (torch.float32, {"offload_optimizer_states": True}),
+        (torch.bfloat16, {"offload_optimizer_states": True, "store_param_remainders": True}),
         (torch.bfloat16, {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True}),
         (torch.float32, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16"}),
         (torch.float32, {"num_distributed_optimizer_instances": 2}),
@@ -104,10 +106,8 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
         held = [*grads, *model.module.parameters(), *_held(model.engine.param_buffers)]
         # As a step leaves it: neighbours in one piece, with the elements that align them, and a counter for each piece.
         state = optimizer.optimizer.state
-        kept = [value for values in state.values() for value in values.values()]
-        if model.layout.offloads_state:
-            kept = [value for value in kept if value.dim() == 0]  # the others are on the host
-        held += [*state, *kept]
+        values = [value for values in state.values() for value in values.values()]
+        held += [*state, *(value for value in values if not model.layout.offloads_state or value.dim() == 0)]
         return bytes_of(held), bytes_of(grads)
 
     total, grads = run_ranks(size, run)[0]
@@ -115,6 +115,17 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
     memory = rank_memory(step)
     assert memory.fixed_bytes == total
     assert memory.grad_bytes == grads
+
+
+@pytest.mark.parametrize("options", [{"offload_optimizer_states": True}, {"store_param_remainders": True}], ids=str)
+def test_what_is_stepped_in_pieces_is_planned_so(options: dict[str, Any]) -> None:
+    """And not in the one call that a step is where somebody watches it, with all that the rank owns in fp32."""
+    config = DistributedDataParallelConfig(bucket_size=5000, **options)
+    with mock.patch.multiple(narrow_state, _AT_ONCE_NUMEL=256, CHUNK_NUMEL=256):
+        step = planned(2, config, torch.bfloat16)
+    numel = sum(spec.numel for spec in step.models[0].layout.params) // 2
+    assert numel > 2000
+    assert step.step_peak_bytes < 4 * numel
 
 
 def counted_peaks(cwd: Path, *arguments: str) -> list[int]:

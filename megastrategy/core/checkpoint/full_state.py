@@ -278,7 +278,7 @@ def load_own_state(
         values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
         params_by_id, shards: where the parameters are.
         groups_of_shards: puts the shards into the optimizer's groups.
-        stays_here: the names of a shard's state that stays in the host's memory, where torch would move it.
+        stays_here: names what is not to come to the device.
         others: state of no parameter.
     """
     state: dict[int, dict[str, Any]] = {}

@@ -29,6 +29,7 @@ from ...core import (
     DistributedDataParallelConfig,
     Event,
     EventKind,
+    may_see_shards,
     memory_use,
     one_listener,
 )
@@ -143,7 +144,15 @@ class OneStep:
             model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
 
         wrapper.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
-        return register_optimizer_step_post_hook(self._see_step)
+
+        # Not watched: steps are to go in pieces where those of the run do.
+        @may_see_shards
+        def see_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            # Trials step copies before the first forward.
+            if self._begun:
+                self._optimizers[id(optimizer)] = optimizer
+
+        return register_optimizer_step_post_hook(see_step)
 
     def _hear(self, number: int, event: Event) -> None:
         model, live = self._models[number], self.live
@@ -162,22 +171,21 @@ class OneStep:
         elif event.kind is EventKind.STEP_START:
             self._step_start = live.position()
         elif event.kind is EventKind.STEP_END:
-            self._steps.append((self._step_start, live.position()))
+            self._end_step()
         if number == 0 and event.kind in _COUNTED and number in self._begun and number not in self._complete:
             self._flops.append((event.kind, event.index, live.flops))
         if number in self._begun and completes_step(event, model.engine.has_optimizer):
             self._complete.add(number)
 
+    def _end_step(self) -> None:
+        self._steps.append((self._step_start, self.live.position()))
+        for optimizer in self._optimizers.values():
+            self.live.keep(_state_of(optimizer))
+
     def _see_inputs(self, _: Any, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._input_bytes = max(self._input_bytes, sum(tensor.nbytes for tensor in tensors))
-
-    def _see_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Trials step copies before the first forward.
-        if self._begun:
-            self._optimizers[id(optimizer)] = optimizer
-            self.live.keep(_state_of(optimizer))
 
     def measured(self) -> MeasuredStep:
         """Sums up the counts; to be called once all steps are complete."""
