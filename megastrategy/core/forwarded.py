@@ -143,7 +143,7 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
     impl.split_state()
     own = [impl.shards[index] for index in indices if index in impl.shards]
     mains = [shard for shard in own if shard.weights is not None and impl.layout.is_stepped_apart(shard.param)]
-    if impl.narrow is not None:  # on all ranks alike
+    if impl.kept_state is not None:  # on all ranks alike
         # It may put weights into the state, as SPlus does, which would be rounded there.
         raise OptimizerNotShardableError(
             f"{name} of {type(impl.inner).__name__} cannot be used: it works on main params or state, and "

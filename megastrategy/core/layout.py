@@ -221,7 +221,7 @@ class BufferLayout:
 
     @property
     def steps_in_pieces(self) -> bool:
-        """Whether what optimizers step, or the state of it, is made for the step; see narrow_state's note."""
+        """Whether what optimizers step, or the state of it, is made for the step; see kept_state's note."""
         keeps_bits = any(buffer.keeps_main_bits for buffer in self.buffers)
         return self.state_dtype is not None or self.offloads_state or keeps_bits
 

@@ -48,7 +48,8 @@ class Offload:
     def __init__(self, device: torch.device, streams: Any = None) -> None:
         self._device = device
         self._streams: Any = streams or devices.streams_of(device)
-        self._to_device, self._to_host = (self._streams and self._streams.Stream(device) for _ in range(2))
+        self._to_device: Any = self._streams and self._streams.Stream(device)
+        self._to_host: Any = self._streams and self._streams.Stream(device)
         self._leaving: collections.deque[tuple[Any, Sequence[Tensor]]] = collections.deque()
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,7 @@ from .trials.elementwise import Findings, is_per_element
 from .whole_params import WholeParams
 
 if TYPE_CHECKING:  # only those import it who ask for it
-    from .narrow_state import NarrowState
+    from .kept_state import KeptState
 
 
 class OptimizerShards(ShardHolder):
@@ -43,8 +43,8 @@ class OptimizerShards(ShardHolder):
         element_names: of the state that has one number for each element, as far as trials and steps have shown; None if
             nothing is sharded.
         main_params_to_come: loaded ones, whole, of parameters that have no shards yet, by the name in the file.
-        narrow: keeps state or main params in 16 bits, or state on the host; None where they are as the optimizer has
-            them.
+        kept_state: keeps state or main params in 16 bits, or state on the host; None where they are as they are
+            stepped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
@@ -69,24 +69,24 @@ class OptimizerShards(ShardHolder):
         self._is_on_cpu = engine.device.type == "cpu"
         self.element_names = set(findings.element_names) if findings is not None else None
         self._keeps_state_only = findings is not None and findings.in_parts
-        self.narrow = self._narrow_state()
+        self.kept_state = self._kept_state()
         self._whole_groups = set(findings.whole_groups) if findings is not None else set[int]()
         self._whole = WholeParams(engine)
         self._num_whole_tensors = findings.whole_tensors if findings is not None else 0
         self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
         self.follow_model()
 
-    def _narrow_state(self) -> NarrowState | None:
+    def _kept_state(self) -> KeptState | None:
         if not self.layout.steps_in_pieces:
             return None
-        if (reason := self.why_not_narrow()) is not None:
+        if (reason := self.why_not_in_pieces()) is not None:
             raise OptimizerNotShardableError(reason)
-        from .narrow_state import NarrowState
+        from .kept_state import KeptState
 
         layout = self.layout
-        return NarrowState(self.inner, layout.state_dtype, self.engine.device, offloads=layout.offloads_state)
+        return KeptState(self.inner, layout.state_dtype, self.engine.device, offloads=layout.offloads_state)
 
-    def why_not_narrow(self) -> str | None:
+    def why_not_in_pieces(self) -> str | None:
         """Why shards may not be stepped in pieces, in words; None if they may, or nobody asked."""
         if not self.layout.steps_in_pieces or self._keeps_state_only:
             return None
@@ -190,13 +190,13 @@ class OptimizerShards(ShardHolder):
 
     def keep_loaded(self, indices: Iterable[int] | None = None) -> None:
         """Keeps state that these parameters (None for all) were given as other state of shards is kept."""
-        if self.narrow is not None:
+        if self.kept_state is not None:
             indices = self.shards.keys() if indices is None else self.shards.keys() & indices
-            self.narrow.keep_loaded([self.shards[index] for index in indices], self.element_names)
+            self.kept_state.keep_loaded([self.shards[index] for index in indices], self.element_names)
 
     def stays_here(self, shard: ParamShard, values: Mapping[str, Any]) -> Iterable[str]:
         """The names of loaded state that is kept on the host."""
-        return self.narrow.stays_here(shard, values, self.element_names) if self.narrow is not None else ()
+        return self.kept_state.stays_here(shard, values, self.element_names) if self.kept_state is not None else ()
 
     def load_main_params(self, main_params: Mapping[str, Tensor]) -> None:
         """Takes over saved main params, those of parameters without shards until they have some.
@@ -384,8 +384,8 @@ class OptimizerShards(ShardHolder):
                 for shard in run.shards:
                     shards.pop(shard.param, None)
             pieces += [Piece((shard,), shard.numel, state.get(shard.main, {})) for shard in shards.values()]
-            if self.narrow is not None:
-                pieces = [Piece(piece.shards, piece.numel, self.narrow.as_saved(piece.state)) for piece in pieces]
+            if self.kept_state is not None:
+                pieces = [Piece(piece.shards, piece.numel, self.kept_state.as_saved(piece.state)) for piece in pieces]
         else:
             own, names = self.param_indices(), {MAIN_PARAM}
             with_main = [shards[i] for i in own if i in shards and self.layout.is_stepped_apart(i)]
@@ -433,7 +433,7 @@ class OptimizerShards(ShardHolder):
 
     def _chunk_numel(self, run: FlatRun) -> int:
         """The most elements stepped at once: all, unless the optimizer does single operations on the CPU."""
-        if self.narrow is not None:  # which cuts runs itself, while their state is fp32
+        if self.kept_state is not None:  # which cuts runs itself, while their state is fp32
             return run.main.numel()
         group = self.inner.param_groups[run.group]
         in_chunks = self._may_join(group) and self._is_on_cpu and not group.get("foreach")
@@ -468,7 +468,7 @@ class OptimizerShards(ShardHolder):
         return part
 
     def copy_of(self, name: str, part: Tensor) -> Tensor:
-        return part.clone() if self.narrow is None or name == MAIN_PARAM else self.narrow.copy_of(part)
+        return part.clone() if self.kept_state is None or name == MAIN_PARAM else self.kept_state.copy_of(part)
 
     def release(self) -> None:
         self.at_rest.num_moves += 1

@@ -47,9 +47,9 @@ from .whole_params import WholeParam
 from .wire_format import wire_part
 
 if TYPE_CHECKING:
-    from .narrow_state import NarrowPiece, NarrowState
+    from .kept_state import KeptState, StepPiece
 
-Steppable: TypeAlias = "FlatRun | WholeParam | NarrowPiece"
+Steppable: TypeAlias = "FlatRun | WholeParam | StepPiece"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +208,7 @@ class ShardedStep(OptimizerShards):
             self._keeps_state_only = self._keeps_state_only and findings.in_parts
             assert self.element_names is not None, "sharded"
             self.element_names |= findings.element_names
-            return self.why_not_narrow()
+            return self.why_not_in_pieces()
         return findings.reason if findings is not None else None
 
     def step(self, arguments: StepArguments) -> None:
@@ -222,8 +222,8 @@ class ShardedStep(OptimizerShards):
                 try:
                     self._step_watched() if is_watched(self.inner) else self._step_shards()
                 finally:
-                    if self.narrow is not None:
-                        self.narrow.end_step(self.engine.collectives)
+                    if self.kept_state is not None:
+                        self.kept_state.end_step(self.engine.collectives)
             # Somebody's wrapper may have left the step out: then none has begun, and none is counted.
             self.num_steps_done = self.num_steps_begun
 
@@ -282,7 +282,7 @@ class ShardedStep(OptimizerShards):
         """All that this rank steps is in the groups while this is open; afterwards every rank gets all new weights."""
         buckets = sorted(begun.changing, reverse=True)
         whole = [run for bucket in begun.order for run in self._arrived_whole(bucket, begun.with_grads)]
-        flat = begun.runs if self.narrow is None else self.narrow.whole_pieces(begun.runs)
+        flat = begun.runs if self.kept_state is None else self.kept_state.whole_pieces(begun.runs)
         with (
             self._gathering_after_an_error(begun, buckets),
             self._holding([*flat, *whole], with_strangers=True),
@@ -298,21 +298,21 @@ class ShardedStep(OptimizerShards):
         has_some = bool(begun.runs) or self._whole.owns_any
         is_early = engine.config.overlap_param_gather is not False
         # In parts also where gathers wait for the end of the step, so as not to have all state in fp32 at once.
-        if not ((is_early or self.narrow is not None) and has_some and self._keeps_state_only):
+        if not ((is_early or self.kept_state is not None) and has_some and self._keeps_state_only):
             with self._in_one_call(begun):
                 self._arguments.call(self.inner.step)
             return
         to_gather = [bucket for bucket in begun.order if bucket in begun.changing]
         try:
-            if self.narrow is not None:
+            if self.kept_state is not None:
                 cuts = {run.group: self._may_join(self.inner.param_groups[run.group]) for run in begun.runs}
-                self.narrow.begin_step(begun.runs, begun.order, cuts, self.element_names)
+                self.kept_state.begin_step(begun.runs, begun.order, cuts, self.element_names)
             for bucket in begun.order:
                 flat: Sequence[Steppable] = [run for run in begun.runs if run.bucket == bucket]
                 whole = self._arrived_whole(bucket, begun.with_grads)
                 with self._gathering_after_an_error(begun, to_gather):
-                    if self.narrow is not None:
-                        self._step_pieces(self.narrow, bucket)
+                    if self.kept_state is not None:
+                        self._step_pieces(self.kept_state, bucket)
                         flat = ()
                     self._step_runs([*flat, *whole])
                 if is_early and to_gather and bucket == to_gather[0]:
@@ -400,9 +400,9 @@ class ShardedStep(OptimizerShards):
             with self._holding(runs, with_strangers=with_strangers):
                 self._arguments.call(self.inner.step)
 
-    def _step_pieces(self, narrow: NarrowState, bucket: int) -> None:
+    def _step_pieces(self, kept_state: KeptState, bucket: int) -> None:
         """Calls the optimizer with the pieces of a bucket's shards, one list of them after the other."""
-        for pieces in narrow.pieces(bucket, self.element_names):
+        for pieces in kept_state.pieces(bucket, self.element_names):
             with self._holding(pieces, with_strangers=False):
                 self._arguments.call(self.inner.step)
             del pieces  # before the next ones are made
@@ -432,10 +432,10 @@ class ShardedStep(OptimizerShards):
                 tensor.grad = None
 
     def _widened(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
-        """The state of pieces is fp32 while this is open, where it is narrow."""
-        if self.narrow is None:
+        """The state of pieces is fp32, and there, while this is open, where it is kept otherwise."""
+        if self.kept_state is None:
             return contextlib.nullcontext()
-        return self.narrow.widened(runs, self.element_names, self.layout)
+        return self.kept_state.widened(runs, self.element_names, self.layout)
 
     @contextlib.contextmanager
     def _in_place_of_weights(self, runs: Sequence[Steppable]) -> Iterator[None]:

@@ -150,7 +150,7 @@ BREAKAGES = (
     ),
     Breakage(
         "state is rounded at random anew for each place of a shard",
-        "core/narrow_state.py",
+        "core/kept_state.py",
         "shards[i].start - starts[i] + first)",
         "first - starts[i])",
         "tests/ranks/test_narrow_state.py",
@@ -164,7 +164,7 @@ BREAKAGES = (
     ),
     Breakage(
         "a piece is stepped with state that has not come from the host",
-        "core/narrow_state.py",
+        "core/kept_state.py",
         "            self._offload.arrive(arriving)\n",
         "            pass\n",
         "tests/ranks/test_offload.py",
@@ -178,7 +178,7 @@ BREAKAGES = (
     ),
     Breakage(
         "state that was loaded stays on the device",
-        "core/narrow_state.py",
+        "core/kept_state.py",
         "devices.on_host(value, dtype)",
         "value.to(dtype)",
         "tests/ranks/test_offload.py",

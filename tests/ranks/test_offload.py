@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import narrow_state, offload, read_directory, save_directory, to_host
+from megastrategy.core import kept_state, offload, read_directory, save_directory, to_host
 from megastrategy.core.checkpoint.full_state import MAIN_PARAM
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.errors import CollectiveError
@@ -87,7 +87,7 @@ def test_state_is_on_the_host_whatever_happens_to_it(way: dict[str, Any], tmp_pa
             check("stepped in one call")
             ours.model.close()
 
-    with told_apart(), saving_among_threads(), mock.patch.multiple(narrow_state, **PIECES):
+    with told_apart(), saving_among_threads(), mock.patch.multiple(kept_state, **PIECES):
         run_ranks(2, run)
 
 
@@ -247,14 +247,14 @@ def test_copies_may_be_late_or_early(way: dict[str, Any], early: bool) -> None:
     def on_streams(device: torch.device) -> offload.Offload:
         return offload.Offload(device, LazyDevice(early=early))
 
-    with mock.patch.multiple(narrow_state, Offload=on_streams, **PIECES):
+    with mock.patch.multiple(kept_state, Offload=on_streams, **PIECES):
         assert_same_file(trained(2, adam, torch.bfloat16, range(4), **way), plain)
 
 
 def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the borders of buckets, too; and three pieces are the most that the device has memory for."""
-    monkeypatch.setattr(narrow_state, "_AT_ONCE_NUMEL", 64)
-    monkeypatch.setattr(narrow_state, "CHUNK_NUMEL", 48)
+    monkeypatch.setattr(kept_state, "_AT_ONCE_NUMEL", 64)
+    monkeypatch.setattr(kept_state, "CHUNK_NUMEL", 48)
 
     def run(rank: int, group: ProcessGroup) -> None:
         seen: list[str] = []
@@ -291,7 +291,7 @@ def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(mon
                 return super().step(closure)
 
         ours = Ours(group, Watching, torch.float32, **ON_HOST)
-        ours.optimizer._impl.narrow._offload = Seen(torch.device("cpu"))
+        ours.optimizer._impl.kept_state._offload = Seen(torch.device("cpu"))
         assert len(ours.model.layout.buckets) > 1
         ours.train(range(1))  # makes the state
         seen.clear()
@@ -328,7 +328,7 @@ def test_a_step_waits_for_the_device_once_and_in_bounded_time() -> None:
             optimizer.step()
         assert device.num_aborts == 1
 
-    with mock.patch.object(narrow_state, "Offload", lambda device: offload.Offload(device, LazyDevice())):
+    with mock.patch.object(kept_state, "Offload", lambda device: offload.Offload(device, LazyDevice())):
         run_ranks(2, run)
 
 
@@ -359,5 +359,5 @@ def test_a_step_that_fails_leaves_its_state_on_the_host_and_the_next_one_goes_on
             ours.model.close()
 
     expected = trained(2, torch.optim.AdamW, torch.bfloat16, range(4), **way)
-    with told_apart(), mock.patch.multiple(narrow_state, **PIECES):
+    with told_apart(), mock.patch.multiple(kept_state, **PIECES):
         run_ranks(2, run)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import build_layout, narrow_state
+from megastrategy.core import build_layout, kept_state
 from megastrategy.core.collectives import make_collectives
 from megastrategy.core.collectives.fake import FakeCollectives
 from megastrategy.core.layout import ParamSpec
@@ -121,7 +121,7 @@ def test_states_are_those_of_a_real_run_to_the_byte(size: int, dtype: torch.dtyp
 def test_what_is_stepped_in_pieces_is_planned_so(options: dict[str, Any]) -> None:
     """And not in the one call that a step is where somebody watches it, with all that the rank owns in fp32."""
     config = DistributedDataParallelConfig(bucket_size=5000, **options)
-    with mock.patch.multiple(narrow_state, _AT_ONCE_NUMEL=256, CHUNK_NUMEL=256):
+    with mock.patch.multiple(kept_state, _AT_ONCE_NUMEL=256, CHUNK_NUMEL=256):
         step = planned(2, config, torch.bfloat16)
     numel = sum(spec.numel for spec in step.models[0].layout.params) // 2
     assert numel > 2000

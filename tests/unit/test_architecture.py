@@ -159,7 +159,7 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                     owner = ast.unparse(target.value)
                     # shards are the optimizer's own tensors; the probe steps tensors that it made
                     stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("step_tensors", "tensor")}
-                    stepped |= {("whole_params", "self.main"), ("narrow_state", "self.main"), ("step_memory", "tensor")}
+                    stepped |= {("whole_params", "self.main"), ("kept_state", "self.main"), ("step_memory", "tensor")}
                     tried = {
                         ("trial", "param"),
                         ("known_params", "param"),

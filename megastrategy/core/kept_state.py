@@ -1,6 +1,6 @@
 """Keeps an optimizer's state in bf16 or on the host between steps, and main params as bits; in a step all is fp32.
 
-[Note: narrow state]
+[Note: kept state]
 With ``optimizer_state_dtype`` what an optimizer keeps for each element of a shard (Adam's two moments) takes 2 bytes of
 memory, and the optimizer never sees that. A step goes through the shards piece by piece: the state of a piece becomes
 fp32 in memory of its own, the user's optimizer steps the piece, and the new state is rounded at random
@@ -52,8 +52,8 @@ anyway; and on an accelerator 48 MiB, since a piece takes some fifty kernels the
 Random numbers take up to twice as much, of a chunk, or of a piece."""
 
 
-class NarrowPiece:
-    """A part of a run, in a step. What is kept for it is fp32 while :meth:`NarrowState.widened` is open.
+class StepPiece:
+    """A part of a run, in a step. What is kept for it is fp32 while :meth:`KeptState.widened` is open.
 
     ``bucket``, ``group``, ``start``, ``main``, ``weights``, ``keeps_remainder``: as a run's. With ``bits`` ``main`` has
     been made of them.
@@ -98,8 +98,8 @@ class _Place(NamedTuple):
     span: Span
 
 
-class NarrowState:
-    """The state of one optimizer's shards; see [Note: narrow state].
+class KeptState:
+    """The state of one optimizer's shards; see [Note: kept state].
 
     Args:
         optimizer: the user's.
@@ -152,12 +152,12 @@ class NarrowState:
                 numel += length
         self._bring_next(names)
 
-    def pieces(self, bucket: int, names: set[str] | None) -> Iterator[list[NarrowPiece]]:
+    def pieces(self, bucket: int, names: set[str] | None) -> Iterator[list[StepPiece]]:
         """The pieces of a bucket, in lists of what is stepped in one call; the buckets come in their order."""
         while self._planned and self._planned[0][0].run.run.bucket == bucket:
             places = self._planned.popleft()
             self._bring_next(names)
-            yield [NarrowPiece(*place) for place in places]
+            yield [StepPiece(*place) for place in places]
 
     def _bring_next(self, names: set[str] | None) -> None:
         if self._offload is not None and self._planned:
@@ -186,9 +186,9 @@ class NarrowState:
             self._offload.settle(collectives)
         self._coming.clear()  # of a step that failed
 
-    def whole_pieces(self, runs: Iterable[FlatRun]) -> list[NarrowPiece]:
+    def whole_pieces(self, runs: Iterable[FlatRun]) -> list[StepPiece]:
         """Each run as one piece, for an optimizer that is called once."""
-        return [NarrowPiece(*place) for run in runs for place in self._cut(run, run.main.numel())]
+        return [StepPiece(*place) for run in runs for place in self._cut(run, run.main.numel())]
 
     def _cut(self, run: FlatRun, numel: int) -> list[_Place]:
         end, of = run.main.numel(), _RunInStep(run, self._state.get(run.main, {}))
@@ -204,7 +204,7 @@ class NarrowState:
             names: of what the optimizer keeps for each element, where that is known.
             layout: where the runs lie.
         """
-        pieces = [piece for piece in stepped if isinstance(piece, NarrowPiece)]
+        pieces = [piece for piece in stepped if isinstance(piece, StepPiece)]
         to_come = [place for piece in pieces if (place := _Place(piece.of, piece.span)) not in self._coming]
         if self._offload is not None and to_come:  # all are stepped in one call
             self._bring(to_come, names)
@@ -218,7 +218,7 @@ class NarrowState:
             if self._offload is not None and left:
                 self._offload.send(*zip(*left, strict=True))
 
-    def _wide(self, piece: NarrowPiece, names: set[str] | None) -> State:
+    def _wide(self, piece: StepPiece, names: set[str] | None) -> State:
         before, wide = piece.of.before, dict[str, Any]()
         kept = _per_element(before, piece.of.run.main.numel(), names)
         if self._offload is None:
@@ -234,7 +234,7 @@ class NarrowState:
                 wide[name] = value.clone() if isinstance(value, Tensor) else value
         return wide
 
-    def _narrow(self, piece: NarrowPiece, names: set[str] | None, layout: BufferLayout) -> list[tuple[Tensor, Tensor]]:
+    def _narrow(self, piece: StepPiece, names: set[str] | None, layout: BufferLayout) -> list[tuple[Tensor, Tensor]]:
         """Takes what a step has left of a piece's state to where it is kept; returns what is still to be copied there,
         with its place."""
         before, after = piece.of.before, piece.of.after
@@ -259,7 +259,7 @@ class NarrowState:
             self._state[piece.of.run.main] = after
         return left
 
-    def _rounded(self, piece: NarrowPiece, wide: Mapping[str, Tensor], layout: BufferLayout) -> dict[str, Tensor]:
+    def _rounded(self, piece: StepPiece, wide: Mapping[str, Tensor], layout: BufferLayout) -> dict[str, Tensor]:
         """Rounds what is fp32 to bf16: into its place, or beside it on the device where its place is on the host."""
         before, after = piece.of.before, piece.of.after
         step = after[_STEP] if _is_number(after.get(_STEP)) else before.get(COUNT, 0) + 1
@@ -286,7 +286,7 @@ class NarrowState:
         # Zeros: the elements between two parameters are stepped along, and stay zero.
         return self._offload.zeros(numel, dtype) if self._offload else torch.zeros(numel, dtype=dtype, device=device)
 
-    def _places(self, piece: NarrowPiece, layout: BufferLayout) -> Tensor:
+    def _places(self, piece: StepPiece, layout: BufferLayout) -> Tensor:
         """The place of each element of a piece in its parameter: int32, for :func:`.random_rounding.draw`.
 
         What lies between two parameters counts on from the one before.
@@ -301,7 +301,7 @@ class NarrowState:
         ahead = ahead if lengths is None else torch.repeat_interleave(ahead, lengths, output_size=numel)
         return places.add_(ahead)
 
-    def _parts(self, piece: NarrowPiece, layout: BufferLayout) -> tuple[Any, Tensor | None]:
+    def _parts(self, piece: StepPiece, layout: BufferLayout) -> tuple[Any, Tensor | None]:
         """The place that a piece's first element has, and None; of several parameters a tensor of the places that it
         would have in each, and their lengths. Kept from step to step: to bring them to a device makes the host wait."""
         (first, end), shards = piece.span, piece.of.run.shards
