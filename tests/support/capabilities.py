@@ -6,6 +6,7 @@ alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -270,6 +271,7 @@ CAPABILITIES: dict[str, tuple[str, ...]] = {
 """Files below ``tests``, by what they are about; each is in one row at least. pyproject.toml says what rows mean."""
 
 
+@functools.cache  # a file's tests are thousands, and each worker asks for all of them
 def capabilities(path: Path) -> list[str]:
     """The rows that a file of tests is in."""
     name = path.relative_to(TESTS).as_posix()
@@ -278,7 +280,6 @@ def capabilities(path: Path) -> list[str]:
 
 def mark_capabilities(items: Iterable[pytest.Item]) -> None:
     """Marks each test with what its file is about."""
-    found: dict[Path, list[str]] = {}
     for item in items:
-        for row in found.setdefault(item.path, capabilities(item.path)):
+        for row in capabilities(item.path):
             item.add_marker(row)
