@@ -1,4 +1,4 @@
-"""Imports what the examples import, for the server whose forks run them."""
+"""Imports what the examples import, and what cut models need, for the server whose forks run them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import safetensors.torch
 import sklearn.datasets
 import transformers.trainer
 
-__all__ = ["accelerate", "lightning", "matplotlib", "safetensors", "sklearn", "transformers"]
+from . import pipelines, processes
+
+__all__ = ["accelerate", "lightning", "matplotlib", "pipelines", "processes", "safetensors", "sklearn", "transformers"]
 
 # What is imported stays: a fork that collects garbage, as accelerate often does, would walk through all of it, and copy
 # the pages it touches.
