@@ -20,7 +20,7 @@ from tests.support.processes import run_processes
 from tests.support.sharded_training import assert_same
 from tests.support.tensor_parallel import adamw
 
-HALF, STEPS = 3, 6
+HALF, STEPS = 2, 4
 
 Kind = Literal["file", "directory"]
 

@@ -62,8 +62,8 @@ class LitModel(pl.LightningModule):
         return adamw(self.parameters())
 
 
-def loader(batch_size: int) -> DataLoader[Any]:
-    tokens = torch.randint(VOCAB, (24, SEQUENCE), generator=torch.Generator().manual_seed(5))
+def loader(batch_size: int, samples: int = 16) -> DataLoader[Any]:
+    tokens = torch.randint(VOCAB, (samples, SEQUENCE), generator=torch.Generator().manual_seed(5))
     return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=batch_size)
 
 
@@ -84,9 +84,10 @@ def fit(
         callbacks=[ModelCheckpoint(folder, f"{devices} devices, {{epoch}}", save_top_k=-1)],
         **options,
     )
-    trainer.fit(module, loader(batch_size), loader(batch_size), ckpt_path=resume)
+    evaluated_on = loader(batch_size, samples=8)
+    trainer.fit(module, loader(batch_size), evaluated_on, ckpt_path=resume)
     trainer.save_checkpoint(f"{folder}/{devices} devices, {epochs} epochs.ckpt")
-    predicted = trainer.predict(module, loader(batch_size))
+    predicted = trainer.predict(module, evaluated_on)
     return {
         "losses": module.losses,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},

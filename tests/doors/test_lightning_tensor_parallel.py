@@ -61,8 +61,9 @@ class LitModel(pl.LightningModule):
         return adamw(self.parameters())
 
 
-def loader(batch_size: int) -> DataLoader[Any]:
-    tokens = torch.randint(64, (24, 8), generator=torch.Generator().manual_seed(5))
+def loader(batch_size: int, samples: int = 16) -> DataLoader[Any]:
+    """Two steps an epoch, where two data-parallel ranks accumulate two batches."""
+    tokens = torch.randint(64, (samples, 8), generator=torch.Generator().manual_seed(5))
     return DataLoader(TensorDataset(tokens), batch_size=batch_size)
 
 
@@ -84,11 +85,12 @@ def fit(
         enable_model_summary=False,
         **options,
     )
-    trainer.fit(module, loader(batch_size), loader(batch_size), ckpt_path=resume)
+    validated_on = loader(batch_size, samples=8)
+    trainer.fit(module, loader(batch_size), validated_on, ckpt_path=resume)
     trainer.save_checkpoint(f"{folder}/{devices} devices, {epochs} epochs.ckpt")
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     saved = f"{folder}/{devices} devices, {epochs} epochs.ckpt"
-    [validated] = trainer.validate(LitModel(), loader(batch_size), ckpt_path=saved, verbose=False)
+    [validated] = trainer.validate(LitModel(), validated_on, ckpt_path=saved, verbose=False)
     return {"losses": module.losses, "metrics": metrics, "validated": validated}
 
 
@@ -143,13 +145,19 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(one_rank: Ranks, me
 # --- directories -----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def directory(mesh: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved by the mesh after an epoch."""
+    parts = tmp_path_factory.mktemp("parts")
+    mesh.run(fit_on_mesh, str(parts), 1, None, state_dict_type="sharded")
+    return parts / "4 devices, 1 epochs.ckpt"
+
+
 def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
-    one_rank: Ranks, mesh: Ranks, tmp_path: Path
+    one_rank: Ranks, mesh: Ranks, directory: Path, tmp_path: Path
 ) -> None:
     folder, parts = str(tmp_path), str(tmp_path / "parts")
     one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
-    mesh.run(fit_on_mesh, parts, 1, None, state_dict_type="sharded")
-    directory = tmp_path / "parts" / "4 devices, 1 epochs.ckpt"
     assert num_chunks(directory, "model.model.embed.weight") == 2, "each tensor rank writes its part"
     expected = read(tmp_path / "1 devices, 1 epochs.ckpt")
     assert_close(read_directory(directory, "model"), dict(expected["state_dict"]), "weights")
@@ -270,9 +278,8 @@ def resume_another_model(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_directory_of_another_model_is_refused_by_name(mesh: Ranks, tmp_path: Path) -> None:
-    mesh.run(fit_on_mesh, str(tmp_path), 1, None, state_dict_type="sharded")
-    for text in mesh.run(resume_another_model, str(tmp_path / "4 devices, 1 epochs.ckpt")):
+def test_a_directory_of_another_model_is_refused_by_name(mesh: Ranks, directory: Path) -> None:
+    for text in mesh.run(resume_another_model, str(directory)):
         assert "'model.embed.weight' has shape (64, 16) there, (64, 8) in the model" in text
 
 

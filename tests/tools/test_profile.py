@@ -28,13 +28,14 @@ from megastrategy.tools.gaps import EVALUATION, LOADING, gaps_of
 from megastrategy.tools.pictures import chrome_trace
 from megastrategy.tools.profile_report import has_steps, why_nothing
 from megastrategy.tools.profiling import Recording
-from megastrategy.tools.summary import read_summary
+from megastrategy.tools.summary import read_summary, summary
 from megastrategy.tools.timeline import Lane, ModelEvents, RankEvents, average, bucket_times, spans_of
 from tests.support.patience import HANG_S
 
 from ..support.doubles import DelayingCollectives
 from ..support.models import two_layers
 from ..support.ranks import run_ranks
+from .test_summary import recorded
 from .timeline_events import assert_nested, slices
 
 # --- what the engine tells -------------------------------------------------------------------------------------------
@@ -221,7 +222,12 @@ def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(PLAIN_LOOP)
     (tmp_path / "scripts" / "its_neighbour.py").write_text("WIDTH = 64\n")
-    done = profile(tmp_path, "--steps", "3", "--skip", "2", "scripts/train.py", "--steps", "7")
+    # against the summary that this run replaces
+    replaced = tmp_path / "profile" / "summary.json"
+    replaced.parent.mkdir()
+    replaced.write_text(json.dumps(summary([recorded()], "train.py")))
+    compared = ("--compare", "profile/summary.json")
+    done = profile(tmp_path, "--steps", "3", "--skip", "2", *compared, "scripts/train.py", "--steps", "7")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ended with exit code 3" in done.stderr.splitlines()[-1]
     ranks = read_records(tmp_path / "profile")
@@ -243,13 +249,10 @@ def test_a_plain_loop_is_profiled_as_it_is_and_shown_even_if_it_fails_later(tmp_
         assert one["ts"] < other["ts"] + other["dur"], "a step ends on no rank before all have begun it"
         assert other["ts"] < one["ts"] + one["dur"]
     assert (tmp_path / "profile" / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    # against the summary that this run replaces
-    summary = ["--compare", "profile/summary.json"]
-    again = profile(tmp_path, "--steps", "3", "--skip", "2", *summary, "scripts/train.py", "--steps", "7")
-    step_ms = max(rank["step_ms"] for rank in read_summary(tmp_path / "profile" / "summary.json")["models"][0]["ranks"])
-    [row] = [line.split() for line in again.stdout.splitlines() if line.startswith("step  ")]
-    before_ms = max(average(rank.models[0].steps).step_ms for rank in ranks)
-    assert row[1:3] == [f"{before_ms:.2f}", f"{step_ms:.2f}"]
+    [row] = [line.split() for line in done.stdout.splitlines() if line.startswith("step  ")]
+    step_ms = max(average(rank.models[0].steps).step_ms for rank in ranks)
+    assert step_ms == max(rank["step_ms"] for rank in read_summary(replaced)["models"][0]["ranks"])
+    assert row[1:3] == ["100.00", f"{step_ms:.2f}"]
 
 
 @pytest.mark.long
