@@ -5,8 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-# The tests run two and more ranks at once; more than one thread each would only contend for the cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The tests run two and more ranks at once; more than one thread each would only contend for the cores. Bytecode is kept,
+# also where the environment says otherwise: workers, ranks and scripts import the same files, some hundred times.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Files go to workers whole, so each worker has its own processes for ranks, and a file's trainings are done once; in their
 # order, so that the shortest, tests/unit, come last, and no worker is left alone with a long one. Two more than two cores:
 # half of the time goes to waits that tests are about (three workers took 648 s, four 533 s, on 2026-11-25).
