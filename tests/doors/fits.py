@@ -24,6 +24,7 @@ NUM_TOKENS = 11
 BATCH_SIZE = 4
 NUM_SAMPLES = 54  # 27 a rank: 7 batches, the last one short; windows of 3, 3 and 1 when three are accumulated
 BATCHES_PER_EPOCH = 7
+NUM_VALIDATED = 22  # 11 a rank: 3 batches, the last one short
 
 BUCKET_SIZE = 100
 """Small enough that the module below has several buckets."""
@@ -99,8 +100,8 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
-def loader(num_ranks: int = SIZE) -> DataLoader[Any]:
-    """The same samples on every rank and in every call; Lightning gives each rank its half of them.
+def loader(num_ranks: int = SIZE, num_samples: int = NUM_SAMPLES) -> DataLoader[Any]:
+    """The same samples, or the first of them, on every rank and in every call; Lightning gives each rank its half.
 
     One rank alone gets what would be rank 0's half, and so as many batches.
     """
@@ -108,8 +109,13 @@ def loader(num_ranks: int = SIZE) -> DataLoader[Any]:
     features = torch.randn(NUM_SAMPLES, 5, generator=generator)
     tokens = torch.randint(NUM_TOKENS, (NUM_SAMPLES,), generator=generator)
     targets = torch.randint(NUM_TOKENS, (NUM_SAMPLES,), generator=generator)
-    every = SIZE // num_ranks
-    return DataLoader(TensorDataset(features[::every], tokens[::every], targets[::every]), batch_size=BATCH_SIZE)
+    own = slice(0, num_samples, SIZE // num_ranks)
+    return DataLoader(TensorDataset(features[own], tokens[own], targets[own]), batch_size=BATCH_SIZE)
+
+
+def validation_loader(num_ranks: int = SIZE) -> DataLoader[Any]:
+    """The first samples of :func:`loader`: several batches, and no more than it takes."""
+    return loader(num_ranks, NUM_VALIDATED)
 
 
 class MemoryLogger(Logger):
@@ -189,7 +195,7 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(make_strategy(name, **strategy_options or {}), **{"logger": logger, **trainer_options})
-        trainer.fit(module, loader(number_of_ranks()), loader(number_of_ranks()), ckpt_path=ckpt_path)
+        trainer.fit(module, loader(number_of_ranks()), validation_loader(number_of_ranks()), ckpt_path=ckpt_path)
     return Fit(
         weights=weights_of(module),
         losses=list(getattr(module, "losses", [])),

@@ -197,6 +197,7 @@ def fit_saving_each_step(folder: Path) -> None:
         fit(strategy, 4, BATCH_SIZE, str(folder / name), 1, None, **options)
 
 
+@pytest.mark.long
 def test_what_is_saved_in_the_background_is_what_is_saved_at_once(mesh: Ranks, tmp_path: Path) -> None:
     mesh.run(fit_saving_each_step, tmp_path)
     names = [path.name for path in (tmp_path / "at once").iterdir() if path.name.isdigit()]

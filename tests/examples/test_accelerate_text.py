@@ -21,11 +21,11 @@ def epochs(printed: str) -> list[tuple[str, str]]:
 
 
 def test_it_learns_and_resumes(tmp_path: Path) -> None:
-    printed = run_example(SCRIPT, "--epochs", "3", cwd=tmp_path)
-    assert len(epochs(printed)) == 3
+    printed = run_example(SCRIPT, "--epochs", "2", cwd=tmp_path)
+    assert len(epochs(printed)) == 2
     assert float(epochs(printed)[-1][1]) > 85, "guessing gives 50"
-    resumed = run_example(SCRIPT, "--epochs", "4", "--resume", "runs/text/megatron_ddp/last", cwd=tmp_path, processes=1)
-    assert re.findall(r"epoch (\d)", resumed) == ["4"], "the one that was left"
+    resumed = run_example(SCRIPT, "--epochs", "3", "--resume", "runs/text/megatron_ddp/last", cwd=tmp_path, processes=1)
+    assert re.findall(r"epoch (\d)", resumed) == ["3"], "the one that was left"
     assert float(epochs(resumed)[-1][1]) > 85
 
 
