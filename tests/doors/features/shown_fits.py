@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
-from ..fits import BATCHES_PER_EPOCH, NUM_TOKENS, AwkwardModule
-from ..rank_processes import number_of_ranks
+from ..fits import BATCHES_PER_EPOCH, NUM_TOKENS, NUM_VALIDATED, AwkwardModule
+from ..rank_processes import SIZE, number_of_ranks
 from .watched_fits import Make, Watched, watched
 
 
@@ -164,5 +164,7 @@ def measured(name: str, strategy_options: dict[str, Any]) -> Watched:
     seen = watched(name, strategy_options, module=lambda: module)
     assert {"accuracy_epoch", "val_micro", "val_macro", "loss_max_epoch", "mean_by_hand"} <= set(seen.fit.metrics)
     seen.notes = {"confusion": module.matrices}
-    assert sum(module.matrices[-1].flatten().tolist()) == 27 * number_of_ranks(), "all ranks' samples"
+    assert sum(module.matrices[-1].flatten().tolist()) == NUM_VALIDATED // SIZE * number_of_ranks(), (
+        "all ranks' samples"
+    )
     return seen
