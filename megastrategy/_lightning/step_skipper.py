@@ -43,7 +43,8 @@ class StepSkipper(_Base):
         max_norm: None for none.
         sigmas: None for no comparison with others.
         window: the number of norms that are remembered, of steps that were skipped, too, so that a level that stays is
-            got used to. Before half of them are known none stands out.
+            got used to. One that is far out widens the limit until it is forgotten: give ``max_norm``, too. Before half
+            of them are known none stands out.
 
     Attributes:
         num_skipped: steps of all optimizers, in all fits; in checkpoints, as the norms are.
