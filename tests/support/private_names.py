@@ -63,8 +63,9 @@ LIVES_IN = {
         "_non_persistent_buffers_set _parameters"
     ),
     "torch.optim.optimizer": (
-        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_load_state_dict_pre_hooks "
-        "_optimizer_state_dict_pre_hooks _optimizer_step_post_hooks _optimizer_step_pre_hooks"
+        "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_load_state_dict_post_hooks "
+        "_optimizer_load_state_dict_pre_hooks _optimizer_state_dict_pre_hooks _optimizer_step_post_hooks "
+        "_optimizer_step_pre_hooks"
     ),
     "torch.optim.adam": "_step_supports_amp_scaling",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
