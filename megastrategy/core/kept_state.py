@@ -165,6 +165,8 @@ class KeptState:
 
     def _bring(self, places: Sequence[_Place], names: set[str] | None) -> None:
         """Starts to bring the state of pieces to the device."""
+        if not places:
+            return
         assert self._offload is not None
         kept = [_per_element(of.before, of.run.main.numel(), names) for of, _ in places]
         parts = [
@@ -205,9 +207,10 @@ class KeptState:
             layout: where the runs lie.
         """
         pieces = [piece for piece in stepped if isinstance(piece, StepPiece)]
-        to_come = [place for piece in pieces if (place := _Place(piece.of, piece.span)) not in self._coming]
-        if self._offload is not None and to_come:  # all are stepped in one call
-            self._bring(to_come, names)
+        if self._offload is not None:
+            # None but where all are stepped in one call.
+            places = (_Place(piece.of, piece.span) for piece in pieces)
+            self._bring([place for place in places if place not in self._coming], names)
         try:
             for piece in pieces:
                 if wide := self._wide(piece, names):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import devices
 from ..layout import Spans
 from .interface import Collectives, Handle, Watchdog
 from .roll_call import Meeting
@@ -196,8 +197,7 @@ class HostStagedCollectives(Collectives):
         if place == len(self._memory):
             self._memory.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
         if self._memory[place].numel() < nbytes:
-            is_pinned = self.device.type != "cpu"
-            self._memory[place] = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+            self._memory[place] = devices.pinned_memory(nbytes, torch.uint8, self.device)
         return self._memory[place][:nbytes].view(tensor.dtype)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import devices
 from ..layout import RECEIVED_BUFFERS
 
 
@@ -37,7 +38,7 @@ class PartExchange:
 
     def __init__(self, device: torch.device, all_to_all: Callable[[Tensor, Tensor], Any], streams: Any = None) -> None:
         self._device, self._all_to_all = device, all_to_all
-        self._streams: Any = streams or (None if device.type == "cpu" else torch.get_device_module(device))
+        self._streams: Any = streams or devices.streams_of(device)
         self._stream: Any = None if self._streams is None else self._streams.Stream(device)
         self._received: list[Tensor] = []  # 1-D bytes, the next to be used first
         self._started: collections.deque[_Exchange] = collections.deque()  # those whose sums are not begun
