@@ -18,7 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import accelerate
 import torch
@@ -207,16 +207,16 @@ class Accelerator(TensorParallel, SavesAlone, CountsTokens, ResumesData, acceler
         return super().prepare_optimizer(self._shard(optimizer, models[0]), device_placement=False)
 
     def _shard(self, optimizer: Optimizer, model: PreparedModel) -> DistributedOptimizer:
-        known, its_model = optimizer.__dict__.get("_megatron_ddp", (None, None))
-        if known is not None and its_model is model:
-            return cast(DistributedOptimizer, known)
+        known: _Prepared | None = optimizer.__dict__.get("_megatron_ddp")
+        if known is not None and known.model is model:
+            return known.optimizer
         if known is not None:
             raise ValueError(
                 f"this {type(optimizer).__name__} was prepared with a model that has changed since and was prepared "
                 "again: build a new optimizer on its parameters"
             )
         distributed = DistributedOptimizer(optimizer, model)
-        optimizer._megatron_ddp = distributed, model  # type: ignore[attr-defined] # found when it is prepared again
+        optimizer._megatron_ddp = _Prepared(distributed, model)  # type: ignore[attr-defined]
         model.engine.announce(_log.info)
         return distributed
 
@@ -469,6 +469,22 @@ class Accelerator(TensorParallel, SavesAlone, CountsTokens, ResumesData, acceler
         return checkpoint.latest(Path(self.project_dir) / "checkpoints")
 
 
+class _Prepared:
+    """Marks an optimizer that was prepared, so that it is found when it comes again.
+
+    It is neither a container nor an object with attributes, which trial steps look into: they would find an optimizer
+    inside of the user's, and refuse it. A copy of the user's optimizer was not prepared.
+    """
+
+    __slots__ = ("model", "optimizer")
+
+    def __init__(self, optimizer: DistributedOptimizer, model: PreparedModel) -> None:
+        self.optimizer, self.model = optimizer, model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def _has_16_bit_weights(model: Module) -> bool:
     return any(param.requires_grad and param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
 
@@ -479,8 +495,8 @@ def _uncompiled(model: Any) -> Any:
 
 def _sharded(optimizer: Any) -> DistributedOptimizer | None:
     """Returns the sharded optimizer around one of the user's, or None."""
-    known: DistributedOptimizer | None = getattr(optimizer, "__dict__", {}).get("_megatron_ddp", (None,))[0]
-    return known
+    known: _Prepared | None = getattr(optimizer, "__dict__", {}).get("_megatron_ddp")
+    return known.optimizer if known is not None else None
 
 
 def _sharded_inside(optimizer: Any) -> DistributedOptimizer | None:

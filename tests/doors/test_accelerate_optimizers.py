@@ -198,3 +198,70 @@ def test_an_optimizer_that_was_not_prepared_is_missed(worlds: Worlds) -> None:
     for message in worlds.run(forget_the_optimizer):
         assert "accelerator.prepare" in message
         assert "use_distributed_optimizer=False" in message
+
+
+# --- options that are set after prepare ------------------------------------------------------------------------------
+
+
+def weight_decay_is_set(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def maximize_is_set(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+    optimizer.param_groups[0]["maximize"] = True
+
+
+def a_group_is_added(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+    last = list(net.parameters())[-1]
+    optimizer.add_param_group({"params": [last], "weight_decay": 0.2, "maximize": True})
+
+
+def a_state_is_loaded(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+    """One that was saved with other options."""
+    before = optimizer.param_groups[0]["weight_decay"]
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    optimizer.param_groups[0]["weight_decay"] = before
+    accelerator.load_state(folder)
+
+
+def train_with_options_set_later(
+    name: str, mode: dict[str, Any], folder: str, set_later: Callable[[Any, Any, nn.Module, str], None]
+) -> dict[str, Tensor]:
+    """The same model and optimizer are prepared twice, as by a second Trainer, before options change."""
+    accelerator = make_accelerator(name, with_mode(name, mode), find_unused=False)
+    net = net_of()
+    inner = torch.optim.AdamW(list(net.parameters())[:-1], lr=0.01, weight_decay=0.0)
+    model, optimizer = accelerator.prepare(net, inner)
+    for step in range(4):
+        if step == 2:
+            set_later(accelerator, optimizer, net, f"{folder}/{name}")
+        optimizer.zero_grad()
+        accelerator.backward(model(inputs(accelerator, step)).square().mean())
+        optimizer.step()
+    return weights_of(net)
+
+
+@both_modes
+@pytest.mark.parametrize(
+    "set_later",
+    [weight_decay_is_set, maximize_is_set, a_group_is_added, a_state_is_loaded],
+    ids=lambda f: f.__name__,
+)
+def test_options_may_change_after_prepare(
+    worlds: Worlds, tmp_path: Any, mode: dict[str, Any], set_later: Callable[..., None]
+) -> None:
+    assert_like_ddp(worlds, train_with_options_set_later, mode, 0.0, str(tmp_path), set_later)
+
+
+def copy_the_mark_of_a_prepared_optimizer() -> None:
+    accelerator = make_accelerator("megatron_ddp")
+    net = net_of()
+    inner = adamw(net.parameters())
+    accelerator.prepare(net, inner)
+    assert copy.deepcopy(vars(inner)["_megatron_ddp"]) is None, "a class's own __getstate__ may copy all attributes"
+
+
+def test_a_copy_of_a_prepared_optimizer_was_not_prepared(worlds: Worlds) -> None:
+    worlds.run(copy_the_mark_of_a_prepared_optimizer)
