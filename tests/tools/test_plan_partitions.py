@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -19,11 +20,11 @@ from torch import nn
 import megastrategy
 from megastrategy.tools.commands import root
 from megastrategy.tools.plan import search as search_module
-from megastrategy.tools.plan.cards import KNOWN, Card, parse_cards
+from megastrategy.tools.plan.cards import KNOWN, parse_cards
 from megastrategy.tools.plan.layers import measure_layers
 from megastrategy.tools.plan.partitions import NothingFitsError, plan_of
 from megastrategy.tools.plan.schedule import StageTimes, actions, step_ms
-from megastrategy.tools.plan.search import Candidate, Question, evaluate, search, waste
+from megastrategy.tools.plan.search import Question, search, waste
 from megastrategy.tools.plan.stage_memory import Layer, stages_from
 from tests.tools.planned_questions import by_brute_force, random_question
 from tests.tools.planned_script import counted_peak
