@@ -173,7 +173,11 @@ class ReducedGrad(Tensor):
     def __dlpack__(self, **_: Any) -> NoReturn:
         raise self.error("from_dlpack()")
 
-    def data_ptr(self) -> NoReturn:
+    def data_ptr(self) -> int:
+        # torch's CUDA sanitizer asks every argument before the operation itself is refused or answered here. It takes
+        # null for "without memory", as of tensors without elements, and tells those apart by their ids.
+        if sys._getframe(1).f_globals.get("__name__") == "torch.cuda._sanitizer":
+            return 0
         raise self.error("data_ptr()")
 
     def apply_(self, *_: Any) -> NoReturn:

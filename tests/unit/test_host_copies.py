@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core import devices, to_host
 from megastrategy.core.checkpoint import host_copies
 from megastrategy.core.checkpoint.flat_shard import FlatShard
+from tests.support import lazy_device
 from tests.support.budgets import work_as_on_an_accelerator
+from tests.support.lazy_device import LazyDevice
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
 from tests.support.thread_mode import ThreadMode
@@ -93,9 +96,48 @@ def test_the_device_is_waited_for_once_a_filling(device: LazyCopies, monkeypatch
     pinned = []
     real = devices.pinned_memory
     monkeypatch.setattr(devices, "pinned_memory", lambda *arguments: pinned.append(arguments) or real(*arguments))
-    to_host([torch.ones(4) for _ in range(160)])  # of 16 bytes each, and 256 fit
-    assert device.num_waits == 10
+    to_host([torch.ones(4) for _ in range(160)])  # of 16 bytes each, and 128 fit into a half
+    assert device.num_waits == 20
     assert len(pinned) == 1
+
+
+class Streamed(LazyCopies):
+    """The same copies on a stream, waited for by events; notes what is queued behind an event that is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = LazyDevice(lazy_caller=True)
+        self.num_queued_behind: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        while self._queued:
+            self.device.caller.queue(self._queued.pop())
+        return made
+
+    def Event(self) -> Any:  # noqa: N802 - its name in torch
+        caller, behind = self.device.caller, self.num_queued_behind
+
+        class Noted(lazy_device.Event):
+            def synchronize(self) -> None:
+                behind.append(caller.length - self._length)
+                super().synchronize()
+
+        return Noted()
+
+
+def test_the_device_fills_one_half_while_the_host_empties_the_other(
+    device: LazyCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed, original = Streamed(), [torch.full((4,), float(number)) for number in range(36)]
+    streams = SimpleNamespace(Event=streamed.Event, current_stream=streamed.device.current_stream)
+    monkeypatch.setattr(devices, "streams_of", lambda _: streams)
+    with streamed:
+        copied = to_host(original)
+    assert all(map(torch.equal, copied, original))
+    # 8 tensors a half, 36 in all: while a half is emptied the copies of the next are queued, until there is none.
+    assert streamed.num_queued_behind == [8, 8, 8, 4, 0]
+    assert device.num_waits == 0, "the device's other streams are nobody's wait"
 
 
 def test_on_the_host_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
