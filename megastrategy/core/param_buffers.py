@@ -1,4 +1,10 @@
-"""Contiguous storage for parameters. The only file that assigns ``param.data``."""
+"""Contiguous storage for parameters. The only file that assigns ``param.data``.
+
+[Note: parameters in shared memory]
+After ``module.share_memory()``, or after a process was given the module, other processes read the parameters at their
+addresses. Such a parameter keeps its memory: the flat buffer has a copy of it, which is stepped and gathered. A step
+begins with the values in shared memory, and each bucket's new weights are copied there when its gather has ended.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +52,8 @@ class ParamBuffers:
         self.flats: list[Tensor] = []
         self.changes: list[Tensor | None] = []
         self.bitmaps: list[Tensor | None] = []
-        self._addresses: list[int] = []
+        self._addresses: list[int] = []  # of the parameters, by index
+        self._copies: dict[int, Tensor] = {}  # by index, of parameters in shared memory: their place in the flat buffer
         self._chunks: dict[str, UntypedStorage] = {}
         self.extend(layout, params)
 
@@ -71,9 +78,9 @@ class ParamBuffers:
                 numel = buffer.numel // layout.num_shards // 8
                 bitmap = torch.zeros(numel, dtype=torch.uint8, device=self._device)
             self.bitmaps.append(bitmap)
-        for index, part in enumerate(self._parts[first:], first):
-            self._move_in(index, part.detach())
-            self._addresses.append(part.data_ptr())
+        self._addresses += [0] * (len(self._parts) - first)
+        for index in range(first, len(self._parts)):
+            self._move_in(index)
 
     @staticmethod
     def fit(layout: BufferLayout, room: Sequence[Tensor]) -> bool:
@@ -101,7 +108,8 @@ class ParamBuffers:
                 fill_nothing_(changes)
 
     def recapture(self) -> None:
-        """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now.
+        """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now, and
+        copies those in shared memory.
 
         Raises:
             ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
@@ -111,7 +119,20 @@ class ParamBuffers:
             # Compared, since nothing tells of p.data = x. An empty tensor has no address to compare.
             if part.data_ptr() != self._addresses[index] and part.numel() > 0:
                 check_unchanged(part, self.layout.params[index])
-                self._move_in(index, part.detach())
+                self._move_in(index)
+            elif index in self._copies:
+                self._copies[index].copy_(part.detach())
+
+    @property
+    def has_readers_elsewhere(self) -> bool:
+        """Whether other processes may read parameters; see [Note: parameters in shared memory]."""
+        return bool(self._copies)
+
+    def show(self, bucket: int) -> None:
+        """Copies the bucket's weights, which are all there, to the parameters that are in shared memory."""
+        if self._copies:
+            for index in self._copies.keys() & self.layout.buckets[bucket].params:
+                self._parts[index].data.copy_(self._copies[index])  # `.data`: as unseen by autograd as a gather
 
     def restore(self) -> None:
         """Gives every parameter that lies here memory of its own, with the present values and strides."""
@@ -126,19 +147,34 @@ class ParamBuffers:
                     part.data = _in_chunk(part.detach(), copies[spec.chunk.name], spec.chunk, spec.shape)
                 else:
                     part.data = part.detach().clone(memory_format=torch.preserve_format)
-        self.flats, self._chunks = [], {}
+        self.flats, self._chunks, self._copies = [], {}, {}
 
-    def _move_in(self, index: int, value: Tensor) -> None:
+    def _move_in(self, index: int) -> None:
+        part, view = self._parts[index], self._view(index)
+        view.copy_(part.detach())
+        self._copies.pop(index, None)
+        if _is_shared(part):
+            self._copies[index] = view
+        else:
+            part.data = view
+        self._addresses[index] = part.data_ptr()
+
+    def _view(self, index: int) -> Tensor:
+        """The parameter's place in the flat buffer."""
         spec, slot = self.layout.params[index], self.layout.slots[index]
         flat = self.flats[slot.buffer]
-        if (chunk := spec.chunk) is not None:
-            if chunk.name not in self._chunks:
-                self._chunks[chunk.name] = slice_storage(flat, slot.start - chunk.start, chunk.numel)
-            view = _in_chunk(flat, self._chunks[chunk.name], chunk, spec.shape)
-        else:
-            view = slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
-        view.copy_(value)
-        self._parts[index].data = view
+        if (chunk := spec.chunk) is None:
+            return slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
+        start, known = slot.start - chunk.start, self._chunks.get(chunk.name)
+        # Compared: share_memory() gives the storage itself other memory.
+        if known is None or known.data_ptr() != flat.data_ptr() + start * flat.element_size():
+            known = self._chunks[chunk.name] = slice_storage(flat, start, chunk.numel)
+        return _in_chunk(flat, known, chunk, spec.shape)
+
+
+def _is_shared(part: Tensor) -> bool:
+    # Of a device torch calls all memory shared.
+    return part.device.type == "cpu" and part.untyped_storage().is_shared()
 
 
 def _in_chunk(like: Tensor, storage: UntypedStorage, chunk: ChunkPlace, shape: Sequence[int]) -> Tensor:

@@ -109,8 +109,8 @@ class ParamGather:
         # Walking the modules takes milliseconds, so only after parameters have joined.
         if self._num_held != len(self._buffers.params):
             self._find_holders()
-        if self._is_scripted:
-            self.finish()  # that code reads parameters unseen
+        if self._is_scripted or self._buffers.has_readers_elsewhere:
+            self.finish()  # these read parameters unseen
         for bucket in self._handles:
             for param in self._params_of(bucket):
                 self._bucket_of[id(param)] = bucket
@@ -147,6 +147,7 @@ class ParamGather:
                 for bucket in buckets:
                     self._handles[bucket].wait()
                     self._add_changes(bucket)
+                    self._buffers.show(bucket)
                     # A reader on another stream (an average of the weights, a checkpoint's copy) would else leave the
                     # loop to read, in its next forward, weights that its own stream has not waited for.
                     reader = devices.current_stream(self._buffers.bucket(bucket).device)
