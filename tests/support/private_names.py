@@ -20,7 +20,9 @@ PACKAGE = ROOT / "megastrategy"
 PAGE = ROOT / "docs" / "design" / "private_names.md"
 
 LIVES_IN = {
-    "torch._C": "_autograd _current_graph_task_id _disabled_torch_function_impl _set_throw_on_mutable_data_ptr",
+    "torch._C": (
+        "_autograd _current_graph_task_id _disabled_torch_function_impl _set_throw_on_mutable_data_ptr _storage_Use_Count"
+    ),
     "torch._C._autograd": "_profiler_enabled",
     "torch._C._VariableFunctions": (
         "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_max_ _foreach_clamp_min_ _foreach_copy_ "
