@@ -20,6 +20,12 @@ def pinned_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type != "cpu")
 
 
+def pinned_bytes(nbytes: int, device: torch.device) -> int:
+    """Returns the bytes of the host that :func:`pinned_memory` takes for ``nbytes``: torch's allocator of pinned memory
+    rounds each allocation up to a power of two."""
+    return nbytes if device.type == "cpu" or nbytes == 0 else 1 << (nbytes - 1).bit_length()
+
+
 def on_host(tensor: torch.Tensor, dtype: torch.dtype, *, copy: bool = False) -> torch.Tensor:
     """The values of a tensor in the host's memory: itself, if they are there in this dtype and need no copy."""
     return tensor.to("cpu", dtype, copy=copy)

@@ -314,6 +314,7 @@ class Engine:
                 kept if self.has_optimizer else None,
                 receives_apart=self.collectives.receives_apart,
                 owners=self.owners,
+                device=self.device,
             )
         )
 

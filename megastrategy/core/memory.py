@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import torch
+
+from .devices import pinned_bytes
 from .layout import BufferLayout
 from .owners import Owners
+
+_HOST = torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +20,7 @@ class MemoryUse:
 
     ``staging_bytes`` come on top while a backward is reduced, with pooled gradients; ``received_bytes`` where gradients
     are summed in a wider dtype than they are sent in, and not by gloo. ``host_bytes`` of state are in the host's
-    memory, and are not counted among the others.
+    memory, pinned where an accelerator computes, and are not counted among the others.
     """
 
     param_bytes: int
@@ -35,6 +40,7 @@ def memory_use(
     dp_rank: int,
     state_tensors: int | Mapping[int, int],
     rank_of: Mapping[int, int] | None = None,
+    device: torch.device = _HOST,
 ) -> MemoryUse:
     """Counts what this engine holds for the trainable parameters, to the byte, in tensors with a number an element.
 
@@ -44,6 +50,8 @@ def memory_use(
         state_tensors: how many numbers optimizers keep for each element (Adam: 2), in the dtype of what they step
             unless the plan says another; or by parameter. Factors, as Adafactor keeps, are not counted.
         rank_of: the owners of parameters that are stepped whole, in an instance.
+        device: computes. State that is kept on the host for an accelerator is in pinned memory, whose allocations are
+            rounded up; one per bucket and state tensor is counted, as if all parameters of a bucket were in one group.
     """
     sharded = layout.num_shards > 1
     param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
@@ -58,7 +66,8 @@ def memory_use(
         # Beside the gradients with fp32 sums of 16-bit ones; in their place where they are pooled.
         if buffer.sums_apart:
             grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
-    state_bytes = host_bytes = 0
+    state_bytes = 0
+    on_host: dict[tuple[int, int], int] = {}  # bytes of one state tensor, by bucket and number of state tensors
     for index, spec in enumerate(layout.params):
         owned, owner = layout.owned_range(index, dp_rank), (rank_of or {}).get(index)
         numel = owned[1] - owned[0] if owned is not None else 0
@@ -72,13 +81,15 @@ def memory_use(
         main_param_numel = numel if layout.is_stepped_apart(index) else 0
         in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_main_bits
         state_bytes += (2 if in_bits else main_itemsize) * main_param_numel
-        kept_bytes = kept_itemsize * _num_kept(state_tensors, index) * numel
+        num_kept = _num_kept(state_tensors, index)
         if layout.offloads_state and owner is None:
-            host_bytes += kept_bytes
+            key = layout.slots[index].bucket, num_kept
+            on_host[key] = on_host.get(key, 0) + kept_itemsize * numel
         else:
-            state_bytes += kept_bytes
+            state_bytes += kept_itemsize * num_kept * numel
     # The 17th bit of each; padding has one, too.
     state_bytes += sum(b.numel // layout.num_shards // 8 for b in layout.buffers if b.keeps_main_bits)
+    host_bytes = sum(num_kept * pinned_bytes(nbytes, device) for (_, num_kept), nbytes in on_host.items())
     on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
     return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes)
 
@@ -120,6 +131,7 @@ def describe_setup(
     *,
     receives_apart: bool = False,
     owners: Owners | None = None,
+    device: torch.device = _HOST,
 ) -> str:
     """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's.
 
@@ -130,10 +142,11 @@ def describe_setup(
         state_tensors: as for :func:`memory_use`; None if nobody knows.
         receives_apart: whether what is exchanged comes into memory of its own.
         owners: of parameters that are stepped whole.
+        device: as for :func:`memory_use`.
     """
     numels = [bucket.numel for bucket in layout.buckets]
     rank_of = owners.rank_of if owners is not None else {}
-    use = memory_use(layout, dp_rank, state_tensors or 0, rank_of)
+    use = memory_use(layout, dp_rank, state_tensors or 0, rank_of, device)
     if layout.dp_size == 1:
         reduction = "nothing is sent, nothing is sharded"
     elif layout.num_shards == 1:
@@ -195,9 +208,7 @@ def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
     if layout.state_dtype is not None:
         lines.append("  the optimizer's state is kept in bfloat16 between steps, rounded at random")
     if layout.offloads_state:
-        lines.append(
-            f"  the optimizer's state, {_mib(use.host_bytes)}, is in the host's memory between steps, and not counted"
-        )
+        lines.append(f"  the optimizer's state is on the host between steps: {_mib(use.host_bytes)}, not counted above")
     return lines
 
 

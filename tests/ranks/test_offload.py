@@ -21,7 +21,7 @@ from megastrategy.core import kept_state, offload, read_directory, save_director
 from megastrategy.core.checkpoint.full_state import MAIN_PARAM
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.errors import CollectiveError
-from megastrategy.core.layout import build_layout
+from megastrategy.core.layout import ParamSpec, build_layout
 from megastrategy.core.memory import describe_setup, memory_use
 from megastrategy.core.rebucketing.relayout import relayout
 from megastrategy.core.rebucketing.shard_holder import Contents
@@ -99,11 +99,22 @@ def test_the_table_has_it_apart() -> None:
         numel = sum(shard.numel for shard in ours.optimizer._impl.shards.values())
         use = memory_use(ours.model.layout, rank, state_tensors=2)
         assert (use.state_bytes, use.host_bytes) == (4 * numel, 8 * numel)
-        line = f"the optimizer's state, {8 * numel / 2**20:,.2f} MiB, is in the host's memory between steps"
+        line = f"the optimizer's state is on the host between steps: {8 * numel / 2**20:,.2f} MiB, not counted above"
         assert line in describe_setup(ours.model.layout, rank, True, 2)
         ours.model.close()
 
     run_ranks(2, run)
+
+
+def test_the_table_counts_pinned_memory_as_torch_allocates_it() -> None:
+    """Each bucket's state tensor takes a power of two: 3 * 256 KiB become 1 MiB, and 1 MiB stays. Adam has two."""
+    sizes = {"a": 2**19, "b": 3 * 2**17}
+    params = [ParamSpec(name, (numel,), (1,), torch.float32, torch.float32) for name, numel in sizes.items()]
+    layout = build_layout(params, DistributedDataParallelConfig(bucket_size=2**17, **ON_HOST), 2)
+    use = memory_use(layout, 0, 2, device=torch.device("cuda", 0))
+    assert len(layout.buckets) == 2
+    assert use.host_bytes == 2 * (2**20 + 2**20)
+    assert memory_use(layout, 0, 2).host_bytes == 2 * (2**20 + 3 * 2**18)
 
 
 def test_state_of_parameters_that_join_later_goes_there_too() -> None:

@@ -21,7 +21,8 @@ PAGE = ROOT / "docs" / "design" / "private_names.md"
 
 LIVES_IN = {
     "torch._C": (
-        "_autograd _current_graph_task_id _disabled_torch_function_impl _set_throw_on_mutable_data_ptr _storage_Use_Count"
+        "_autograd _current_graph_task_id _disabled_torch_function_impl _set_throw_on_mutable_data_ptr "
+        "_storage_Use_Count"
     ),
     "torch._C._autograd": "_profiler_enabled",
     "torch._C._VariableFunctions": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -70,7 +71,7 @@ def test_main_params_have_storages_of_their_own_without_gaps() -> None:
     buffer = MainParamBuffer(weights_of(torch.bfloat16))
     spans = sorted((main.data_ptr(), main.nbytes) for main in buffer.mains if main.numel())
     assert all(main.untyped_storage().nbytes() == main.nbytes for main in buffer.mains)
-    assert all(start + nbytes == after for (start, nbytes), (after, _) in zip(spans, spans[1:], strict=False))
+    assert all(start + nbytes == after for (start, nbytes), (after, _) in itertools.pairwise(spans))
     # sizes of a multiple of 16 bytes come first, so that these are aligned
     assert all(main.data_ptr() % 16 == 0 for main in buffer.mains if main.numel() % 4 == 0 and main.numel())
 
