@@ -199,8 +199,10 @@ class Engine:
         self.collectives.broadcast_all([self.local_parts.of(tensor) for tensor in tensors])
 
     def broadcast_buffers(self) -> None:
-        """The module's buffers become rank 0's. Collective."""
-        self._buffer_collectives.broadcast_all(self.watch.buffers())
+        """The module's buffers become rank 0's, unseen by autograd. Collective."""
+        # .data has a version counter of its own: BatchNorm saves its buffers for backward, and a second forward, or a
+        # validation, before that backward must not make autograd refuse it.
+        self._buffer_collectives.broadcast_all([buffer.data for buffer in self.watch.buffers()])
 
     # --- the module changes ------------------------------------------------------------------------------------------
 
@@ -229,7 +231,8 @@ class Engine:
             return
         joined = self.params[known:]
         self.local_parts.broadcast_replicas(joined, joins=True)
-        self.collectives.broadcast_all([self.local_parts.of(param) for param in joined])
+        # Unseen by autograd: the values are those of a forward whose backward may still come.
+        self.collectives.broadcast_all([self.local_parts.of(param).data for param in joined])
         self.layout = self.layout.extended_by(layout)
         self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers.extend(self.layout, self.params)

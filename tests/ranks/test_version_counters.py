@@ -1,0 +1,210 @@
+"""Version counters, by which autograd knows that a tensor of a graph was changed: the engine moves those that torch DDP
+and the optimizer would, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.ranks import run_ranks
+
+ENGINES: dict[str, Mapping[str, Any]] = {
+    "sharded": {"bucket_size": 1},
+    "all-reduce": {"use_distributed_optimizer": False, "bucket_size": 1},
+    "flattened": {
+        "use_distributed_optimizer": False,
+        "use_contiguous_buffers": False,
+        "overlap_grad_reduce": False,
+    },
+    "pooled": {"grad_buffer": "pooled", "bucket_size": 1},
+    "forward": {"overlap_param_gather": "forward", "bucket_size": 1},
+    "late": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+}
+each_engine = pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+either_size = pytest.mark.parametrize("size", [1, 2])
+
+
+class Net(nn.Module):
+    """Two norms, whose buffers autograd saves, layers, whose weights it saves, one of them frozen, an unused one, and a
+    scale that is a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6))
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 6))
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.3 + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.layers(self.norm(x) * self.scale)) * self.scale
+
+
+def batch(rank: int, number: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(50 * rank + number))
+
+
+def wrapped(
+    rank: int, group: ProcessGroup, options: Mapping[str, Any] | None, dtype: torch.dtype = torch.float32
+) -> tuple[Net, Any, Any]:
+    """The module, the wrapped model and its optimizer: torch DDP's, or ours."""
+    module = Net().to(dtype)
+    if options is None:
+        # The optimizer skips what has no gradient there as well.
+        model: Any = TorchDDP(module, process_group=group, find_unused_parameters=True)
+        return module, model, torch.optim.AdamW(module.parameters(), lr=0.1)
+    model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+    return module, model, DistributedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.1), model)
+
+
+def versions(module: nn.Module) -> dict[str, int]:
+    return {name: tensor._version for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+
+
+# --- between a forward and its backward ------------------------------------------------------------------------------
+
+
+def second_forward(model: Any, module: Net, rank: int) -> Tensor:
+    return model(batch(rank, 91)).square().mean()
+
+
+def validation(model: Any, module: Net, rank: int) -> None:
+    module.eval()
+    with torch.no_grad():
+        model(batch(rank, 92))
+    module.train()
+
+
+def inference(model: Any, module: Net, rank: int) -> None:
+    module.eval()
+    with torch.inference_mode():
+        model(batch(rank, 93))
+    module.train()
+
+
+def no_sync_forward(model: Any, module: Net, rank: int) -> Tensor:
+    with model.no_sync():
+        return model(batch(rank, 94)).square().mean()
+
+
+BETWEEN: list[Callable[[Any, Net, int], Tensor | None]] = [second_forward, validation, inference]
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
+@either_size
+@each_engine
+def test_a_forward_between_a_forward_and_its_backward(
+    between: Callable[[Any, Net, int], Tensor | None], size: int, options: Mapping[str, Any]
+) -> None:
+    """As in DCGAN, SimSiam, or a validation in the middle. torch DDP preserves the versions of the buffers that it
+    broadcasts; a rank's BatchNorm then reads rank 0's, here as there."""
+
+    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> dict[str, Tensor]:
+        module, model, optimizer = wrapped(rank, group, options)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(batch(rank, step)).square().mean()
+            other = between(model, module, rank)
+            (loss if other is None else loss + other).backward()
+            optimizer.step()
+        if options is not None:
+            model.close()
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
+    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert mine.keys() == reference.keys()
+        for name in mine:
+            torch.testing.assert_close(mine[name], reference[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def unfrozen(model: Any, optimizer: Any, module: Net) -> None:
+    module.frozen.requires_grad_(True)
+    model.include_trainable()
+
+
+def loaded(model: Any, optimizer: Any, module: Net) -> None:
+    every = model.engine.collectives.all_gather_objects(optimizer.state_dict())
+    optimizer.load_state_dict(every[0])
+
+
+BESIDE: dict[str, Callable[[Any, Any, Net], object]] = {
+    "the optimizer's state": lambda model, optimizer, module: optimizer.state_dict(),
+    "the optimizer's own state, loaded": loaded,
+    "the weights": lambda model, optimizer, module: model.state_dict(),
+    "whole gradients": lambda model, optimizer, module: [model.full_grad(p) for p in module.layers.parameters()],
+    "norms": lambda model, optimizer, module: (model.grad_norms(), optimizer.grad_norm()),
+    "a check of the replicas": lambda model, optimizer, module: model.check_replicas(),
+    "weights that are waited for": lambda model, optimizer, module: model.finish_param_gather(),
+    "a layer that is unfrozen": unfrozen,
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@either_size
+@each_engine
+def test_no_call_beside_a_step_moves_a_version(beside: str, size: int, options: Mapping[str, Any]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model, optimizer = wrapped(rank, group, options)
+        # The first backward ends in a move to other buckets, and state has to be there.
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+        loss = model(batch(rank, 2)).square().mean()
+        before = versions(module)
+        BESIDE[beside](model, optimizer, module)
+        assert versions(module) == before
+        loss.backward()
+        optimizer.zero_grad()
+        assert versions(module) == before
+        model.close()
+        assert versions(module) == before
+
+    run_ranks(size, run)
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@either_size
+@each_engine
+def test_a_step_moves_the_versions_of_what_it_steps(size: int, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
+    """On every rank, whoever's shards the elements are, so that a backward through an older graph is refused."""
+
+    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[set[str]]:
+        module, model, optimizer = wrapped(rank, group, options, dtype)
+        moved: list[set[str]] = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(batch(rank, step).to(dtype)).square().mean()
+            before = versions(module)
+            loss.backward(retain_graph=True)
+            assert versions(module) == before
+            optimizer.step()
+            moved.append({name for name, version in versions(module).items() if version != before[name]})
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        if options is not None:
+            model.close()
+        return moved
+
+    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
+    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
+    assert ours == theirs
+    assert all("unused.weight" not in moved and "layers.3.weight" in moved for moved in ours[0])
