@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -33,6 +32,8 @@ from ..core import (
     read_directory,
     read_remote_extra,
     read_weights,
+    remove_path,
+    removed_name,
     save_directory,
     to_host,
 )
@@ -64,14 +65,16 @@ def remove_directory(path: Directory) -> None:
     """Removes a checkpoint, which is there as a whole or not at all, also if the removal is cut off: it loses its name
     first.
 
-    The next removal takes what one that was cut off left.
+    The next removal or save of that name takes what one that was cut off left. Of a symbolic link the link is removed.
     """
     if isinstance(path, RemoteDirectory):
         path.remove()
         return
-    path.replace(path.with_name(f".{path.name}.removed"))
-    for removed in path.parent.glob(".*.removed"):
-        shutil.rmtree(removed)
+    # Of this name only: other runs may save and remove in the same place at the same time.
+    removed = removed_name(path)
+    remove_path(removed)
+    path.replace(removed)
+    remove_path(removed)
 
 
 def place_of_directory(path: str | Path) -> Directory:
@@ -132,7 +135,7 @@ class DirectorySaver:
         self.wait()  # so that at most one copy is in memory
         collectives = checkpoint_collectives()
         if isinstance(path, Path) and (collectives.rank == 0 or is_apart):
-            with contextlib.suppress(OSError):  # which the save will meet, and tell all ranks of
+            with contextlib.suppress(OSError):  # which the save will meet, and report on all ranks
                 path.parent.mkdir(parents=True, exist_ok=True)  # at once: callbacks put links beside it
         if not in_background:
             save_directory(state, extra, path, collectives, is_apart=is_apart)
@@ -161,8 +164,10 @@ class DirectorySaver:
         Raises:
             CheckpointError: if it failed.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        if self._pending is not None:
+            # Ctrl-C may end the waiting, and the next save must wait again.
+            wait([self._pending])
+            pending, self._pending = self._pending, None
             pending.result()
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..core import CheckpointError, check_replaceable, replace_path, sync_directory
+from ..core import CheckpointError, check_replaceable, reason_of, replace_path, sync_directory
 
 _ZIP_START = b"PK\x03\x04"
 _LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
@@ -62,9 +62,11 @@ def save_file(state: Any, path: str | Path) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):  # most often since its directory is not there
             part.unlink()
-        cause = _os_error(error, outer)
-        if cause is None:
-            raise
+        cause = reason_of(error, outer)
+        if not isinstance(cause, OSError):
+            if cause is error:
+                raise
+            raise cause from error
         where = f": {cause.filename}" if cause.filename not in (None, str(part)) else ""
         reason = f"the checkpoint was not saved ({cause.strerror}{where}), and what had its name before is as it was"
         raise OSError(cause.errno, reason, str(target)) from error
@@ -102,18 +104,6 @@ def local_path(path: str | Path) -> Path | None:
 
     file_system, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(file_system, LocalFileSystem) else None
-
-
-def _os_error(error: BaseException | None, outer: BaseException | None) -> OSError | None:
-    """Finds the reason of an error of torch.save, which tells of a failed write in words of its own.
-
-    ``outer`` is being dealt with while torch.save is called, so it may be in the chain; it is no reason.
-    """
-    while error is not outer and error is not None:
-        if isinstance(error, OSError):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def _problem(path: Path, error: Exception) -> str | None:

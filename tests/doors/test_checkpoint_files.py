@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import io
 import multiprocessing
 import os
 import pickle
@@ -130,6 +131,27 @@ def test_a_full_disk_is_an_error_with_the_path_and_the_checkpoint_before_it_stay
     with disk_with(num_bytes), pytest.raises(OSError, match=r"was not saved \(File too large\)") as raised:
         save_file(NEWER, path)
     assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
+    assert_is(path, STATE)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+class InterruptedFile(io.FileIO):
+    """Gets Ctrl-C while torch.save writes into it."""
+
+    def write(self, data: Any) -> int:
+        if len(data) > 1000:
+            raise KeyboardInterrupt
+        return super().write(data)
+
+
+def test_ctrl_c_while_a_file_is_written_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.save makes an error of its own of it, at which no callback would save."""
+    path = tmp_path / "last.ckpt"
+    save_file(STATE, path)
+    monkeypatch.setattr(Path, "open", lambda self, mode: InterruptedFile(self, mode))
+    with pytest.raises(KeyboardInterrupt):
+        save_file(NEWER, path)
+    monkeypatch.undo()
     assert_is(path, STATE)
     assert os.listdir(tmp_path) == ["last.ckpt"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megastrategy import SaveOnStop
+from megastrategy.core import read_directory
 
+from .fits import fit
 from .rank_processes import Ranks
 from .stopped_fits import Stopped, fit_until
 
@@ -87,3 +91,39 @@ def test_a_stopped_fit_goes_on_under_ddp(ranks: Ranks, tmp_path: Path) -> None:
     assert [part.step for part in first] == [8, 8]
     assert [part.trained[0][0] for part in second] == [1, 1]
     assert torch.load(tmp_path / "stopped.ckpt", weights_only=False)["global_step"] == 8
+
+
+@pytest.mark.parametrize("interrupted", [(0,), (1,), (0, 1)])
+def test_ctrl_c_while_a_directory_is_saved_saves_here_too(
+    ranks: Ranks, tmp_path: Path, interrupted: tuple[int, ...]
+) -> None:
+    """On whichever ranks it comes, all end as after Ctrl-C."""
+    assert ranks.run(stop_in_a_save, tmp_path, interrupted) == ["SystemExit"] * 2
+    # Rank 0 may have completed the other one before it knew.
+    assert {"stopped.ckpt"} <= {child.name for child in tmp_path.iterdir()} <= {"stopped.ckpt", "other.ckpt"}
+    assert torch.load(tmp_path / "stopped.ckpt" / "meta.pt", weights_only=False)["global_step"] == 4
+    assert read_directory(tmp_path / "stopped.ckpt", "optimizer_0")
+
+
+def stop_in_a_save(folder: Path, interrupted: tuple[int, ...]) -> str:
+    """Ctrl-C comes when this rank's part is on its way to the disk."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        os.fsync = real
+        os.kill(os.getpid(), signal.SIGINT)
+        real(descriptor)
+
+    class SavesOnce(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 4:
+                if trainer.global_rank in interrupted:
+                    os.fsync = fsync
+                trainer.save_checkpoint(folder / "other.ckpt")
+
+    options = {"strategy_options": {"state_dict_type": "sharded"}, "callbacks": [SaveOnStop(folder), SavesOnce()]}
+    try:
+        fit("megatron_ddp", **options)
+    except SystemExit as error:
+        return type(error).__name__
+    return "ran to its end"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
 import time
@@ -398,22 +399,61 @@ def test_there_is_a_complete_checkpoint_at_any_time_while_the_next_is_saved(rank
     assert len(folder_of(tmp_path / "run")) == 1
 
 
+def directory_at(path: Path) -> Path:
+    path.mkdir()
+    (path / ".metadata").write_bytes(b"")
+    return path
+
+
 def test_a_removal_that_is_cut_off_leaves_no_part_under_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The next removal of that name is not hindered by the rest, and those of other names leave it alone: they may be
+    another run's, in the middle of its removal."""
+
     def cut_off(path: Path) -> None:
         raise KeyboardInterrupt
 
-    for name in ("one.ckpt", "two.ckpt"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / ".metadata").write_bytes(b"")
+    one, two = directory_at(tmp_path / "one.ckpt"), directory_at(tmp_path / "two.ckpt")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            remove_directory(tmp_path / "one.ckpt")
+            remove_directory(one)
     assert folder_of(tmp_path) == {".one.ckpt.removed", "two.ckpt"}
-    remove_directory(tmp_path / "two.ckpt")
+    remove_directory(two)
+    assert folder_of(tmp_path) == {".one.ckpt.removed"}
+    remove_directory(directory_at(one))
     assert folder_of(tmp_path) == set()
+
+
+def test_of_a_link_the_link_is_removed(tmp_path: Path) -> None:
+    directory_at(tmp_path / "one.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("one.ckpt")
+    remove_directory(tmp_path / "last.ckpt")
+    assert folder_of(tmp_path) == {"one.ckpt"}
+    assert folder_of(tmp_path / "one.ckpt") == {".metadata"}
+
+
+@pytest.mark.parametrize("keeps", [1, -1])
+def test_links_to_the_last_checkpoint_have_names_that_vary(ranks: Ranks, tmp_path: Path, keeps: int) -> None:
+    """``save_last="link"``: Lightning has the strategy remove the link before it, as under "ddp"; rests of a removal
+    that was cut off hinder none."""
+    ours, theirs = tmp_path / "ours", tmp_path / "ddp"
+    for step in (3, 6):
+        (ours / f".last-step={step}.ckpt.removed" / "rest").mkdir(parents=True)
+        (ours / f".step={step}.ckpt.removed" / "rest").mkdir(parents=True)
+    ranks.run(fit_with_links, ours, keeps, "megatron_ddp", **SHARDED)
+    ranks.run(fit_with_links, theirs, keeps, "ddp")
+    assert {name for name in folder_of(ours) if not name.startswith(".")} == folder_of(theirs)
+    assert os.readlink(ours / "last-step=14.ckpt") == os.readlink(theirs / "last-step=14.ckpt") == "step=12.ckpt"
+    ranks.run(resume, "megatron_ddp", str(ours / "last-step=14.ckpt"), **SHARDED)
+
+
+def fit_with_links(folder: Path, keeps: int, name: str, **options: Any) -> None:
+    last = {"save_last": "link", "every_n_train_steps": 3, "save_top_k": keeps, "monitor": "step", "mode": "max"}
+    saver = ModelCheckpoint(folder, "{step}", **last)
+    saver.CHECKPOINT_NAME_LAST = "last-{step}"
+    fit(name, callbacks=[saver], enable_checkpointing=True, **options)
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off"])

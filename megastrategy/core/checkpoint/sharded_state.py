@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..local_parts import dtensors_of, empty_like_part
 from .completeness import describe_hole, describe_missing_part
+from .held_signals import HeldSignals
 from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
@@ -67,11 +69,13 @@ def save_directory(
 
     Raises:
         CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
+        KeyboardInterrupt: on all ranks after Ctrl-C on any of them, as every exception that is no Exception.
     """
-    if isinstance(path, RemoteDirectory):
-        _save_remotely(state, extra, path, collectives)
-    else:
-        _save_on_disk(state, extra, path, collectives, is_apart)
+    with HeldSignals() as held:
+        if isinstance(path, RemoteDirectory):
+            _save_remotely(state, extra, path, collectives, held)
+        else:
+            _save_on_disk(state, extra, path, collectives, held, is_apart)
 
 
 def _save_on_disk(
@@ -79,27 +83,33 @@ def _save_on_disk(
     extra: dict[str, Any],
     path: Path,
     collectives: Collectives,
+    held: HeldSignals,
     is_apart: bool,
 ) -> None:
-    from torch.distributed.checkpoint import filesystem
-
     staged = path.with_name(f".{path.name}.incomplete")
     is_rank_zero = collectives.rank == 0
     makes_directory = is_rank_zero or is_apart
     with _failing_together(path, collectives):
+        held.deliver()
         if makes_directory:
             check_replaceable(path)
-            _remove(staged)
+            remove_path(staged)
+            remove_path(removed_name(path))
             staged.mkdir(parents=True)
     try:
-        _write(state, filesystem.FileSystemWriter(staged), path, collectives)
-    except CheckpointError:
+        _write(state, _disk_writer(staged), path, collectives, held)
+    except BaseException:
         if makes_directory:
-            _remove(staged)
+            # Its first error is the one to report; the next save of that name removes the rest.
+            with contextlib.suppress(OSError):
+                remove_path(staged)
         raise
     with _failing_together(path, collectives):
-        if makes_directory:
+        if not makes_directory:
+            held.deliver()
+        else:
             try:
+                held.deliver()
                 if is_rank_zero:
                     _write_extra(staged / EXTRA_FILE, extra)
                 replace_path(staged, path)
@@ -107,7 +117,7 @@ def _save_on_disk(
                 sync_directory(path.parent)
             # Ctrl-C too: gigabytes that nobody will look for.
             except BaseException:
-                _remove(staged)
+                remove_path(staged)
                 raise
 
 
@@ -116,17 +126,19 @@ def _save_remotely(
     extra: dict[str, Any],
     directory: RemoteDirectory,
     collectives: Collectives,
+    held: HeldSignals,
 ) -> None:
     from .remote_storage import RemoteWriter
 
     is_rank_zero = collectives.rank == 0
     with _failing_together(directory, collectives):
+        held.deliver()
         if is_rank_zero:
             directory.prepare()
         writer = RemoteWriter(directory, extra)
     try:
-        _write(state, writer, directory, collectives)
-    except CheckpointError as error:
+        _write(state, writer, directory, collectives, held)
+    except BaseException as error:
         if is_rank_zero and not writer.may_be_complete:
             try:
                 directory.tidy()
@@ -149,30 +161,75 @@ def _write(
     writer: StorageWriter,
     path: Directory,
     collectives: Collectives,
+    held: HeldSignals,
 ) -> None:
     """Has torch write every rank's part. Collective.
 
     Raises:
-        CheckpointError: on all ranks if any of them could not.
+        CheckpointError: on all ranks if any of them could not; Ctrl-C as in :func:`save_directory`.
     """
     from torch.distributed.checkpoint import api, state_dict_saver
 
     try:
         state_dict_saver.save(
-            state, storage_writer=writer, planner=_planner_in_order(), process_group=collectives.group
+            state, storage_writer=writer, planner=_planner_in_order(held), process_group=collectives.group
         )
-    # Raised on all ranks, when any failed: the saver has gathered what each said, and nobody waits.
+    # Raised on all ranks, when any failed: the saver has gathered all errors, and no rank waits.
     except api.CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
-        raise CheckpointError(f"the checkpoint {path} was not written: {causes}") from error
+        failures = {rank: _to_share(failure[0]) for rank, failure in error.failures.items()}
+        raise _shared_failure(path, failures) from error
 
 
-def _planner_in_order() -> SavePlanner:
+def _to_share(error: BaseException) -> str | BaseException:
+    """Returns the text of an error, which may be of any class of the user's, and Ctrl-C itself."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
+
+
+def _shared_failure(path: Directory, failures: Mapping[int, str | BaseException]) -> BaseException:
+    """Returns what all ranks raise after these failures, by rank: Ctrl-C of one rank ends all as Ctrl-C does."""
+    for rank, failure in sorted(failures.items()):
+        if isinstance(failure, BaseException):
+            failure.add_note(f"it came on rank {rank}, while all ranks saved the checkpoint {path}")
+            return failure
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    return CheckpointError(f"the checkpoint {path} was not written: {causes}")
+
+
+def _disk_writer(path: Path) -> StorageWriter:
+    """torch's, whose errors are those of the system: other ranks get them pickled, without the chain of causes."""
+    from torch.distributed.checkpoint import filesystem
+
+    class Writer(filesystem.FileSystemWriter):
+        def write_data(self, *arguments: Any) -> Any:
+            outer = sys.exception()
+            try:
+                return super().write_data(*arguments)
+            except Exception as error:
+                raise reason_of(error, outer) from error
+
+    return Writer(path)
+
+
+def reason_of(error: BaseException, outer: BaseException | None) -> BaseException:
+    """Finds why a write failed: torch.save reports a full disk, and Ctrl-C, in words of its own ("unexpected pos").
+
+    Returns the error of the system or the interrupt in the chain of causes; ``error`` if there is none. ``outer`` was
+    being handled before the write, so it may be in the chain; it is no reason.
+    """
+    each: BaseException | None = error
+    while each is not None and each is not outer:
+        if isinstance(each, OSError) or not isinstance(each, Exception):
+            return each
+        each = each.__cause__ or each.__context__
+    return error
+
+
+def _planner_in_order(held: HeldSignals) -> SavePlanner:
     """torch's, whose directory lists names in the order of the ranks that have them, each as its rank does: who makes
     one file of it gets what one process would have saved. torch's own begins with the last rank's, which lack what the
     first one alone writes."""
     from torch.distributed.checkpoint import default_planner
-    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
     class Planner(default_planner.DefaultSavePlanner):
         def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -182,6 +239,10 @@ def _planner_in_order() -> SavePlanner:
                 in_order |= {name: place for name, place in plan.planner_data.items() if name not in in_order}
             self.metadata = dataclasses.replace(metadata, planner_data=in_order)
             return plans, self.metadata
+
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            held.deliver()
+            return super().resolve_data(write_item)
 
     return Planner()
 
@@ -210,8 +271,9 @@ def replace_path(new: Path, path: Path) -> None:
         IsADirectoryError: as :func:`check_replaceable`.
     """
     check_replaceable(path)
-    # rename() replaces a file by a file; a directory only if it is empty, and never across the two kinds.
-    if path.is_dir() or (path.exists() and new.is_dir()):
+    # rename() replaces a file by a file; a directory only if it is empty, and never across the two kinds. A symbolic
+    # link is exchanged itself, not its target.
+    if path.is_dir() or (os.path.lexists(path) and new.is_dir()):
         try:
             _exchange(new, path)
             old = new
@@ -221,10 +283,10 @@ def replace_path(new: Path, path: Path) -> None:
                 raise
             # Moved aside, not removed first: killed in between, a user finds the old one complete under this name.
             old = path.with_name(f".{path.name}.replaced")
-            _remove(old)
+            remove_path(old)
             path.rename(old)
             new.rename(path)
-        _remove(old)
+        remove_path(old)
     else:
         new.replace(path)
 
@@ -251,7 +313,14 @@ def _exchange(one: Path, other: Path) -> None:
         raise OSError(number, os.strerror(number), str(other))
 
 
-def _remove(path: Path) -> None:
+def removed_name(path: Path) -> Path:
+    """Returns the name under which a checkpoint is removed; what a removal that was cut off left there is removed with
+    the next removal or save of that name."""
+    return path.with_name(f".{path.name}.removed")
+
+
+def remove_path(path: Path) -> None:
+    """Removes a file, a directory, or of a symbolic link the link; nothing if there is none."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -260,15 +329,17 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _failing_together(path: Directory, collectives: Collectives) -> Iterator[None]:
-    """If the block fails on any rank, all ranks raise, and nobody waits for it. Collective."""
-    failure, cause = "", None
+    """If the block fails on any rank, all ranks raise, and none waits for it. Collective."""
+    outer = sys.exception()
+    failure: BaseException | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - of the system, or of a user's value that cannot be pickled
-        failure, cause = f"rank {collectives.rank}: {type(error).__name__}: {error}", error
+    except BaseException as error:  # noqa: BLE001 - of the system, of a user's value that cannot be pickled, Ctrl-C
+        failure = reason_of(error, outer)
     # After an error of the system too, so that ranks on which nothing went wrong learn of the others'.
-    if failures := [each for each in collectives.all_gather_objects(failure) if each]:
-        raise CheckpointError(f"the checkpoint {path} was not written: {'; '.join(failures)}") from cause
+    gathered = collectives.all_gather_objects(_to_share(failure) if failure else None)
+    if failures := {rank: each for rank, each in enumerate(gathered) if each is not None}:
+        raise _shared_failure(path, failures) from failure
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

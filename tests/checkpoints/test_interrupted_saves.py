@@ -1,0 +1,218 @@
+"""Saves of directories that a full disk, Ctrl-C or a link in the way would end: all ranks raise the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megastrategy.core import CheckpointError, host_collectives, read_directory, save_directory
+from tests.support.processes import run_processes
+
+SIZE = 200_000
+"""Numbers of each rank: its file has four times as many bytes."""
+
+
+def state_of(rank: int, extra: Any = None) -> dict[str, Any]:
+    """A tensor that each rank writes itself, and a value that is pickled."""
+    value = {} if extra is None else {f"pickled by {rank}": extra}
+    return {"model": {f"of rank {rank}": torch.full((SIZE,), float(rank)), **value, f"small {rank}": torch.ones(1)}}
+
+
+def old_checkpoint(path: Path) -> None:
+    save_directory({"model": {"old": torch.ones(3)}}, {}, path, host_collectives())
+
+
+def assert_old_is_whole(path: Path, *others: str) -> None:
+    dist.barrier()
+    assert read_directory(path, "model")["old"].tolist() == [1.0, 1.0, 1.0]
+    assert sorted(child.name for child in path.parent.iterdir()) == sorted([path.name, *others])
+    dist.barrier()
+
+
+# --- full disks ------------------------------------------------------------------------------------------------------
+
+
+def save_on_full_disk(path: Path, what: str) -> None:
+    old_checkpoint(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    state, extra = state_of(dist.get_rank()), {}
+    if what == "meta.pt":
+        state, extra = {"model": {"small": torch.ones(3)}}, {"large": torch.ones(SIZE)}
+    writer = 1 if what == "a part" else 0
+    if dist.get_rank() == writer:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, limits[1]))
+    with pytest.raises(CheckpointError) as raised:
+        save_directory(state, extra, path, host_collectives())
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(raised.value) == (
+        f"the checkpoint {path} was not written: rank {writer}: OSError: [Errno 27] File too large"
+    )
+    assert_old_is_whole(path)
+    save_directory(state, extra, path, host_collectives())
+
+
+@pytest.mark.parametrize("what", ["a part", "meta.pt"])
+def test_a_full_disk_is_reported_in_the_systems_words(tmp_path: Path, what: str) -> None:
+    run_processes(2, save_on_full_disk, tmp_path / "last.ckpt", what)
+
+
+# --- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+class Interrupts:
+    """Sends a signal to its own process when it is pickled, while the part of a rank is written."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), self.number)
+        return int, ()
+
+
+class Raises:
+    """What a handler that raises at once looks like to torch."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def interrupt_while_waiting() -> None:
+    """To this process, which has written its part, and waits for the others'."""
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+class WritesSlowly:
+    def __reduce__(self) -> Any:
+        time.sleep(1.5)
+        return int, ()
+
+
+def interrupt_save(path: Path, on: tuple[int, ...], how: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    collectives = host_collectives()
+    old_checkpoint(path)
+    rank = dist.get_rank()
+    state = state_of(rank)
+    if rank in on and how == "Ctrl-C":
+        state = state_of(rank, Interrupts())
+    elif rank in on and how == "an exception":
+        state = state_of(rank, Raises())
+    elif how == "while it waits":
+        if rank in on:
+            interrupt_while_waiting()
+        else:
+            state = state_of(rank, WritesSlowly())
+    with pytest.raises(KeyboardInterrupt) as raised:
+        save_directory(state, {}, path, collectives)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert "ranks saved the checkpoint" in raised.value.__notes__[0]
+    if (how, on) == ("while it waits", (1,)):
+        # Rank 0 has completed it meanwhile.
+        assert "of rank 1" in read_directory(path, "model")
+        dist.barrier()
+    else:
+        assert_old_is_whole(path)
+    save_directory(state_of(rank), {}, path, collectives)
+    assert "of rank 1" in read_directory(path, "model")
+
+
+@pytest.mark.parametrize(
+    ("on", "how"),
+    [
+        ((0,), "Ctrl-C"),
+        ((1,), "Ctrl-C"),
+        ((0, 1), "Ctrl-C"),
+        ((1,), "an exception"),
+        ((0,), "while it waits"),
+        ((1,), "while it waits"),
+    ],
+)
+def test_ctrl_c_ends_a_save_on_all_ranks_as_ctrl_c(tmp_path: Path, on: tuple[int, ...], how: str) -> None:
+    """Not as CheckpointError, at which no callback saves; and no rank waits for one that has left."""
+    run_processes(2, interrupt_save, tmp_path / "last.ckpt", on, how)
+
+
+def interrupt_at_the_end(path: Path) -> None:
+    """On rank 0, in its own file: a rank that had nothing to share any more completes the save."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ends = pytest.raises(KeyboardInterrupt) if dist.get_rank() == 0 else contextlib.nullcontext()
+    collectives = host_collectives()
+    with ends:
+        save_directory(state_of(dist.get_rank()), {"value": Interrupts()}, path, collectives)
+    dist.barrier()
+    assert "of rank 1" in read_directory(path, "model")
+
+
+def test_ctrl_c_at_the_end_of_a_save_waits_for_it(tmp_path: Path) -> None:
+    run_processes(2, interrupt_at_the_end, tmp_path / "last.ckpt")
+
+
+def interrupt_twice(path: Path) -> None:
+    """On one rank, since others would be left alone."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    seen: list[str] = []
+
+    class Twice(Interrupts):
+        def __reduce__(self) -> Any:
+            super().__reduce__()
+            seen.append("first")
+            super().__reduce__()
+            seen.append("second")
+            return int, ()
+
+    with pytest.raises(KeyboardInterrupt):
+        save_directory(state_of(0, Twice()), {}, path, host_collectives())
+    assert seen == ["first"]
+
+
+def test_a_second_ctrl_c_acts_at_once(tmp_path: Path) -> None:
+    run_processes(1, interrupt_twice, tmp_path / "last.ckpt")
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+def save_over(path: Path, kind: str) -> None:
+    other = path.with_name("other.ckpt")
+    if kind == "link":
+        old_checkpoint(other)
+    if dist.get_rank() == 0:
+        path.symlink_to("other.ckpt")
+    dist.barrier()
+    save_directory(state_of(dist.get_rank()), {}, path, host_collectives())
+    assert not path.is_symlink()
+    assert "of rank 1" in read_directory(path, "model")
+    if kind == "link":
+        assert_old_is_whole(other, path.name)
+    else:
+        assert not other.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link"])
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_save_over_a_link_replaces_the_link(tmp_path: Path, kind: str, can_exchange: bool) -> None:
+    save: Callable[..., None] = save_over if can_exchange else save_over_without_exchange
+    run_processes(2, save, tmp_path / "last.ckpt", kind)
+
+
+def save_over_without_exchange(path: Path, kind: str) -> None:
+    """As on other systems than Linux."""
+    from megastrategy.core.checkpoint import sharded_state
+
+    def fail(one: Path, other: Path) -> None:
+        raise OSError(38, "Function not implemented")
+
+    sharded_state._exchange = fail
+    save_over(path, kind)
