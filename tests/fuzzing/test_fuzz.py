@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megastrategy.core import sharded_step
+from megastrategy.core import main_param_buffer, param_shard
 from megastrategy.core.config import field_names
 from megastrategy.core.layout import BufferLayout
 from megastrategy.core.reducer import Reducer
@@ -37,7 +37,8 @@ def no_wait_for_reductions(patch: pytest.MonkeyPatch) -> None:
 
 
 def main_params_that_stay_as_they_are(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sharded_step, "take_outside_changes", lambda main, weights: None)
+    for users in (param_shard, main_param_buffer):
+        patch.setattr(users, "take_outside_changes", lambda main, weights, dtype: None)
 
 
 def padding_that_takes_an_element(patch: pytest.MonkeyPatch) -> None:

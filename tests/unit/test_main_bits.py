@@ -47,7 +47,7 @@ def test_every_number_comes_back_to_the_bit(upper: int) -> None:
     weights, bits = kept(main, first=5)
     assert torch.equal(bits.join(weights).view(torch.int32), main.view(torch.int32))
     back = bits.join(weights)
-    take_outside_changes(back, weights)
+    take_outside_changes(back, weights, weights.dtype)
     assert torch.equal(back.view(torch.int32), main.view(torch.int32)), "the weight is the rounding of each"
 
 
