@@ -18,7 +18,6 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .support import chosen_collectives
-from .support.capabilities import mark_capabilities
 from .support.interpreters import assert_may_start, note_interpreters, started
 from .support.lazy_collectives import violations
 from .support.thread_mode import forget_entered_modes, take_stance_back
@@ -101,7 +100,6 @@ def no_mode_is_left() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Before -m chooses among the tests, and after it."""
-    mark_capabilities(items)
     mark_long(items, config.args)
     yield
     if which := config.getoption("part"):
