@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
