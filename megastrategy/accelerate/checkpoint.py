@@ -47,13 +47,12 @@ def save_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | N
 
 def load_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | None]) -> None:
     """Loads fp32 main params. Call it after the weights were loaded: where one is not the rounding of its main param,
-    the weight wins."""
+    the weight wins. Collective; a rank whose node has no file gets rank 0's."""
     path = folder / MAIN_PARAMS_FILE
-    if path.is_file():
-        saved = load_file(path, weights_only=True)
-        for number, item in enumerate(optimizers):
-            if item is not None and number in saved:
-                item.load_main_params(saved[number])
+    saved = load_file(path, weights_only=True) if path.is_file() else {}
+    for number, item in enumerate(optimizers):
+        if item is not None:
+            item.load_main_params(saved.get(number, {}))
 
 
 def is_sharded(folder: Path) -> bool:

@@ -22,8 +22,6 @@ from torch.nn import Parameter
 from .checkpoint.full_state import (
     CollectiveGather,
     Gather,
-    OnRankZero,
-    check_is_here,
     gather_main_params,
     gather_state_dict,
     load_full_state_dict,
@@ -39,6 +37,7 @@ from .distributed_data_parallel import DistributedDataParallel, refuse_join
 from .errors import OptimizerNotShardableError
 from .forwarded import forwarding_members
 from .model_state import (
+    as_on_rank_zero,
     has_main_params,
     parts_of_main_params,
     parts_of_state,
@@ -324,8 +323,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
 
-        Rank 0 gets the state; on other ranks ``state`` is empty, and refused where it is loaded. All ranks call this
-        together; on the CPU rank 0 may call it alone, between a step and the next backward, see [Note: handing over].
+        Rank 0 gets the state; on other ranks ``state`` is empty. All ranks call this together; on the CPU rank 0 may
+        call it alone, between a step and the next backward, see [Note: handing over].
 
         Raises:
             NotOnAllRanksError: if it is sharded and a rank calls it alone otherwise.
@@ -340,7 +339,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return impl.inner.state_dict()
         with self._gather(STATE) as (gather, is_here):
             if gather is None or not is_here:
-                return {"state": OnRankZero(), "param_groups": groups_as_saved(impl.inner, number_params(impl.inner))}
+                return {"state": None, "param_groups": groups_as_saved(impl.inner, number_params(impl.inner))}
             own = impl.own_parts(STATE)
             return gather_state_dict(impl.inner, impl.followed_by_id, own, gather, impl.engine.device)
 
@@ -360,14 +359,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             yield gather, gather is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state as torch DDP would have saved it (every rank the whole of it) and keeps this rank's shards.
+        """Loads a state as torch DDP would have saved it and keeps this rank's shards. Collective.
+
+        Every rank passes the whole state, or what :meth:`state_dict` returned there, or its copy: a rank whose state
+        has no entries gets rank 0's.
 
         Raises:
-            CheckpointError: if groups or shapes do not fit, or this is what :meth:`state_dict` gave to a rank that is
-                not rank 0; nothing is changed then.
+            CheckpointError: if groups or shapes do not fit; on all ranks, if one has other entries. Nothing is changed
+                then.
         """
         impl = self._impl
-        check_is_here(state_dict["state"], "state_dict()")
+        if self.is_sharded and not impl.engine.is_closed:
+            state_dict = {**state_dict, "state": as_on_rank_zero(impl, state_dict["state"], STATE)}
         state_dict = parts_of_state(impl, state_dict)
         if not impl.has_shards:
             impl.inner.load_state_dict(state_dict)
@@ -389,28 +392,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def main_params(self) -> dict[str, Tensor]:
         """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Called as
         :meth:`state_dict` is."""
-        impl = self._impl
-        to_come = impl.main_params_to_come
-        has_some = bool(to_come) or any(map(impl.layout.is_stepped_apart, range(len(impl.layout.params))))
-        if not has_main_params(impl, has_some):
+        if not self._has_main_params():
             return {}
-        return whole_main_params(impl, self._main_params_of_parts)
+        return whole_main_params(self._impl, self._main_params_of_parts)
 
-    def _main_params_of_parts(self) -> dict[str, Tensor]:
+    def _has_main_params(self) -> bool:
+        """Whether some rank has main params. Collective over a pipeline's ranks."""
+        impl = self._impl
+        apart = map(impl.layout.is_stepped_apart, range(len(impl.layout.params)))
+        return has_main_params(impl, bool(impl.main_params_to_come) or any(apart))
+
+    def _main_params_of_parts(self) -> dict[str, Tensor] | None:
         impl, to_come = self._impl, self._impl.main_params_to_come
         with self._gather(MAIN_PARAMS) as (gather, is_here):
             if not is_here:
-                return OnRankZero()
+                return None
             own = impl.own_parts(MAIN_PARAMS)
             cut = [index for index in impl.param_indices() if impl.is_cut(index)]
             main_params = gather_main_params(cut, own, gather, impl.engine.device) | to_host(to_come)
-            return main_params if gather is None or gather.is_root else OnRankZero()
+            return main_params if gather is None or gather.is_root else None
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
-        """Takes over saved main params where they round to the present weights; elsewhere the weights win."""
-        check_is_here(main_params, "main_params()")
-        with self._impl.at_rest.replaced():
-            self._impl.load_main_params(parts_of_main_params(self._impl, main_params))
+        """Takes over saved main params where they round to the present weights; elsewhere the weights win. Collective,
+        as :meth:`load_state_dict` is; a rank that passes none gets rank 0's."""
+        impl = self._impl
+        if self.is_sharded and not impl.engine.is_closed and self._has_main_params():
+            main_params = dict(as_on_rank_zero(impl, main_params, MAIN_PARAMS))
+        with impl.at_rest.replaced():
+            impl.load_main_params(parts_of_main_params(impl, main_params))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.

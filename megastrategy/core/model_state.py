@@ -6,15 +6,17 @@ Every function here hands on what it gets where a rank has the whole model. See 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from . import stage_state
-from .checkpoint.full_state import REMAINDER, OnRankZero, number_params
+from .checkpoint.full_state import REMAINDER, number_params
 from .checkpoint.hand_over import MAIN_PARAMS, STATE
 from .checkpoint.tensor_ranks import join_parts
+from .checkpoint.whole_state import entries_of_rank_zero
+from .errors import CheckpointError
 from .local_parts import CutParam
 from .sharded_step import ShardedStep
 
@@ -23,8 +25,9 @@ _CALL = "{} of the optimizer of a model that ranks share"
 
 
 def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """``gather`` returns the state of this rank's parts, on the first of its data-parallel ranks; returned is that of
-    the whole model, on the first of all. Collective over all ranks.
+    """``gather`` returns the state of this rank's parts, on the first of its data-parallel ranks, and None in its place
+    elsewhere; returned is that of the whole model, on the first of all, and an empty one elsewhere. Collective over all
+    ranks.
 
     Raises:
         NotOnAllRanksError: if a rank calls it alone.
@@ -33,12 +36,14 @@ def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict
     if impl.engine.local_parts.model_groups:
         require_everybody(impl, _CALL.format(STATE))
     saved = gather()
-    # Elsewhere is nothing, on all ranks of the model that those data-parallel ranks have alike.
-    if not isinstance(saved["state"], OnRankZero) and impl.engine.local_parts.has_parts:
+    # None on all ranks of the model that those data-parallel ranks have alike.
+    if saved["state"] is not None and impl.engine.local_parts.has_parts:
         saved = _state_of_whole_params(impl, saved)
-    if not isinstance(saved["state"], OnRankZero) and stage_state.is_staged(impl):
+    if saved["state"] is not None and stage_state.is_staged(impl):
         saved = stage_state.whole_state(impl, saved)
-    return saved
+    # Plain and empty: what becomes of it, a copy, a file, a value of another container, must not matter when it is
+    # loaded; see as_on_rank_zero.
+    return saved if saved["state"] is not None else {**saved, "state": {}}
 
 
 def _state_of_whole_params(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
@@ -62,18 +67,54 @@ def has_main_params(impl: ShardedStep, is_here: bool) -> bool:
     return stage_state.is_on_any_stage(impl, is_here)
 
 
-def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor] | None]) -> dict[str, Tensor]:
     """As :func:`whole_state`, for main params by name."""
     if impl.engine.local_parts.model_groups:
         require_everybody(impl, _CALL.format(MAIN_PARAMS))
     saved = gather()
-    if not isinstance(saved, OnRankZero) and (ranks := impl.engine.local_parts.tensor_ranks) is not None:
+    if saved is not None and (ranks := impl.engine.local_parts.tensor_ranks) is not None:
         cut = _cut_by_saved_name(impl)
         joined = join_parts({name: {_MAIN: value} for name, value in saved.items()}, cut, ranks)
-        saved = {name: kept[_MAIN] for name, kept in joined.items()} if ranks.is_rank_zero else OnRankZero()
-    if not isinstance(saved, OnRankZero) and stage_state.is_staged(impl):
+        saved = {name: kept[_MAIN] for name, kept in joined.items()} if joined is not None else None
+    if saved is not None and stage_state.is_staged(impl):
         saved = stage_state.whole_main_params(impl, saved)
+    return {} if saved is None else saved
+
+
+def as_on_rank_zero(impl: ShardedStep, saved: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
+    """Returns ``saved``; on a rank where it is empty, that of the first rank of all: :func:`whole_state` and
+    :func:`whole_main_params` return nothing elsewhere. Collective over all ranks.
+
+    Raises:
+        NotOnAllRanksError: if a rank calls it alone.
+        CheckpointError: on all ranks, for a state that has other entries on one of them.
+    """
+    require_everybody(impl, f"loading the {what} of a sharded optimizer")
+    model_groups, problem = impl.engine.local_parts.model_groups, ""
+    for ranks in (*model_groups, impl.engine.collectives):
+        told = ranks.all_gather_objects((problem, list(saved)))
+        every = [keys for _, keys in told]
+        # Main params are by name: those of a stage, and of a parameter that is frozen on one, may be on one rank alone.
+        problem = next((text for text, _ in told if text), "") or (_difference(every) if what == STATE else "")
+        if not problem:
+            saved = entries_of_rank_zero(saved, every, ranks)
+    for ranks in model_groups:  # whose other data-parallel ranks may have found one
+        problem = next((text for text in ranks.all_gather_objects(problem) if text), "")
+    if problem:
+        raise CheckpointError(problem)
     return saved
+
+
+def _difference(every: Sequence[Collection[Any]]) -> str:
+    """Says which rank has other keys than the first one, of those that have any; "" if none has."""
+    for rank, keys in enumerate(every):
+        if keys and (differing := set(keys) ^ set(every[0])):
+            here, there = (rank, 0) if len(keys) > len(every[0]) else (0, rank)
+            return (
+                f"the state has an entry for parameter {min(differing, key=repr)!r} on rank {here} and none on rank "
+                f"{there}, which would go on without it. Load the same state on every rank; nothing was loaded"
+            )
+    return ""
 
 
 def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint.full_state import REMAINDER, OnRankZero, number_params
+from .checkpoint.full_state import REMAINDER, number_params
 from .checkpoint.whole_state import gather_whole
 from .collectives import Collectives
 from .errors import CheckpointError
@@ -35,7 +35,7 @@ def is_staged(impl: ShardedStep) -> bool:
 
 def whole_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     """``saved`` is the state of this stage's whole parameters; returned is that of all stages, on the first rank of
-    all. Collective over the stages.
+    all, and None in its place elsewhere. Collective over the stages.
 
     Raises:
         CheckpointError: on all ranks of the stages, if their optimizers have other groups.
@@ -51,7 +51,7 @@ def whole_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     }
     state = dict(gather_whole(own, hosts, _HOST))
     if not hosts.is_rank_zero:
-        return {**saved, "state": OnRankZero()}
+        return {**saved, "state": None}
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     return {**saved, "state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
 
@@ -88,13 +88,13 @@ def is_on_any_stage(impl: ShardedStep, is_here: bool) -> bool:
     return ranks.host.max_of_bytes([is_here]) == [1]
 
 
-def whole_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+def whole_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """As :func:`whole_state`, for main params by name."""
     parts, ranks = _stages(impl)
     own = {name: {_TENSOR: value} for name, value in saved.items() if name == _saved_in_whole(name, parts)}
     found = dict(gather_whole(own, ranks.host, _HOST))
     if not ranks.is_rank_zero:
-        return OnRankZero()
+        return None
     return {name: found[name][_TENSOR] for name in sorted(found, key=parts.layer_of)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from typing import Any
@@ -287,38 +286,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
             assert_same_state(after, before)
 
     run_ranks(2, run)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_rank_that_was_given_no_state_does_not_load_it(dtype: torch.dtype) -> None:
-    """A rollback in memory, as it works under torch DDP: its shards would go on without their state, in silence."""
-
-    def run(rank: int, group: ProcessGroup) -> list[str]:
-        module = two_layers().to(dtype)
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(), group)
-        optimizer = DistributedOptimizer(torch.optim.Adam(module.parameters()), model)
-        model(torch.ones(2, 10, dtype=dtype)).sum().backward()
-        optimizer.step()
-        kept = {key: value.clone() for key, value in optimizer.optimizer.state.items() for value in [value["exp_avg"]]}
-        messages = []
-        for load, saved in (
-            (optimizer.load_state_dict, copy.deepcopy(optimizer.state_dict())),
-            (optimizer.load_main_params, copy.deepcopy(optimizer.main_params())),
-        ):
-            try:
-                load(saved)
-            except CheckpointError as error:
-                messages.append(str(error))
-        for key, value in kept.items() if rank else ():
-            assert torch.equal(optimizer.optimizer.state[key]["exp_avg"], value)
-        return messages
-
-    on_rank_zero, on_rank_one = run_ranks(2, run)
-    assert on_rank_zero == []
-    names = ["state_dict()", "main_params()"][: 1 if dtype == torch.float32 else 2]
-    assert len(on_rank_one) == len(names)
-    for name, message in zip(names, on_rank_one, strict=True):
-        assert f"{name} is whole on rank 0 and empty on the others" in message
 
 
 def test_saved_tensors_share_nothing_and_weigh_what_they_hold() -> None:

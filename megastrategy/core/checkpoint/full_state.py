@@ -7,7 +7,6 @@ on the number of ranks, buckets or padding.
 
 from __future__ import annotations
 
-import collections
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -80,27 +79,6 @@ def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return numbers
 
 
-class OnRankZero(dict[Any, Any]):
-    """Empty: what another rank holds of something that is gathered on rank 0 alone. Nobody loads it for an empty state,
-    which would leave this rank's shards without theirs. A file has a plain one, which ``weights_only`` reads."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OnRankZero:
-        return OnRankZero()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return collections.OrderedDict, ()
-
-
-def check_is_here(saved: Mapping[Any, Any], what: str) -> None:
-    """Raises CheckpointError where a rank loads what it was given in the place of rank 0's."""
-    if isinstance(saved, OnRankZero):
-        raise CheckpointError(
-            f"this rank has nothing to load: {what} is whole on rank 0 and empty on the others, as it is saved. Load "
-            "what rank 0 saved, on every rank, or send it to all of them first: "
-            "torch.distributed.broadcast_object_list([saved], src=0)"
-        )
-
-
 def gather_state_dict(
     optimizer: torch.optim.Optimizer,
     params_by_id: Mapping[int, int],
@@ -108,7 +86,7 @@ def gather_state_dict(
     gather: Gather,
     device: torch.device,
 ) -> dict[str, Any]:
-    """The full state on rank 0's host memory, nothing on other ranks.
+    """The full state on rank 0's host memory, None in its place on other ranks.
 
     One state tensor of one bucket is gathered at a time.
 
@@ -141,7 +119,7 @@ def gather_state_dict(
                     state.setdefault(number_of[index], {})[key] = full
     wholes = gather.whole(parts.whole) if parts.whole is not None else ()
     state.update({number_of[index]: dict(values) for index, values in wholes if index in number_of})
-    return {"state": dict(sorted(state.items())) if gather.is_root else OnRankZero(), "param_groups": groups}
+    return {"state": dict(sorted(state.items())) if gather.is_root else None, "param_groups": groups}
 
 
 def gather_main_params(

@@ -16,13 +16,12 @@ from torch import Tensor
 from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..local_parts import CutParam
-from .full_state import OnRankZero
 
 
 def join_parts(
     values: Mapping[Hashable, Mapping[str, Any]], cut: Mapping[Any, CutParam], ranks: Collectives
-) -> Mapping[Any, Any]:
-    """Joins the parts of what is cut, on the first tensor rank; elsewhere nothing is left. Collective over them.
+) -> Mapping[Any, Any] | None:
+    """Joins the parts of what is cut, on the first tensor rank; None elsewhere. Collective over them.
 
     Args:
         values: by parameter and name, in host memory. Equal keys and names on all tensor ranks.
@@ -51,7 +50,7 @@ def join_parts(
         part = joined[key][name]
         shapes = [theirs[number][2] for theirs in every]
         joined[key][name] = _join(part.detach().cpu().contiguous(), shapes, cut[key].dim, ranks.host)
-    return joined if ranks.is_rank_zero else OnRankZero()
+    return joined if ranks.is_rank_zero else None
 
 
 def _join(part: Tensor, shapes: list[tuple[int, ...]], dim: int, hosts: Collectives) -> Tensor:

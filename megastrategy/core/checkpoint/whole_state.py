@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,12 +118,39 @@ def gather_whole(
                     yield from unpacked(bytes_of(part))
 
 
-def _rounds(own: Mapping[Any, Mapping[str, Any]]) -> Iterator[bytearray]:
+def entries_of_rank_zero(saved: Mapping[Any, Any], every: Sequence[Collection[Any]], ranks: Collectives) -> Any:
+    """Returns ``saved``; where that is empty and rank 0's is not, rank 0's, in host memory. Collective.
+
+    Args:
+        saved: by key; everything in it can be pickled.
+        every: all ranks' keys.
+        ranks: all that call this.
+    """
+    lacks_some = [not keys and bool(every[0]) for keys in every]
+    if not any(lacks_some):
+        return saved
+    found: list[tuple[Any, Any]] = []
+    rounds = _rounds(dict(enumerate(saved.values())) if ranks.is_rank_zero else {})
+    while True:
+        data = next(rounds, bytearray())
+        size = int.from_bytes(ranks.all_gather_bytes(len(data).to_bytes(8, "little"))[0], "little")
+        if not size:
+            break
+        sent = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(size, dtype=torch.uint8, device="cpu")
+        ranks.host.broadcast(sent).wait()
+        if lacks_some[ranks.rank]:
+            found += unpacked(bytes_of(sent))
+    keys = list(every[0])
+    return {keys[place]: value for place, value in found} if lacks_some[ranks.rank] else saved
+
+
+def _rounds(own: Mapping[Any, Any]) -> Iterator[bytearray]:
     states: States = []
     nbytes = 0
     for index, state in sorted(own.items()):
         states.append((index, state))
-        nbytes += sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+        values = state.values() if isinstance(state, Mapping) else [state]
+        nbytes += sum(value.nbytes for value in values if isinstance(value, Tensor))
         if nbytes >= _ROUND_BYTES:
             yield packed(states)
             states, nbytes = [], 0
