@@ -27,8 +27,10 @@ ENGINES: dict[str, Mapping[str, Any]] = {
     "forward": {"overlap_param_gather": "forward", "bucket_size": 1},
     "late": {"overlap_grad_reduce": False, "overlap_param_gather": False},
 }
-each_engine = pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-either_size = pytest.mark.parametrize("size", [1, 2])
+each_engine = pytest.mark.parametrize(
+    ("options", "size"),
+    [pytest.param(options, size, id=f"{name}-{size}") for name, options in ENGINES.items() for size in (1, 2)],
+)
 
 
 class Net(nn.Module):
@@ -104,7 +106,6 @@ BETWEEN: list[Callable[[Any, Net, int], Tensor | None]] = [second_forward, valid
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
-@either_size
 @each_engine
 def test_a_forward_between_a_forward_and_its_backward(
     between: Callable[[Any, Net, int], Tensor | None], size: int, options: Mapping[str, Any]
@@ -155,7 +156,6 @@ BESIDE: dict[str, Callable[[Any, Any, Net], object]] = {
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-@either_size
 @each_engine
 def test_no_call_beside_a_step_moves_a_version(beside: str, size: int, options: Mapping[str, Any]) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
@@ -182,7 +182,6 @@ def test_no_call_beside_a_step_moves_a_version(beside: str, size: int, options: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@either_size
 @each_engine
 def test_a_step_moves_the_versions_of_what_it_steps(size: int, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
     """On every rank, whoever's shards the elements are, so that a backward through an older graph is refused."""
