@@ -93,13 +93,24 @@ class ContiguousGradBuffers(GradBuffers):
         swapped = super().follow_swaps()
         for index in swapped:
             # A DTensor's own address says nothing: its gradient may have been given other memory, too.
-            param, view, memory = self.params[index], self._get_view(index), self._slice(index)
-            if (part := self.local_parts.of(view).detach()).data_ptr() != memory.data_ptr():
-                self.views[index] = self._view(index)
-                if param.grad is view:
-                    memory.copy_(part)
-                    param.grad = self.views[index]
+            if self.local_parts.of(self._get_view(index)).data_ptr() != self._slice(index).data_ptr():
+                self._bring_back(index)
         return swapped
+
+    def _bring_back(self, index: int) -> None:
+        """A view that was given other memory is in the buffer again, with its content where that is the gradient."""
+        self.check_param(index)
+        param, moved = self.params[index], self._get_view(index)
+        self.views[index] = self._view(index)
+        if param.grad is moved:
+            self._slice(index).copy_(self.local_parts.of(moved).detach())
+            param.grad = self.views[index]
+
+    def _bring_moved_back(self) -> None:
+        """Looks for views that were given other memory by user code, as ``Module.half`` and ``share_memory`` do."""
+        found = map(Tensor.data_ptr, map(self._get_view, range(len(self.views))))
+        for index in [i for i, (here, place) in enumerate(zip(found, self._addresses, strict=True)) if here != place]:
+            self._bring_back(index)
 
     def bucket(self, bucket: int) -> Tensor:
         """The bucket's gradients: 1-D view, ``bucket.numel`` elements of the gradient dtype."""
@@ -172,6 +183,7 @@ class ContiguousGradBuffers(GradBuffers):
         self._open()
 
     def _open(self) -> None:
+        self._bring_moved_back()
         grads = self._notice_drops(range(len(self.params)))
         self._leave_replaced(grads)
         for bucket in self.layout.buckets:
