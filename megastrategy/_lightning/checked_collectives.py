@@ -132,7 +132,10 @@ class CollectivesTogether(_Base):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         meeting = self._meet_if_interrupted()
         if meeting is None:
-            return super().reduce_boolean_decision(decision, all)  # by reduce()
+            # Over all ranks, where a sum of logged values may be over those with other samples.
+            vote, every = torch.tensor(int(decision), device=self.root_device), torch.distributed.group.WORLD
+            votes = int(self.reduce(vote, every, torch.distributed.ReduceOp.SUM))
+            return votes == self.world_size if all else votes > 0
         decisions: list[bool] = meeting.exchange(decision, self._timeout or default_pg_timeout)
         return min(decisions) if all else max(decisions)
 

@@ -33,6 +33,7 @@ from .meshes import (
 )
 from .signature import ALL_REDUCE_OPTION
 from .trainer_strategy import TrainerStrategy
+from .weight_averages import CALLBACK, WholeAverages, is_a
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,6 +44,8 @@ _log = logging.getLogger("megastrategy")
 
 class TensorParallelStrategy(TrainerStrategy):
     __doc__ = TrainerStrategy.__doc__
+
+    _whole_averages: WholeAverages | None = None
 
     def _set_model_sizes(self, sizes: ModelSizes) -> None:
         self._sizes = sizes
@@ -71,6 +74,14 @@ class TensorParallelStrategy(TrainerStrategy):
             return kwargs
         return sampler_ranks(mesh)
 
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduces over the data-parallel ranks where no group is given: those that share a model have the same samples,
+        which a logged sum must count once."""
+        if self._device_mesh is None or group is not None:
+            return super().reduce(tensor, group, reduce_op)
+        self._await_others_of("reduce", tensor, None)
+        return super().reduce(tensor, self._device_mesh.get_group(DATA), reduce_op)
+
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         # trainer.init_module(empty_init=True) enters it
@@ -96,6 +107,9 @@ class TensorParallelStrategy(TrainerStrategy):
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
+        if self._whole_averages is not None:
+            self._whole_averages.close()
+            self._whole_averages = None
         # A module whose configure_model raised is on meta still. Lightning moves it to the host here, which cannot be,
         # and that error would stand in the place of the user's.
         module = self._lightning_module
@@ -109,8 +123,11 @@ class TensorParallelStrategy(TrainerStrategy):
     def _setup_model(self, model: Module) -> DistributedDataParallel:  # type: ignore[override]
         if (mesh := self._device_mesh) is None:
             return super()._setup_model(model)
+        assert self.lightning_module is not None
         if is_pipeline(mesh):
             self._check_loop_of_pipeline()
+        callbacks = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        self._whole_averages = WholeAverages(callbacks, self.lightning_module)
         self.await_others("setup")
         wrapped = DistributedDataParallel(
             model,
@@ -132,12 +149,11 @@ class TensorParallelStrategy(TrainerStrategy):
             )
         check_precision_of_pipeline(self.precision_plugin.precision)
         for callback in self.lightning_module.trainer.callbacks:  # type: ignore[attr-defined]
-            # By name: Lightning has the class under two addresses.
-            if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
+            if is_a(callback, "WeightAveraging") or is_a(callback, CALLBACK):
                 raise ValueError(
-                    f"{type(callback).__name__} with a pipeline: it puts the averages of rank 0, which has one stage, "
-                    "in the place of a checkpoint's weights, and those of the other stages would be lost. Average "
-                    "the weights of several checkpoints afterwards"
+                    f"{type(callback).__name__} with a pipeline: its averages in a checkpoint are those of rank 0, "
+                    "which has one stage, and those of the other stages would be lost. Average the weights of several "
+                    "checkpoints afterwards"
                 )
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -82,6 +82,7 @@ LIVES_IN = {
     "lightning.pytorch.loops.evaluation_loop": "_evaluation_step",
     "lightning.pytorch.loops.prediction_loop": "_predict_step",
     "lightning.pytorch.core.module": "_device_mesh _trainer",
+    "lightning.pytorch.callbacks.stochastic_weight_avg": "_average_model",
     "lightning.pytorch.core.optimizer": "_MockOptimizer _optimizer",
     "pytorch_lightning.core.optimizer": "_MockOptimizer",
     "lightning.pytorch.plugins.io.wrapper": "_base_checkpoint_io_configured",
