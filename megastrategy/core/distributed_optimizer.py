@@ -49,8 +49,9 @@ from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
 from .sharded_step import ShardedStep
-from .shown_state import ShownState
+from .shown_state import ShownState, own_state_of
 from .stage_state import is_staged
+from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
 from .trials.step_arguments import StepArguments
 
 
@@ -141,20 +142,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         """Loops that start anew assign an empty one."""
-        with self._impl.at_rest.replaced():
-            self._impl.split_state(replace=True)
-            self._impl.inner.state = state
-            self._impl.keep_loaded()
+        impl = self._impl
+        state = own_state_of(state, impl.why_no_state)
+        with impl.at_rest.replaced():
+            impl.split_state(replace=True)
+            impl.inner.state = state
+            impl.keep_loaded()
 
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+    def defaults(self) -> dict[str, Any]:
         return self._impl.inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._impl.inner.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_impl", "_step_supports_amp_scaling"):
             # the second: unscaling is never left to a fused step, which would make clipping impossible
             raise AttributeError(name)
         return getattr(self._impl.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute that the user's optimizer has there, where its ``step`` looks for it."""
+        impl: ShardedStep | None = self.__dict__.get("_impl")
+        if impl is not None and name in impl.inner.__dict__ and not hasattr(type(self), name):
+            setattr(impl.inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the parameters, and returns the closure's result. Collective.
@@ -329,13 +344,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             NotOnAllRanksError: if it is sharded and a rank calls it alone otherwise.
         """
-        return whole_state(self._impl, self._state_of_parts)
+        impl = self._impl
+        if not impl.has_shards:  # the user's optimizer calls its hooks itself
+            return whole_state(impl, self._state_of_parts)
+        with impl.passing():
+            return save_with_hooks(impl.inner, self, lambda: whole_state(impl, self._state_of_parts))
 
     def _state_of_parts(self) -> dict[str, Any]:
         """The state of what this rank and its data-parallel ranks have."""
         impl = self._impl
         if not impl.sharded:  # it says itself what it saves, of main params where there are some
-            with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
+            if not impl.has_shards:
+                return impl.inner.state_dict()
+            with impl.groups_of_shards(), without_state_hooks(impl.inner):
                 return impl.inner.state_dict()
         with self._gather(STATE) as (gather, is_here):
             if gather is None or not is_here:
@@ -369,12 +390,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 then.
         """
         impl = self._impl
-        if self.is_sharded and not impl.engine.is_closed:
-            state_dict = {**state_dict, "state": as_on_rank_zero(impl, state_dict["state"], STATE)}
-        state_dict = parts_of_state(impl, state_dict)
+        if is_complete := "state" in state_dict:  # else a hook makes it, of another format
+            state_dict = self._completed(state_dict)
         if not impl.has_shards:
-            impl.inner.load_state_dict(state_dict)
+            impl.inner.load_state_dict(parts_of_state(impl, state_dict))
             return
+
+        def load(saved: dict[str, Any]) -> None:
+            self._load_whole_state(saved if is_complete else self._completed(saved))
+
+        with impl.passing():
+            load_with_hooks(impl.inner, self, state_dict, load)
+
+    def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state as rank 0 has it, where this rank's has no entries. Collective if it is sharded."""
+        if not self.is_sharded or self._impl.engine.is_closed:
+            return state_dict
+        return {**state_dict, "state": as_on_rank_zero(self._impl, state_dict["state"], STATE)}
+
+    def _load_whole_state(self, state_dict: dict[str, Any]) -> None:
+        impl = self._impl
+        state_dict = parts_of_state(impl, state_dict)
         with impl.at_rest.replaced():
             impl.split_state(replace=True)
             load_full_state_dict(
@@ -449,6 +485,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Makes one of the user's class; see optimizer_copies' [Note: what a copy is]."""
         return copy.copy(self._impl.inner)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what the user's class does, with this object's :attr:`state`; :meth:`__setstate__` accepts it."""
+        kind: Any = type(self._impl.inner)
+        given: dict[str, Any] = dict(kind.__getstate__(self._impl.inner))  # the object's own makes copies
+        return given | {"state": self.state} if "state" in given else given
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Replaces state, groups or other attributes of the user's optimizer, as its class does: ``{"state":
+        defaultdict(dict)}`` makes it forget.
+
+        Raises:
+            DirectUseError: for state of one of the model's Parameters, in whose place another tensor is stepped.
+        """
+        impl = self.__dict__.get("_impl")
+        if impl is None:  # an optimizer of a framework's that is around this one, and inherits from its class
+            super().__setstate__(state)
+            return
+        given = dict(state)
+        if "param_groups" in given:
+            self.param_groups = given["param_groups"]
+        if "state" in given:
+            self.state = given["state"]
+            given["state"] = impl.inner.state
+        # The class may convert what is kept for each parameter, which it finds by what is in the groups.
+        with impl.groups_of_shards() if impl.has_shards else contextlib.nullcontext():
+            impl.inner.__setstate__(given)
+
+    def _patch_step_function(self) -> None:
+        self._impl.inner._patch_step_function()
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """For deep copies and pickles, as :meth:`__copy__`."""
         return same, (self._impl.inner,)
@@ -456,12 +522,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def join_hook(self, **_: Any) -> NoReturn:
         """Refused as the model's is: ``torch.distributed.algorithms.Join`` asks for it."""
         refuse_join("join_hook")
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        return self._impl.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        return self._impl.inner.register_step_post_hook(hook)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._impl.inner!r})"  # Lightning derives a class of its own

@@ -376,14 +376,8 @@ def _per_element(state: Mapping[str, Any], numel: int, names: set[str] | None) -
 
 def _looks_at_loaded(optimizer: torch.optim.Optimizer) -> bool:
     kind: Any = type(optimizer)
-    of_torch = (kind.load_state_dict is torch.optim.Optimizer.load_state_dict) and (
-        kind.__setstate__.__module__.startswith("torch.optim.")
-    )
-    # One of those before a load is ours.
-    num_hooks = len(optimizer._optimizer_load_state_dict_pre_hooks) + len(
-        optimizer._optimizer_load_state_dict_post_hooks
-    )
-    return not of_torch or num_hooks > 1
+    is_torchs_load = kind.load_state_dict is torch.optim.Optimizer.load_state_dict
+    return not is_torchs_load or not kind.__setstate__.__module__.startswith("torch.optim.")
 
 
 def _is_narrow(value: Any) -> bool:

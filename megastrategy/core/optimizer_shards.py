@@ -335,7 +335,7 @@ class OptimizerShards(ShardHolder):
         for group, params in zip(self.inner.param_groups, tensors, strict=True):
             group["params"] = params
         try:
-            with self._passing():
+            with self.passing():
                 yield
         finally:
             # asked for again: load_state_dict makes new group dictionaries
@@ -343,7 +343,7 @@ class OptimizerShards(ShardHolder):
                 group["params"] = params
 
     @contextlib.contextmanager
-    def _passing(self) -> Iterator[None]:
+    def passing(self) -> Iterator[None]:
         """The user's optimizer may be called while this is open: it is us who call it."""
         before, self._passing_through = self._passing_through, True
         try:

@@ -295,7 +295,7 @@ class ShardedStep(OptimizerShards):
             self.finish_grads()  # again, now that hooks have run: one may have written a gradient
             return self._in_one_call(self._begin_shards())
 
-        with self._passing(), InnermostCall(self.inner, innermost):
+        with self.passing(), InnermostCall(self.inner, innermost):
             self._arguments.call(self.inner.step)
 
     @contextlib.contextmanager

@@ -70,3 +70,17 @@ class ShownState(MutableMapping[Any, Any]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._state!r})"
+
+
+def own_state_of(state: Any, why_not: Callable[[Tensor], str | None]) -> Any:
+    """Returns ``state``, which is assigned to an optimizer, or the one that it shows.
+
+    Raises:
+        DirectUseError: if it has state under a tensor of which none is kept; see ``why_not``.
+    """
+    if isinstance(state, ShownState):
+        return state._state
+    for key in state:
+        if isinstance(key, Tensor) and (reason := why_not(key)) is not None:
+            raise DirectUseError(reason)
+    return state

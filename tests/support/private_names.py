@@ -67,8 +67,8 @@ LIVES_IN = {
     ),
     "torch.optim.optimizer": (
         "_global_optimizer_post_hooks _global_optimizer_pre_hooks _optimizer_load_state_dict_post_hooks "
-        "_optimizer_load_state_dict_pre_hooks _optimizer_state_dict_pre_hooks _optimizer_step_post_hooks "
-        "_optimizer_step_pre_hooks"
+        "_optimizer_load_state_dict_pre_hooks _optimizer_state_dict_post_hooks _optimizer_state_dict_pre_hooks "
+        "_optimizer_step_post_hooks _optimizer_step_pre_hooks"
     ),
     "torch.optim.adam": "_step_supports_amp_scaling",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",

@@ -59,7 +59,17 @@ MAY_IMPORT = {
 ROOMS_OF_CORE = {
     "collectives": {"errors", "devices", "layout", "wire_format"},
     "trials": {"engine"},
-    "checkpoint": {"errors", "devices", "layout", "strides", "local_parts", "param_shard", "collectives", "trials"},
+    "checkpoint": {
+        "errors",
+        "devices",
+        "layout",
+        "strides",
+        "local_parts",
+        "param_shard",
+        "state_hooks",
+        "collectives",
+        "trials",
+    },
     "rebucketing": {"config", "events", "layout", "buffers", "collectives", "engine", "module_checks", "devices"},
 }
 

@@ -21,6 +21,7 @@ from ..collectives import Collectives
 from ..errors import CheckpointError
 from ..layout import SIXTEEN_BIT, Bucket, BufferLayout, ParamSpec
 from ..param_shard import ParamShard
+from ..state_hooks import without_state_hooks
 from .flat_shard import FlatShard
 from .host_copies import to_host
 from .own_parts import Described, Keys, OwnParts, agreed_keys
@@ -275,7 +276,7 @@ def load_own_state(
                     state[count] = values | {name: value.new_empty(0) for name, value in staying[count].items()}
                 count += 1
         own_groups.append({**saved, "params": list(range(first, count))})
-    with groups_of_shards():
+    with groups_of_shards(), without_state_hooks(optimizer):
         optimizer.load_state_dict({"state": {**state, **(others or {})}, "param_groups": own_groups})
         # torch casts state to the parameter's dtype, as under DDP; that of a frozen 16-bit weight is of its main param,
         # to which it comes when the parameter is unfrozen
