@@ -265,7 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             impl.engine.collectives.wait_for_device(impl.engine.device, "all-gather")
             check_finite(norm, norm_type)
         with torch.no_grad():
-            scale_to_norm_([*grads.values(), *impl.strangers.grads()], norm, max_norm)
+            scale_to_norm_([*impl.as_listed(grads), *impl.strangers.grads()], norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -304,7 +304,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         impl.finish_grads()
         # a stranger's gradient is not reduced, and may be infinite on one rank alone
         agreeing = impl.engine.collectives if impl.strangers.params else impl.owner_collectives
-        grads = [*impl.owned_grads().values(), *impl.strangers.grads()]
+        grads = [*impl.as_listed(impl.owned_grads()), *impl.strangers.grads()]
         found_inf = unscale_grads_(grads, inv_scale, agreeing, impl.engine.device)
         for ranks in impl.engine.local_parts.model_groups:
             ranks.all_reduce_max(found_inf).wait()

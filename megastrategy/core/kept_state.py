@@ -55,13 +55,14 @@ Random numbers take up to twice as much, of a chunk, or of a piece."""
 class StepPiece:
     """A part of a run, in a step. What is kept for it is fp32 while :meth:`KeptState.widened` is open.
 
-    ``bucket``, ``group``, ``start``, ``main``, ``weights``, ``keeps_remainder``: as a run's. With ``bits`` ``main`` has
-    been made of them.
+    ``bucket``, ``group``, ``start``, ``times``, ``main``, ``weights``, ``keeps_remainder``: as a run's. With ``bits``
+    ``main`` has been made of them.
     """
 
     def __init__(self, run: _RunInStep, span: Span) -> None:
         self.of, self.span = run, span
         self.bucket, self.group, self.start = run.run.bucket, run.run.group, run.run.start + span[0]
+        self.times = run.run.times
         # Another tensor than the run's, under which the narrow state is.
         self.main = part_of(run.run.main, span)
         self.bits: MainBits | None = None

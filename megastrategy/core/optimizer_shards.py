@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ class OptimizerShards(ShardHolder):
         self._runs: list[FlatRun] = []
         self._members: list[list[int]] = []  # by group, the parameters of which there are runs
         self._groups: dict[int, int] = {}  # by parameter, its group's number
+        self._times = Counter[int]()  # by parameter, how often it is in its group
         self._is_joined = False  # whether state is that of the runs
         self.at_rest = AtRest()
         self._is_on_cpu = engine.device.type == "cpu"
@@ -283,9 +285,12 @@ class OptimizerShards(ShardHolder):
 
     def param_indices(self) -> list[int]:
         """The layout's indices of this optimizer's parameters."""
+        return list(self.times_listed())
+
+    def times_listed(self) -> Counter[int]:
+        """The number of times that each of this optimizer's parameters is in its groups, by the layout's index."""
         params = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
-        indices = dict.fromkeys(map(self.index_by_id.get, map(id, params)))
-        return [index for index in indices if index is not None]
+        return Counter(index for index in map(self.index_by_id.get, map(id, params)) if index is not None)
 
     def changing(self, indices: Iterable[int]) -> set[int]:
         """Those of the parameters that some rank may step.
@@ -424,12 +429,15 @@ class OptimizerShards(ShardHolder):
             self.split_state()
             self._members = members
             self._groups = {index: number for number, indices in enumerate(members) for index in indices}
+            self._times = self.times_listed()
             buffers, grads = self.engine.param_buffers, self.engine.grad_buffers
             assert buffers is not None
-            by_group = [[shards[index] for index in indices if index in shards] for indices in members]
+            by_group = [[shards[index] for index in dict.fromkeys(indices) if index in shards] for indices in members]
             apart = {number for number, group in enumerate(groups) if not self._may_join(group)}
             was_joined = {shard.param for run in self._runs if len(run.shards) > 1 for shard in run.shards}
-            self._runs = build_runs(by_group, apart, stepping, self.layout, buffers.flats, grads.reduced, state, names)
+            self._runs = build_runs(
+                by_group, self._times, apart, stepping, self.layout, buffers.flats, grads.reduced, state, names
+            )
             for run in self._runs:  # a shard that is alone now has a part of the run's state, and keeps all of it alive
                 if len(run.shards) == 1 and run.shards[0].param in was_joined:
                     own_state(state.get(run.main, {}))

@@ -122,21 +122,28 @@ class ShardedStep(OptimizerShards):
         self.finish_grads()
         owners = [] if self.owner_collectives is None else [self.owner_collectives]
         groups = [*owners, *self.engine.local_parts.model_groups]
-        return count_zeros(self._counted(self.owned_grads()), groups, self.engine.device)
+        return count_zeros([*self._counted(self.owned_grads()).values()], groups, self.engine.device)
 
     def norm(self, grads: Mapping[int, Tensor], norm_type: float) -> Tensor:
         """The norm over all owners of ``grads``, and of strangers: a scalar in fp32, or fp64 if the model has fp64
         gradients."""
-        total = total_grad_norm(self._counted(grads), norm_type, self.owner_collectives, self.engine.device)
+        total = total_grad_norm(
+            self.as_listed(self._counted(grads)), norm_type, self.owner_collectives, self.engine.device
+        )
         total = self._over_model(total, norm_type)
         if self.strangers.params:
             total = self.strangers.join_norm(total, norm_type, self._ranks_of_norms())
         return self._in_norm_dtype(total)
 
-    def _counted(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
+    def _counted(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Those of the gradients that this tensor rank counts."""
         counts_here, params = self.engine.local_parts.counts_here, self.engine.params
-        return [grad for index, grad in grads.items() if counts_here(params[index])]
+        return {index: grad for index, grad in grads.items() if counts_here(params[index])}
+
+    def as_listed(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
+        """Gradients by parameter as torch's functions find them in the groups: as often as the parameter is there."""
+        times = self.times_listed()
+        return [grad for index, grad in grads.items() for _ in range(times[index])]
 
     def _over_model(self, norm: Tensor, norm_type: float) -> Tensor:
         for ranks in self.engine.local_parts.model_groups:
@@ -408,9 +415,9 @@ class ShardedStep(OptimizerShards):
 
     def _arrived_whole(self, bucket: int, with_grads: Set[int]) -> list[WholeParam]:
         """The whole parameters of a bucket that this rank steps now."""
-        groups, slots = self._groups, self.layout.slots
+        groups, slots, times = self._groups, self.layout.slots, self._times
         return [
-            WholeParam(bucket, groups[index], slots[index].start, self.shards[index], grad)
+            WholeParam(bucket, groups[index], slots[index].start, self.shards[index], grad, times[index])
             for index, grad in self._whole.arrived(bucket).items()
             if index in with_grads
         ]
@@ -438,7 +445,7 @@ class ShardedStep(OptimizerShards):
             with self._widened(runs), self._in_place_of_weights(runs):
                 for run in runs:
                     run.set_grad()
-                    stepped[run.group] += run.tensors
+                    stepped[run.group] += run.tensors * run.times
                 grads = [tensor.grad for tensor in tensors]
                 try:
                     with self._groups_of(stepped):

@@ -56,6 +56,8 @@ class FlatRun:
         grad: the reduced gradients, in the gradient dtype.
         keeps_remainder: see param_shard's [Note: remainders].
         bits: as a shard's, whose ``low`` is ``main`` then. Such a run is stepped in pieces.
+        times: the number of times that its parameters are in their group: a tied weight may be listed twice, and is
+            stepped twice then.
     """
 
     bucket: int
@@ -67,6 +69,7 @@ class FlatRun:
     grad: Tensor
     keeps_remainder: bool = False
     bits: MainBits | None = None
+    times: int = 1
 
     def __post_init__(self) -> None:
         first = self.shards[0].offset
@@ -268,6 +271,7 @@ def _no_bits(weights: Tensor, bitmap: Tensor, start: int, bucket: Bucket, layout
 
 def build_runs(
     groups: Sequence[Sequence[ParamShard]],
+    times: Mapping[int, int],
     apart: Collection[int],
     stepping: set[int],
     layout: BufferLayout,
@@ -280,6 +284,7 @@ def build_runs(
 
     Args:
         groups: this rank's shards by parameter group.
+        times: as a run's, by parameter.
         apart: numbers of groups whose shards are not joined.
         stepping: the parameters that have a gradient now; a run's shards step together or not at all.
         layout: where they lie.
@@ -306,6 +311,7 @@ def build_runs(
                 # no other parameter lies between: each begins on a multiple of the alignment
                 and address(shard) - address(before) - before.numel < PARAM_ALIGNMENT_NUMEL
                 and (before.param in stepping) == (shard.param in stepping)
+                and times[before.param] == times[shard.param]
                 and have_one_history(before, shard, state, names)
             ):
                 drafts[-1][1].append(shard)
@@ -329,6 +335,7 @@ def build_runs(
                 reduced(slot.bucket, *span),
                 first.keeps_remainder,
                 first.bits,
+                times[first.param],
             )
         )
     return runs

@@ -56,6 +56,7 @@ class WholeParam:
     Attributes:
         bucket, group: their numbers.
         start: the place of the first element in the bucket's buffer.
+        times: as a run's.
     """
 
     bucket: int
@@ -63,6 +64,7 @@ class WholeParam:
     start: int
     shard: ParamShard
     grad: Tensor
+    times: int = 1
 
     @property
     def main(self) -> Tensor:

@@ -56,6 +56,13 @@ ROOMS = (
         "tests/ranks/test_torchs_interface.py",
     ),
     Breakage(
+        "a parameter that is listed twice is stepped once",
+        "core/sharded_step.py",
+        "                    stepped[run.group] += run.tensors * run.times\n",
+        "                    stepped[run.group] += run.tensors\n",
+        "tests/ranks/test_listed_twice.py",
+    ),
+    Breakage(
         "a rank whose saved state has no entries goes on without its own",
         "core/model_state.py",
         "            saved = entries_of_rank_zero(saved, every, ranks)\n",

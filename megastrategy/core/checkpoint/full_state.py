@@ -72,11 +72,13 @@ REMAINDER = " (remainder)"
 
 
 def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """torch's numbering: ``id(param)`` -> index, counted through the groups, each parameter once."""
+    """torch's numbering: ``id(param)`` -> its place, counted through the groups; its last one in its group."""
     numbers: dict[int, int] = {}
+    start = 0
     for group in optimizer.param_groups:
-        for param in group["params"]:
-            numbers.setdefault(id(param), len(numbers))
+        places = {id(param): place for place, param in enumerate(group["params"], start)}
+        numbers = places | numbers
+        start += len(group["params"])
     return numbers
 
 
