@@ -9,6 +9,7 @@ Writes OUT/STRATEGY/{metrics.csv,best.ckpt}; losses are in nats an image.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from lightning.fabric.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Fabric
 

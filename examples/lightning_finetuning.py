@@ -11,6 +11,7 @@ Writes OUT/STRATEGY/best.ckpt; losses are in nats an image.
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 

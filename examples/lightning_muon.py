@@ -11,7 +11,9 @@ keeps its momentum; under "ddp" every process orthogonalises all of them.
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
@@ -20,6 +22,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 

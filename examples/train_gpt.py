@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -27,6 +28,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for a clone that is not installed
 
 import megastrategy  # noqa: F401 - makes the name "megatron_ddp" known to Lightning
 
