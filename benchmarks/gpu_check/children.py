@@ -14,9 +14,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .lines import Line, Verdict
 
@@ -61,6 +63,26 @@ def _members(group: int) -> list[int]:
     return found
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A function that runs in a process and a process group of its own, as ``run(say, *arguments)``.
+
+    Attributes:
+        name: for the line about an end that was not a return.
+        run: calls ``say`` with each line.
+        box_s: the seconds after which the process is ended.
+        on_line: called here with each line, and with one about a process that hung, crashed, raised or said nothing.
+        on_end: called when the process and all that it started have ended.
+    """
+
+    name: str
+    run: Callable[..., None]
+    arguments: tuple[Any, ...]
+    box_s: float
+    on_line: Callable[[Line], None]
+    on_end: Callable[[], None] = lambda: None
+
+
 def run_child(
     method: str,
     name: str,
@@ -69,65 +91,136 @@ def run_child(
     box_s: float,
     on_line: Callable[[Line], None],
 ) -> None:
-    """Calls ``run(say, *arguments)`` in a process and a process group of its own, where ``say`` takes lines.
+    """Runs one :class:`Job`; returns within ``box_s`` and some seconds. ``method``: one of :func:`start_methods`."""
+    run_lanes(method, [[Job(name=name, run=run, arguments=arguments, box_s=box_s, on_line=on_line)]])
 
-    Returns when the process and all that it started have ended, within ``box_s`` and some seconds. What it wrote
-    besides is shown with a failure alone.
 
-    Args:
-        method: one of :func:`start_methods`.
-        name: for the line about an end that was not a return.
-        on_line: called with each line, and with one about a process that hung, crashed, raised or said nothing.
-    """
-    context = multiprocessing.get_context(method)
-    ours, theirs = context.Pipe(duplex=False)
-    began, num_lines = time.monotonic(), 0
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        log = Path(folder) / "log"
-        process = context.Process(target=_child_main, args=(theirs, str(log), run, arguments))
-        process.start()
+def run_lanes(method: str, lanes: Iterable[Iterable[Job]]) -> None:
+    """Runs jobs: those of a lane one after another, lanes side by side. A lane is asked for its next job when the one
+    before has ended, and so may decide then."""
+    waiting = [iter(lane) for lane in lanes]
+    running: dict[Iterator[Job], _Child] = {}
+    try:
+        while True:
+            for lane in list(waiting):
+                waiting.remove(lane)
+                if (job := next(lane, None)) is not None:
+                    running[lane] = _Child(method, job)
+            if not running:
+                return
+            _wait(list(running.values()))
+            for lane, child in list(running.items()):
+                if child.has_ended():
+                    del running[lane]
+                    child.finish()
+                    waiting.append(lane)
+    finally:
+        for child in running.values():  # after an interrupt
+            child.abandon()
+
+
+@contextlib.contextmanager
+def awake_device(method: str, kind: str) -> Iterator[None]:
+    """A context in which a GPU's driver stays loaded: between processes it may unload, which costs each next one
+    seconds. It takes some hundred MiB of the GPU's memory."""
+    if kind == "cpu":
+        yield
+        return
+    process: Any = multiprocessing.get_context(method).Process(target=_hold_device, args=(kind,), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _hold_device(kind: str) -> None:
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.zeros(1, device=kind)
+    signal.pause()
+
+
+def _wait(children: list[_Child]) -> None:
+    """Returns when one of them says something, ends, or has had its time."""
+    left = min(child.seconds_left for child in children)
+    multiprocessing.connection.wait([waited for child in children for waited in child.waits_for], max(0.0, left))
+
+
+class _Child:
+    """The process of a job. What it wrote besides its lines is shown only with a failure."""
+
+    def __init__(self, method: str, job: Job) -> None:
+        self._job = job
+        context = multiprocessing.get_context(method)
+        self._connection, theirs = context.Pipe(duplex=False)
+        self._folder = tempfile.TemporaryDirectory(prefix="gpu-check-")
+        self._log = Path(self._folder.name) / "log"
+        self._began, self._num_lines, self._said_all = time.monotonic(), 0, False
+        self._process: Any = context.Process(
+            target=_child_main, args=(theirs, str(self._log), job.run, job.arguments), name=job.name
+        )
+        self._process.start()
         theirs.close()
-        try:
-            for line in _lines_of(process, ours, began + box_s):
-                num_lines += 1
-                on_line(_with_log(line, log))
-            if time.monotonic() < began + box_s:
-                process.join(5)  # it has said its last word
+
+    @property
+    def waits_for(self) -> list[Any]:
+        return [self._connection, self._process.sentinel]
+
+    @property
+    def seconds_left(self) -> float:
+        return self._began + self._job.box_s - time.monotonic()
+
+    def has_ended(self) -> bool:
+        """Hands over what the process has said; whether it has said all, has ended, or has had its time."""
+        has_exited = self._process.exitcode is not None  # asked first: it may say something and end between the two
+        while not self._said_all and self._connection.poll():
+            try:
+                line = self._connection.recv()
+            except EOFError:
+                line = None
+            if line is None:
+                self._said_all = True
             else:
-                ask_where(_members(process.pid))
-        finally:
-            reason = _end(process)
-            ours.close()
-        seconds = time.monotonic() - began
-        if time.monotonic() > began + box_s:
-            reason = f"did not end within its box of {box_s:.0f} s"
-        elif not reason and not num_lines:
+                self._say(line)
+        return self._said_all or has_exited or self.seconds_left <= 0
+
+    def finish(self) -> None:
+        """Ends the process with all that it started, and says how it has ended if not well."""
+        if is_over_time := self.seconds_left <= 0:
+            ask_where(_members(self._process.pid))
+        else:
+            self._process.join(5)  # it has said its last word
+        reason = _end(self._process)
+        if is_over_time:
+            reason = f"did not end within its box of {self._job.box_s:.0f} s"
+        elif not reason and not self._num_lines:
             reason = "ended without a line"
         if reason:
-            line = Line(verdict=Verdict.FAIL, name=name, seconds=seconds, detail=reason)
-            on_line(_with_log(line, log))
+            seconds = time.monotonic() - self._began
+            self._say(Line(verdict=Verdict.FAIL, name=self._job.name, seconds=seconds, detail=reason))
+        self._release()
+        self._job.on_end()
 
+    def abandon(self) -> None:
+        """Ends it without a word."""
+        _end(self._process)
+        self._release()
 
-def _lines_of(process: Any, connection: Any, deadline: float) -> Iterator[Line]:
-    """Yields what the process says, until it ends or its time has."""
-    while (left := deadline - time.monotonic()) > 0:
-        ready = multiprocessing.connection.wait([connection, process.sentinel], left)
-        if connection in ready:
-            try:
-                line = connection.recv()
-            except EOFError:
-                return
-            if line is None:
-                return
-            yield line
-        elif process.sentinel in ready:
-            return
+    def _release(self) -> None:
+        self._connection.close()
+        self._folder.cleanup()
+
+    def _say(self, line: Line) -> None:
+        self._num_lines += 1
+        self._job.on_line(_with_log(line, self._log))
 
 
 def _end(process: Any) -> str:
     """Ends the process's group, and says why the process itself has not ended well; empty if it has."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        # Its ranks too, and what they started. By its number, which nobody else has before it is joined.
+        # Its ranks too, and what they started. No other process has its number before it is joined.
         os.killpg(process.pid, signal.SIGKILL)
     was_alive = process.exitcode is None
     process.join(10)

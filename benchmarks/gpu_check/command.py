@@ -1,4 +1,4 @@
-"""The command: chooses sections, has each run in a process of its own, prints lines, and writes them down."""
+"""The command: chooses sections, has each run in a process of its own, prints lines, and writes each down at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..names import require_known
 from . import children
-from .context import Context
+from .budget import Plan, Turn
+from .context import LEFT_OUT, Context
 from .devices import why_no_device
 from .lines import Line, Verdict
 from .sections import SECTIONS, Section
@@ -25,30 +28,70 @@ _HOST_BOX_S = 240.0
 """A section's on the host, where models are smaller: twenty times what one takes there on quiet cores."""
 
 
+_LEAST_BUDGET_S = 60.0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if a line is FAIL, 2 if nothing could be run."""
     options = _parse(arguments)
+    options.began = _started_at() if arguments is None else time.monotonic()
     method, reason = _start_method(options.device, options.gpus)
     if reason:
         print(f"gpu_check: {reason}", file=sys.stderr)
         return 2
     report = _Report(options, method, sys.argv[1:] if arguments is None else arguments)
-    for letter in options.only:
-        began = time.monotonic()
-        section = SECTIONS[letter]
-        print(f"--- {letter}: {section.about}", flush=True)
-        box_s = options.box or (_HOST_BOX_S if options.device == "cpu" else section.box_s)
-        children.run_child(
-            method, f"{letter}.section", run_section, (letter, options.device, options.gpus, method), box_s, report.take
-        )
-        report.end_section(letter, section, time.monotonic() - began)
+    with children.awake_device(method, options.device):
+        for lanes in _stages(options, report):
+            children.run_lanes(method, [_jobs(turns, options, method, report) for turns in lanes])
     print(report.summary(), flush=True)
     return 1 if report.counts[Verdict.FAIL] else 0
 
 
-def run_section(say: Callable[[Line], None], letter: str, kind: str, num_gpus: int, method: str) -> None:
+def _started_at() -> float:
+    """When this process was started, by ``time.monotonic``: imports, seconds of them, are in a budget too."""
+    now = time.monotonic()
+    if not sys.platform.startswith("linux"):
+        return now
+    ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return now - age_s if 0 <= age_s < _LEAST_BUDGET_S else now  # else a clock of another machine's
+
+
+def _stages(options: argparse.Namespace, report: _Report) -> Iterator[list[Iterator[Turn]]]:
+    if options.budget is None:
+        yield [(Turn(letter=letter) for letter in options.only)]
+        return
+    expected_s = {letter: section.expected_s for letter, section in SECTIONS.items()}
+    plan = Plan(options.only, expected_s, options.budget - (time.monotonic() - report.began), options.gpus)
+    yield from plan.stages()
+    for letter in plan.left_out:
+        report.take(Line(verdict=Verdict.SKIPPED, name=f"{letter}.all", detail=f"{LEFT_OUT}: no time was left"))
+
+
+def _jobs(turns: Iterator[Turn], options: argparse.Namespace, method: str, report: _Report) -> Iterator[children.Job]:
+    for turn in turns:
+        letter, began = turn.letter, time.monotonic()
+        section = SECTIONS[letter]
+        print(f"--- {letter}: {section.about}", flush=True)
+        box_s = options.box or (_HOST_BOX_S if options.device == "cpu" else section.box_s)
+        yield children.Job(
+            name=f"{letter}.section",
+            run=run_section,
+            arguments=(letter, options.device, options.gpus, method, turn.ends_at, turn.threads),
+            box_s=min(box_s, turn.box_s),
+            on_line=report.take,
+        )
+        report.end_section(letter, section, time.monotonic() - began)
+
+
+def run_section(
+    say: Callable[[Line], None], letter: str, kind: str, num_gpus: int, method: str, ends_at: float, threads: int
+) -> None:
     """In the section's process."""
-    SECTIONS[letter].run(Context(letter, say, kind, num_gpus, method))
+    if threads:
+        torch.set_num_threads(threads)  # of ranks that are forked
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of fresh ones
+    SECTIONS[letter].run(Context(letter, say, kind, num_gpus, method, ends_at))
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -62,12 +105,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the program itself")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="a rank on each of N; 1: two ranks share one")
     parser.add_argument("--only", metavar="A,C", default=",".join(SECTIONS), help="these sections")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="all lines, written after each section")
-    parser.add_argument("--box", type=float, metavar="SECONDS", help="for each section, in place of its own")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="all lines, each written as soon as it is said")
+    times = parser.add_mutually_exclusive_group()
+    times.add_argument("--box", type=float, metavar="SECONDS", help="for each section, in place of its own")
+    times.add_argument("--budget", type=float, metavar="SECONDS", help="for all: plans the sections into it")
     options = parser.parse_args(arguments)
     options.only = list(dict.fromkeys(name.strip().upper() for name in options.only.split(",") if name.strip()))
     if not options.only:
         parser.error(f"--only: expected letters out of {', '.join(SECTIONS)}")
+    if options.budget is not None and options.budget < _LEAST_BUDGET_S:
+        parser.error(f"--budget {options.budget:g}: expected {_LEAST_BUDGET_S:g} seconds or more")
     if options.gpus < 1:
         parser.error(f"--gpus {options.gpus}: expected 1 or more")
     try:
@@ -121,7 +168,7 @@ class _Report:
 
     def __init__(self, options: argparse.Namespace, method: str, arguments: Sequence[str]) -> None:
         self._path: Path | None = options.json
-        self._began = time.monotonic()
+        self.began = options.began
         self.counts: collections.Counter[Verdict] = collections.Counter()
         self._content: dict[str, Any] = {
             **describe(),
@@ -129,6 +176,7 @@ class _Report:
             "device": options.device,
             "gpus": options.gpus,
             "started_by": method,
+            "budget_s": options.budget,
             "is_complete": False,
             "sections": [],
             "lines": [],
@@ -139,19 +187,21 @@ class _Report:
         print(line, flush=True)
         self.counts[line.verdict] += 1
         self._content["lines"].append(line.as_json())
+        self._write()
 
     def end_section(self, letter: str, section: Section, seconds: float) -> None:
         """A section has ended, well or not."""
         self._content["sections"].append({"letter": letter, "about": section.about, "seconds": round(seconds, 1)})
-        self._write()
 
     def summary(self) -> str:
         """The last line."""
         self._content["is_complete"] = True
-        self._content["seconds"] = round(time.monotonic() - self._began, 1)
+        self._content["seconds"] = round(time.monotonic() - self.began, 1)
         self._write()
         counts = ", ".join(f"{self.counts[verdict]} {verdict.value}" for verdict in Verdict)
-        return f"--- {counts} in {self._content['seconds']} s"
+        done = f"--- {counts} in {self._content['seconds']} s"
+        left_out = [line["name"] for line in self._content["lines"] if line["detail"].startswith(LEFT_OUT)]
+        return f"--- {LEFT_OUT}: {', '.join(left_out)}\n{done}" if left_out else done
 
     def _write(self) -> None:
         if self._path is None:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,6 +79,14 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def num_reads(self, run: Callable[[], object]) -> int:
+        """Returns how often the host waits for the device in a call."""
+
+    @abstractmethod
+    def pinned_bytes(self) -> int:
+        """Bytes of the host's memory that are pinned, as the allocator rounds them."""
+
+    @abstractmethod
     def allocated_bytes(self) -> int:
         """Bytes in tensors that are alive."""
 
@@ -129,7 +138,7 @@ class CudaDevice(Device):
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def backend(self, way: str) -> str:
-        return "gloo" if way == "staged" else "nccl"
+        return {"staged": "gloo", "fake": "fake"}.get(way, "nccl")
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -162,6 +171,20 @@ class CudaDevice(Device):
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
+
+    def num_reads(self, run: Callable[[], object]) -> int:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return sum("synchronizing" in str(one.message) for one in caught)
+
+    def pinned_bytes(self) -> int:
+        return int(torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
 
     def allocated_bytes(self) -> int:
         return int(torch.cuda.memory_allocated())
@@ -198,7 +221,7 @@ class HostDevice(Device):
         gc.freeze()  # what the process began with holds no tensor of a section's, and takes half a second to look at
 
     def backend(self, way: str) -> str:
-        return "gloo"
+        return "fake" if way == "fake" else "gloo"
 
     def synchronize(self) -> None:
         """Nothing is queued."""
@@ -216,10 +239,16 @@ class HostDevice(Device):
     def forbid_reads(self) -> Iterator[None]:
         with self.as_on_an_accelerator(), HostReads() as reads:
             yield
-        # The exchange at the end of a backward is between hosts, on a GPU too: never of a tensor there.
-        of_the_device = {name: n for name, n in reads.counts.items() if ".interface." not in name}
-        if of_the_device:
-            raise RuntimeError(f"read on the host: {of_the_device}")
+        if found := _of_the_device(reads):
+            raise RuntimeError(f"read on the host: {found}")
+
+    def num_reads(self, run: Callable[[], object]) -> int:
+        with self.as_on_an_accelerator(), HostReads() as reads:
+            run()
+        return sum(_of_the_device(reads).values())
+
+    def pinned_bytes(self) -> int:
+        return 0
 
     def allocated_bytes(self) -> int:
         gc.collect()
@@ -242,6 +271,11 @@ class HostDevice(Device):
 
     def as_on_an_accelerator(self) -> contextlib.AbstractContextManager[None]:
         return mock.patch.object(core_devices, "is_on_host", return_value=False)
+
+
+def _of_the_device(reads: HostReads) -> dict[str, int]:
+    """Without the exchange at the end of a backward, which is between hosts, on a GPU too: never of a tensor there."""
+    return {name: number for name, number in reads.counts.items() if ".interface." not in name}
 
 
 class HostStreams:

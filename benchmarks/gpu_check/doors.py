@@ -1,5 +1,5 @@
-"""Small fits under Lightning, Fabric and Accelerate, on a rank whose process group stands. Imported by ranks of section
-O alone, since each of the three may be missing."""
+"""Small fits under Lightning, Fabric and Accelerate, on a rank with a process group or on one where they make theirs.
+Imported only by ranks of section O, since each of the three may be missing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,6 +31,10 @@ def settle_in(rank: Rank) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     on_host = rank.device.type == "cpu"
+    if on_host:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    if not dist.is_initialized():
+        return  # with variables of its place, as torchrun sets them
     local, of = (rank.number, rank.size) if on_host else (0, 1)
     os.environ.update(
         {"TORCHELASTIC_RUN_ID": "gpu-check", "GROUP_RANK": "0" if on_host else str(rank.number)}
@@ -39,16 +44,23 @@ def settle_in(rank: Rank) -> None:
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(of),
         }
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # asked for, and not used: the group stands
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # asked for, and not used: there is a group
     )
-    if on_host:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def describe_group() -> str:
+    """The backend of the process group that a framework has made, and the device that it is bound to."""
+    if not dist.is_initialized():
+        return "no group"
+    bound = dist.distributed_c10d._get_default_group().bound_device_id
+    return f"{dist.get_backend()}, {'bound to no device' if bound is None else f'bound to {bound}'}"
 
 
 def machine(rank: Rank) -> dict[str, Any]:
     """The arguments of a Trainer and of Fabric that say where it runs."""
-    if rank.device.type == "cpu":
-        return {"accelerator": "cpu", "devices": rank.size, "num_nodes": 1}
+    if rank.device.type == "cpu" or (rank.way == "backend" and not dist.is_initialized()):
+        accelerator = "cpu" if rank.device.type == "cpu" else "gpu"
+        return {"accelerator": accelerator, "devices": rank.size, "num_nodes": 1}
     return {"accelerator": "gpu", "devices": [rank.device.index], "num_nodes": rank.size}
 
 

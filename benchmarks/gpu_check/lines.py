@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Mapping
 
 
 class Verdict(enum.Enum):
@@ -31,6 +32,7 @@ class Line:
         unit: of both.
         seconds: since the line before.
         detail: the reason of a FAIL or SKIPPED line, or what else there is to know.
+        figures: more of them, by name; units are in the names.
     """
 
     verdict: Verdict
@@ -41,6 +43,7 @@ class Line:
     unit: str = ""
     seconds: float = 0.0
     detail: str = ""
+    figures: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         limit = "-" if self.limit is None else f"{'>=' if self.at_least else '<='} {_figure(self.limit)}"
@@ -48,12 +51,13 @@ class Line:
         text = f"{self.verdict.value:<8} {self.name:<46} {value:>16} {limit:>12} {self.seconds:7.1f} s"
         if self.verdict is Verdict.FAIL:
             return "\n".join([text, *(f"         | {part}" for part in self.detail.splitlines())])
-        return f"{text}  {self.detail}" if self.detail else text
+        figures = ", ".join(f"{name} {_figure(value)}" for name, value in self.figures.items())
+        return "  ".join(part for part in (text, self.detail, figures) if part)
 
     def as_json(self) -> dict[str, object]:
         """Plain values, of which NaN and infinities are strings: JSON has none."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        fields["verdict"] = self.verdict.value
+        fields |= {"verdict": self.verdict.value, "figures": {name: _plain(v) for name, v in self.figures.items()}}
         return {name: _plain(value) for name, value in fields.items()}
 
 

@@ -155,6 +155,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "chain": Chain,
     "twice": Twice,
     "gpt": Gpt,
+    "gpt-wide": lambda: Gpt((50257, 128, 768, 2)),
     "gpt-reversed": lambda: Gpt(registered_in_reverse=True),
     "recurrent": Recurrent,
     "branches": Branches,

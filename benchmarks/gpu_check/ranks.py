@@ -2,8 +2,11 @@
 
 [Note: ways to connect ranks]
 ``alone`` is one rank. ``staged`` ranks may share one GPU: gloo carries copies in pinned memory. ``backend`` is NCCL, on
-the host gloo's own collectives, which are used as NCCL's are. All device work is done in ranks: the process of a
-section only starts them, so that it can fork.
+the host gloo's own collectives, which are used as NCCL's are. ``fake`` is rank 0 of several whose peers do not exist,
+on torch's fake backend: one rank alone is not sharded, and this one has the shards, gathers, pooled buckets and state
+on the host of a rank among many, with all of their work and memory, and no wire. Its peers are taken to hold what it
+holds: a mean over ranks is its own gradient, and a gather repeats its part. All device work is done in ranks: the
+process of a section only starts them, so that it can fork.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import faulthandler
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -27,8 +31,11 @@ import torch.distributed as dist
 from .children import ask_where, end_with_parent
 from .devices import DEVICES, Device
 
-Way = Literal["alone", "staged", "backend"]
+Way = Literal["alone", "staged", "backend", "fake"]
 """See [Note: ways to connect ranks]."""
+
+FAKE_SIZE = 8
+"""The ranks among which a fake one is the first."""
 
 GRACE_S = 15.0
 """The time that the other ranks have after the first has failed."""
@@ -45,6 +52,7 @@ class Place:
         timeout_s: the process group's.
         environment: variables that are set before anything touches the device.
         binds: whether the process group is told the device, as Lightning does; torch then connects at once.
+        has_group: False leaves the process group to the function, with the variables that torchrun sets.
     """
 
     kind: str
@@ -55,11 +63,17 @@ class Place:
     timeout_s: float = 60.0
     environment: tuple[tuple[str, str], ...] = ()
     binds: bool = False
+    has_group: bool = True
+
+    @property
+    def num_processes(self) -> int:
+        return 1 if self.way == "fake" else self.size
 
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """Given first to a function that runs on a rank. A default process group over all ranks stands."""
+    """Given first to a function that runs on a rank. There is a default process group over all ranks, unless its place
+    has none."""
 
     number: int
     size: int
@@ -115,7 +129,7 @@ def try_ranks(
     context = multiprocessing.get_context(place.method)
     connections, processes = [], []
     began = time.monotonic()
-    for number in range(place.size):
+    for number in range(place.num_processes):
         ours, theirs = context.Pipe()
         process = context.Process(target=_rank_main, args=(place, number, theirs, function, arguments))
         process.start()
@@ -178,7 +192,7 @@ def _rank_main(
     try:
         device = DEVICES[place.kind]()
         device.take(number % place.num_gpus)
-        _connect(place, number, device, connection.recv())
+        (_connect if place.has_group else _set_torchrun_variables)(place, number, device, connection.recv())
         result = function(Rank(number, place.size, place.way, device), *arguments)
         device.synchronize()
     except BaseException as error:  # noqa: BLE001 - an outcome, whatever it is
@@ -187,7 +201,8 @@ def _rank_main(
         sys.stderr.flush()
         os._exit(1)  # groups may wait for ranks that are gone, and would keep it
     connection.send(Outcome(result=result))
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _set_environment() -> None:
@@ -198,9 +213,23 @@ def _set_environment() -> None:
 
 
 def _connect(place: Place, number: int, device: Device, port: int) -> None:
+    if place.way == "fake":
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")  # makes the backend known
+        # Not a FakeStore, which cannot be cloned for a group of the engine's own.
+        dist.init_process_group(device.backend(place.way), store=dist.HashStore(), rank=number, world_size=place.size)
+        return
     timeout = datetime.timedelta(seconds=place.timeout_s)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=timeout, wait_for_workers=False)
     bound: torch.device | None = device.torch_device if place.binds and device.type != "cpu" else None
     dist.init_process_group(
         device.backend(place.way), store=store, rank=number, world_size=place.size, timeout=timeout, device_id=bound
+    )
+
+
+def _set_torchrun_variables(place: Place, number: int, device: Device, port: int) -> None:
+    """The store is in the process that started the ranks, as it is in torchrun's agent."""
+    os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        | {"RANK": str(number), "WORLD_SIZE": str(place.size), "TORCHELASTIC_RUN_ID": "gpu-check"}
+        | {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(place.size), "GROUP_RANK": "0"}
     )

@@ -31,8 +31,14 @@ class _Launch:
     started_us: float
 
 
+_COPIES = "gpu_memcpy", "gpu_memset"
+
+
 class Trace:
     """The work of one or several steps.
+
+    Attributes:
+        copies: of memory, and fills, by the device itself.
 
     Args:
         events: of a trace in Chrome's format.
@@ -43,6 +49,7 @@ class Trace:
         whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
         self._ranges = [_span(event) for event in whole if event.get("cat") == "user_annotation"]
         work = [event for event in whole if event.get("cat") == device.kernels]
+        self.copies = [_span(event) for event in whole if event.get("cat") in _COPIES]
         if device.kernels == device.launches:  # what is started has run
             self._work = [_Launch(_span(event), event["ts"]) for event in _outermost(work)]
             return
@@ -68,8 +75,14 @@ class Trace:
 
     @property
     def work(self) -> list[Span]:
-        """Everything that ran."""
+        """Every kernel that ran."""
         return [launch.span for launch in self._work]
+
+    @property
+    def busy_share(self) -> float:
+        """The share of the time between the first work and the end of the last in which the device does something."""
+        spans = merged([*self.work, *self.copies])
+        return sum(end - start for start, end in spans) / (spans[-1][1] - spans[0][0]) if spans else 0.0
 
 
 def record(device: Device, run: Callable[[], object]) -> Trace:
@@ -85,6 +98,17 @@ def record(device: Device, run: Callable[[], object]) -> Trace:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return Trace(json.loads(path.read_text())["traceEvents"], device)
+
+
+def merged(spans: list[Span]) -> list[tuple[float, float]]:
+    """The times in which any of them runs, in order."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start_us):
+        if found and span.start_us <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], span.end_us)
+        else:
+            found.append((span.start_us, span.end_us))
+    return found
 
 
 def _span(event: dict[str, Any]) -> Span:

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ from megastrategy.core.collectives import (
 )
 from megastrategy.core.collectives.process_groups import private_group
 from megastrategy.core.collectives.tensor_parts import bytes_of
+from megastrategy.core.layout import BufferLayout
 
 from .models import Model, make_model, microbatch
 from .ranks import Rank
@@ -111,7 +112,7 @@ class _Sleepy(GlooCollectives):
 def collectives_for(rank: Rank, late: Late = "nothing") -> Collectives | None:
     """Makes what the engine is given; None where it shall find out itself, which is what users have."""
     on_host = rank.device.type == "cpu"
-    if rank.way == "alone" or (not on_host and (rank.way == "backend" or late != "results")):
+    if rank.way in ("alone", "fake") or (not on_host and (rank.way == "backend" or late != "results")):
         return None
     group = private_group(None, rank.device.torch_device)
     # With its roll call and what else it takes to watch others.
@@ -164,6 +165,7 @@ def _train(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     begin: Callable[[int], None] = lambda step: None,
+    end: Callable[[int], None] = lambda step: None,
 ) -> list[float]:
     losses = []
     device, dtype = rank.device.torch_device, DTYPES[recipe.dtype]
@@ -181,6 +183,7 @@ def _train(
         losses.append(loss.detach())
         scaler.step(optimizer)
         scaler.update()
+        end(step)
     return [float(loss) for loss in losses]
 
 
@@ -188,28 +191,72 @@ def _trained(module: nn.Module, losses: list[float]) -> Trained:
     return Trained({name: value.detach().clone() for name, value in module.state_dict().items()}, losses)
 
 
-def train_ours(rank: Rank, recipe: Recipe, late: Late = "nothing") -> Trained:
-    """Under this engine."""
+def train_ours(
+    rank: Rank, recipe: Recipe, late: Late = "nothing", layouts: list[BufferLayout] | None = None
+) -> Trained:
+    """Under this engine. ``layouts`` gets that of each step."""
     module = make_model(recipe.model, DTYPES[recipe.dtype]).to(rank.device.torch_device)
     begin = let_gradients_sleep(rank, module, late)
     model = wrap(rank, module, recipe.config, late)
     optimizer = megastrategy.DistributedOptimizer(recipe.make_optimizer(model.parameters()), model)
     scaler = _scaler(recipe, megastrategy.GradScaler, rank.device.type)
-    losses = _train(rank, recipe, model, module, optimizer, scaler, begin)
+
+    def end(step: int) -> None:
+        if layouts is not None:
+            layouts.append(model.layout)
+
+    losses = _train(rank, recipe, model, module, optimizer, scaler, begin, end)
     model.close()
     return _trained(module, losses)
 
 
-def train_ddp(rank: Rank, recipe: Recipe) -> Trained:
-    """Under torch DDP, with the same optimizer."""
+def wrap_in_ddp(rank: Rank, module: nn.Module, **options: Any) -> TorchDDP:
+    """torch DDP around a module; a fake rank's gradients stay as they are, see [Note: ways to connect ranks]."""
+    model = TorchDDP(module, **options)
+    if rank.way == "fake":
+        # An all-reduce of torch's fake backend has no result, which DDP's own hook takes for granted.
+        model.register_comm_hook(rank, _leave_unreduced)
+    return model
+
+
+# Without annotations: DDP compares them with its own types, and here they are strings.
+def _leave_unreduced(rank, bucket):  # type: ignore[no-untyped-def]
+    future = torch.futures.Future(devices=[rank.device.torch_device] if rank.device.type != "cpu" else None)
+    future.set_result(bucket.buffer())
+    return future
+
+
+def train_ddp(rank: Rank, recipe: Recipe, layouts: Sequence[BufferLayout] = ()) -> Trained:
+    """Under torch DDP, with the same optimizer. ``layouts``: of a fake rank, by step."""
     module = make_model(recipe.model, DTYPES[recipe.dtype]).to(rank.device.torch_device)
-    model = TorchDDP(module, find_unused_parameters=True)
+    model = wrap_in_ddp(rank, module, find_unused_parameters=True)
     optimizer = recipe.make_optimizer(model.parameters())
-    losses = _train(rank, recipe, model, module, optimizer, _scaler(recipe, torch.amp.GradScaler, rank.device.type))
+    scaler = _scaler(recipe, torch.amp.GradScaler, rank.device.type)
+
+    def end(step: int) -> None:
+        if layouts:
+            repeat_first_shard(module, layouts[step])
+
+    losses = _train(rank, recipe, model, module, optimizer, scaler, end=end)
     return _trained(module, losses)
 
 
-def train_obviously(rank: Rank, recipe: Recipe) -> Trained:
+@torch.no_grad()
+def repeat_first_shard(module: nn.Module, layout: BufferLayout) -> None:
+    """Gives contiguous parameters the values that a fake rank gathers: its shard of a bucket, once for each rank."""
+    params = dict(module.named_parameters())
+    for bucket in layout.buckets:
+        of_bucket = [(params[layout.params[index].name], layout.slots[index]) for index in bucket.params]
+        values = of_bucket[0][0].new_zeros(bucket.numel)
+        for param, slot in of_bucket:
+            values[slot.start - bucket.start : slot.end - bucket.start] = param.flatten()
+        shards = values.view(layout.num_shards, -1)
+        shards.copy_(shards[0].clone())
+        for param, slot in of_bucket:
+            param.copy_(values[slot.start - bucket.start : slot.end - bucket.start].view_as(param))
+
+
+def train_obviously(rank: Rank, recipe: Recipe, layouts: Sequence[BufferLayout] = ()) -> Trained:
     """With nothing but an all-gather: the mean over ranks of fp32 gradients, and fp32 copies of 16-bit weights; or of
     weights whose changes are sent rounded, as gradients are then."""
     config = dict(recipe.config)
@@ -237,6 +284,8 @@ def train_obviously(rank: Rank, recipe: Recipe) -> Trained:
         for main, grad in zip(mains, _means(rank, params, sums, sent_grads), strict=True):
             main.grad = grad
         step_mains()
+        if layouts:
+            repeat_first_shard(module, layouts[step])
     return _trained(module, losses)
 
 
@@ -285,6 +334,9 @@ def _means(rank: Rank, params: list[nn.Parameter], grads: list[Tensor | None], s
             continue
         # A rank that has not used it adds zero, as under torch DDP.
         own = grad if grad is not None else torch.zeros_like(param, dtype=torch.float32)
+        if rank.way == "fake":
+            means.append(own)
+            continue
         parts = [part * (1.0 / rank.size) for part in gather(rank, _rounded(own, param, sent))]
         means.append(sum(parts[1:], parts[0]).to(param.device))
     return means
@@ -292,6 +344,8 @@ def _means(rank: Rank, params: list[nn.Parameter], grads: list[Tensor | None], s
 
 def gather(rank: Rank, tensor: Tensor) -> list[Tensor]:
     """Every rank's tensor, by rank; by way of the host where gloo connects the ranks."""
+    if rank.way == "fake":
+        return [tensor] * rank.size
     where = torch.device("cpu") if rank.device.backend(rank.way) == "gloo" else rank.device.torch_device
     tensor = tensor.detach().to(where).contiguous()
     found = [torch.empty_like(tensor) for _ in range(rank.size)]

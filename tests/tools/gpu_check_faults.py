@@ -1,6 +1,6 @@
 """Runs gpu_check with sections that fail in every way, and with sections of its own on an engine that is broken.
 
-A program of its own, since the check forks: ``python -m tests.tools.gpu_check_faults RESULTS PIDS``.
+A program of its own, since the check forks: ``python -m tests.tools.gpu_check_faults RESULTS PIDS [cut | lanes]``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.gpu_check import command
+from benchmarks.gpu_check import children, command
 from benchmarks.gpu_check.context import Context
+from benchmarks.gpu_check.lines import Line, Verdict
 from benchmarks.gpu_check.ranks import Rank
 from benchmarks.gpu_check.sections import Section, failures, parity, work
 from megastrategy.core.collectives import BackendCollectives, host_staged
+from megastrategy.core.collectives.fake import FakeCollectives
 from megastrategy.core.collectives.interface import Collectives
+from megastrategy.core.collectives.single_rank import Done
 from megastrategy.core.distributed_optimizer import DistributedOptimizer
 
 BOX_S = 6.0
@@ -141,6 +144,13 @@ def _with_a_kernel_for_a_thousand_elements(context: Context) -> None:
         context.check("more", found[1][0] - found[0][0], 0)
 
 
+def _with_other_shards(context: Context) -> None:
+    """A rank without peers that gathers nothing has other weights than the reference."""
+    with mock.patch.object(FakeCollectives, "all_gather", return_value=Done()):
+        found = context.ranks(parity.compare_fake, place=context.place("fake"))[0]
+        context.check("contiguous", found["adamw-fused"][0], 0)
+
+
 def _without_a_reason(context: Context) -> None:
     exchange = Collectives.max_of_bytes
 
@@ -167,6 +177,7 @@ _FAULTS: dict[str, Callable[[Context], None]] = {
     "J": _with_a_read,
     "K": _with_a_kernel_for_a_thousand_elements,
     "L": _without_a_reason,
+    "M": _with_other_shards,
     "Z": passes,
 }
 
@@ -176,7 +187,39 @@ def _sections() -> Iterator[tuple[str, Section]]:
         yield letter, dataclasses.replace(Section(run.__name__, run, 60.0), about=run.__name__)
 
 
-if __name__ == "__main__":
+def _says_and_waits(context: Context) -> None:
+    context.check("said before", 0, 0)
+    time.sleep(600)
+
+
+def _cut() -> None:
+    section = Section("killed in the middle", _says_and_waits, 600.0)
+    with mock.patch.object(command, "SECTIONS", MappingProxyType({"Y": section})):
+        command.main(["--device", "cpu", "--json", sys.argv[1]])
+
+
+def _meet(say: Callable[[Line], None], mine: str, other: str) -> None:
+    folder = Path(sys.argv[2])
+    (folder / mine).touch()
+    while not (folder / other).exists():
+        time.sleep(0.01)
+    say(Line(verdict=Verdict.PASS, name=mine))
+
+
+def _lanes() -> None:
+    def job(mine: str, other: str) -> children.Job:
+        return children.Job(
+            name=mine,
+            run=_meet,
+            arguments=(mine, other),
+            box_s=60.0,
+            on_line=lambda line: print(line.name, flush=True),  # noqa: T201
+        )
+
+    children.run_lanes(children.FORK, [[job("one", "two"), job("three", "one")], [job("two", "one")]])
+
+
+def _faults() -> None:
     sections = MappingProxyType(dict(_sections()))
     with mock.patch.object(command, "SECTIONS", sections):
         quick = [letter for letter in sections if letter != "D"]
@@ -187,3 +230,7 @@ if __name__ == "__main__":
         )
         third = command.main(["--device", "cpu", "--json", f"{sys.argv[1]}.pass", "--only", "A"])
     print("statuses", first, second, third)  # noqa: T201
+
+
+if __name__ == "__main__":
+    {"faults": _faults, "cut": _cut, "lanes": _lanes}[sys.argv[3] if len(sys.argv) > 3 else "faults"]()

@@ -11,12 +11,16 @@ import math
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu_check.budget import Plan, Turn
+from benchmarks.gpu_check.context import LEFT_OUT, Context
 from benchmarks.gpu_check.devices import CudaDevice
 from benchmarks.gpu_check.lines import Line, Verdict, judged
 from benchmarks.gpu_check.sections import SECTIONS, work
@@ -121,10 +125,19 @@ def test_values_out_of_their_limits_fail(name: str, faults: Faults) -> None:
 
 @pytest.mark.fresh
 @pytest.mark.parametrize(
-    "name", [r"I\.contiguous.*", r"J\.read", r"K\.more", r"L\.default\.raises\.reason", r"L\.default\.is-kill.*reason"]
+    "name",
+    [
+        r"I\.contiguous.*",
+        r"J\.read",
+        r"K\.more",
+        r"L\.default\.raises\.reason",
+        r"L\.default\.is-kill.*reason",
+        r"M\.contiguous",
+    ],
 )
 def test_an_engine_that_is_broken_fails(name: str, faults: Faults) -> None:
-    """A missing wait, a read of the device, work that grows with elements, an error without a reason."""
+    """A missing wait, a read of the device, work that grows with elements, an error without a reason, weights that a
+    rank without peers has not gathered."""
     assert any(line["verdict"] == "FAIL" for found, line in faults.lines.items() if re.fullmatch(name, found))
 
 
@@ -145,6 +158,7 @@ def test_json_has_what_was_run_on_what(faults: Faults) -> None:
         (("--device", "cpu", "--only", "A,@"), "unknown section '@'"),
         (("--device", "cpu", "--only", ","), "--only: expected letters out of A, B"),
         (("--gpus", "0"), "--gpus 0: expected 1 or more"),
+        (("--device", "cpu", "--budget", "5"), "--budget 5: expected 60 seconds or more"),
         pytest.param(
             (),
             "torch.cuda.is_available() is False",
@@ -158,12 +172,125 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], complaint: st
     assert complaint in done.stderr
 
 
+@pytest.mark.fresh
+def test_what_was_said_before_the_command_is_killed_is_in_the_json(tmp_path: Path) -> None:
+    """As a session on a GPU ends: in the middle of a section."""
+    path = tmp_path / "json"
+    command = [sys.executable, "-m", "tests.tools.gpu_check_faults", str(path), str(tmp_path / "pids"), "cut"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            if "said before" in text:
+                process.kill()
+    content = json.loads(path.read_text())
+    assert [line["name"] for line in content["lines"]] == ["Y.said before"]
+    assert not content["is_complete"]
+
+
+@pytest.mark.fresh
+def test_lanes_run_side_by_side_and_the_jobs_of_one_in_order(tmp_path: Path) -> None:
+    """Each of two waits for a file that the other makes; the third is in the first one's lane."""
+    done = run("-m", "tests.tools.gpu_check_faults", str(tmp_path / "json"), str(tmp_path), "lanes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.split()
+    assert sorted(said[:2]) == ["one", "two"]
+    assert said[2:] == ["three"]
+
+
+# --- a budget --------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRS"
+EXPECTED_S = {letter: section.expected_s for letter, section in SECTIONS.items()}
+
+
+def planned(clock: Clock, budget_s: float, seconds: Callable[[Turn], float], gpus: int = 1) -> tuple[list[str], Plan]:
+    """The sections of each stage by lane, where each takes so many seconds."""
+    plan, stages, end = Plan(LETTERS, EXPECTED_S, budget_s, gpus), list[str](), clock.now + budget_s
+    for lanes in plan.stages():
+        began, ends, names = clock.now, [clock.now], []
+        for lane in lanes:
+            clock.now, letters = began, ""
+            for turn in lane:
+                assert turn.ends_at < clock.now + turn.box_s < end
+                clock.now += seconds(turn)
+                letters += turn.letter
+            ends.append(clock.now)
+            names.append(letters)
+        clock.now = max(ends)
+        stages.append(" ".join(names))
+    return stages, plan
+
+
+def test_a_budget_has_correctness_side_by_side_then_times_in_turns_and_figures_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    stages, plan = planned(clock, 540, lambda turn: 20.0)
+    assert stages == ["A", "C BENL FHK O", "IMJGPQRD", "S"]
+    assert plan.left_out == []
+    # Groups of NCCL's kernels of several programs may wait for each other on the same GPUs.
+    assert planned(clock, 10_000, lambda turn: 20.0, gpus=8)[0][1] == "CBENLFHKO"
+
+
+def test_a_short_budget_leaves_out_the_least_important_and_keeps_time_for_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    # Each section uses all that it may, as one does whose cases have no end.
+    stages, plan = planned(clock, 300, lambda turn: turn.ends_at - clock.now + 1)
+    assert stages[1] == "C B F O", "a lane's later sections come after its first ones"
+    assert stages[3] == "S"
+    assert plan.left_out[:3] == ["E", "N", "L"]
+    assert set(plan.left_out) | set("".join(stages).replace(" ", "")) == set(LETTERS)
+    assert clock.now <= 1300
+
+
+def test_no_section_takes_what_the_next_ones_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    taken = {}
+
+    def seconds(turn: Turn) -> float:
+        taken[turn.letter] = turn.ends_at - clock.now
+        return 10.0
+
+    planned(clock, 2000, seconds)
+    assert all(taken[letter] == 1.5 * EXPECTED_S[letter] for letter in "IMJGPQRD")
+
+
+def test_a_section_begins_no_case_that_is_too_long_for_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, lines = Clock(monkeypatch), list[Line]()
+    context = Context("C", lines.append, "cpu", 1, "fork", ends_at=1010.0)
+    begun = []
+    for name in context.cases(["one", "two", "three", "four"]):
+        begun.append(name)
+        clock.now += 4.0 if name == "one" else 3.0
+    assert begun == ["one", "two"], "seven seconds are over, and one took four"
+    assert [(line.verdict, line.name) for line in lines] == [
+        (Verdict.SKIPPED, "C.three"),
+        (Verdict.SKIPPED, "C.four"),
+    ]
+    assert lines[0].detail == f"{LEFT_OUT}: 3 s were left"
+
+
+def test_without_a_budget_all_cases_are_begun() -> None:
+    assert list(Context("C", print, "cpu", 1, "fork").cases("abc")) == ["a", "b", "c"]
+
+
 # --- the check itself ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.fresh
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F", "K,P", "N,R", "O"])
+@pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F", "K,P", "N,R,S", "O"])
 def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     """``.ci/run`` has all of it in one run."""
     done = run("-m", "benchmarks.gpu_check", "--device", "cpu", "--only", letters, "--json", str(tmp_path / "json"))

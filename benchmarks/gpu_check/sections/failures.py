@@ -38,13 +38,13 @@ def run(context: Context) -> None:
     """The whole section."""
     alone = context.place("alone")
     [before] = context.ranks(free_bytes, place=alone)
-    for name, config in _CONFIGS.items():
-        for how, error in _REASONS.items():
-            full = f"{name}.{how.replace(' ', '-')}"
-            with context.attempt(full):
-                place = context.place(timeout_s=120.0)  # ends after what is asserted, or it would end the waits itself
-                outcomes = try_ranks(place, fail, how, config, grace_s=2 * WITHIN_S)
-                _check(context, full, how, error, outcomes)
+    cases = {f"{name}.{how.replace(' ', '-')}": (how, config) for name, config in _CONFIGS.items() for how in _REASONS}
+    for full in context.cases(cases):
+        how, config = cases[full]
+        with context.attempt(full):
+            place = context.place(timeout_s=120.0)  # ends after what is asserted, or it would end the waits itself
+            outcomes = try_ranks(place, fail, how, config, grace_s=2 * WITHIN_S)
+            _check(context, full, how, _REASONS[how], outcomes)
     [after] = context.ranks(free_bytes, place=alone)
     left = (before - after) / MIB
     if context.is_host:

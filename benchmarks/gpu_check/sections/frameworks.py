@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -24,17 +25,58 @@ _FAR = 1e-5
 
 def run(context: Context) -> None:
     """The whole section."""
-    for door, package in _PACKAGES.items():
+    for name in context.cases([f"{door}.{case}" for case in _CASES for door in _PACKAGES]):
+        door, _, case = name.partition(".")
+        package = _PACKAGES[door]
         if importlib.util.find_spec(package) is None:
-            context.skip(door, f"{package} is not installed")
+            context.skip(name, f"{package} is not installed")
             continue
+        if case == "a-rank-raises" and door == "accelerate":
+            continue  # whose loops are the user's: nothing watches them
         if context.is_host:
-            # Once, and not in each rank. On a GPU nobody knows what of it touches the driver.
+            # Once, and not in each rank. On a GPU it may touch the driver.
             importlib.import_module("lightning.pytorch" if package == "lightning" else package)
-        for way, place in {"alone": context.place("alone"), "together": context.place()}.items():
-            _compare(context, door, way, place)
-        if door != "accelerate":  # whose loops are the user's: nobody watches them
-            _fails(context, door)
+        _CASES[case](context, door)
+
+
+def _own_group(context: Context, door: str) -> None:
+    """As a user's script has it: the framework makes the group, of NCCL's on GPUs, and binds it to its device."""
+    name = f"{door}.own-group"
+    with context.attempt(name):
+        is_one = context.num_gpus == 1 and not context.is_host
+        place = context.place("alone" if is_one else "backend", has_group=False)
+        theirs, mine = (
+            context.ranks(fit_in_own_group, door, strategy, place=place) for strategy in ("ddp", "megatron_ddp")
+        )
+        context.measure(f"{name}.backend", mine[0][1])
+        worst = max(_largest_difference(one, other) for (one, _), (other, _) in zip(mine, theirs, strict=True))
+        context.check(f"{name}.32-true", worst, 0.0 if place.size <= 2 else _FAR, unit="relative")
+
+
+def _largest_difference(mine: dict[str, list[float]], theirs: dict[str, list[float]]) -> float:
+    """Relative to the largest weight of a tensor."""
+    return max(
+        max(abs(a - b) for a, b in zip(mine[name], values, strict=True)) / max(map(abs, values))
+        for name, values in theirs.items()
+    )
+
+
+def fit_in_own_group(rank: Rank, door: str, strategy: str) -> tuple[dict[str, list[float]], str]:
+    """Weights, and what the group was that the framework has made."""
+    from ..doors import FITS, describe_group, settle_in
+
+    settle_in(rank)
+    rank.device.be_deterministic()
+    weights, _ = FITS[door](rank, strategy, "32-true", None)
+    return {name: value.flatten().tolist() for name, value in weights.items()}, describe_group()
+
+
+def _alone(context: Context, door: str) -> None:
+    _compare(context, door, "alone", context.place("alone"))
+
+
+def _together(context: Context, door: str) -> None:
+    _compare(context, door, "together", context.place())
 
 
 def _compare(context: Context, door: str, way: str, place: Place) -> None:
@@ -60,6 +102,14 @@ def _fails(context: Context, door: str) -> None:
         # Its process ends at once, so most often they hear of that, before its words come.
         wrong = [one.error or "returned" for one in others if not one.error.startswith("CollectiveError")]
         context.check_equal(f"{name}.reason", "CollectiveError", "; ".join(wrong)[:600])
+
+
+_CASES: dict[str, Callable[[Context, str], None]] = {
+    "own-group": _own_group,
+    "alone": _alone,
+    "together": _together,
+    "a-rank-raises": _fails,
+}
 
 
 def compare_fits(rank: Rank, door: str, precisions: tuple[str, ...]) -> dict[str, float]:

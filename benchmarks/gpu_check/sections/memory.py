@@ -39,7 +39,11 @@ def run(context: Context) -> None:
     width, depth = (256, 6) if context.is_host else (2048, 12)
     # The host's own memory is what ranks that share a device are staged in.
     place = context.place("backend", 2) if context.is_host else context.place()
-    for name, (dtype, config) in _CASES.items():
+    for name in context.cases([*_CASES, "groups"]):
+        if name == "groups":
+            _groups(context)
+            continue
+        dtype, config = _CASES[name]
         with context.attempt(name):
             found = context.ranks(measure, width, depth, dtype, tuple(config.items()), place=place)
             first = found[0]
@@ -56,6 +60,9 @@ def run(context: Context) -> None:
             hole = max(one["hole"] for one in found) / MIB
             context.check(f"{name}.hole", hole, limit + 40, unit="MiB", detail="reserved, and not in use")
             context.check(f"{name}.left-after-close", max(one["left"] for one in found) / MIB, limit, unit="MiB")
+
+
+def _groups(context: Context) -> None:
     with context.attempt("groups"):
         # NCCL takes memory on one rank too; ranks that share a device have no groups there.
         alone = context.place("alone") if context.num_gpus == 1 else context.place()

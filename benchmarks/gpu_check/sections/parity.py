@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from megastrategy.core.layout import BufferLayout
+
 from ..context import Context
-from ..ranks import Rank
+from ..ranks import FAKE_SIZE, Rank
 from ..training import (
     Late,
     Recipe,
@@ -40,11 +42,18 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
+_FAKE = f"one-of-{FAKE_SIZE}"
+
+
 def run_alone(context: Context) -> None:
-    """B: one rank, each optimizer in each precision; 16-bit weights against an obvious loop with fp32 copies, since
-    torch DDP steps them themselves."""
+    """B: one rank, each optimizer in each precision, and the first of several, which is sharded; 16-bit weights against
+    an obvious loop with fp32 copies, since torch DDP steps them themselves."""
     steps = 6 if context.is_host else 20
-    for name, (kind, options) in OPTIMIZERS.items():
+    for name in context.cases([*OPTIMIZERS, _FAKE]):
+        if name == _FAKE:
+            _compare_fake(context)
+            continue
+        kind, options = OPTIMIZERS[name]
         if context.is_host and options.get("capturable"):
             context.skip(name, "torch refuses capturable=True on the host")
             continue
@@ -56,6 +65,39 @@ def run_alone(context: Context) -> None:
             [found] = context.ranks(compare_alone, recipes, place=context.place("alone"))
             for precision, (count, where) in found.items():
                 context.check(f"{name}.{precision}", count, 0, unit="elements", detail=where)
+
+
+def _compare_fake(context: Context) -> None:
+    with context.attempt(_FAKE):
+        [found] = context.ranks(compare_fake, place=context.place("fake"))
+        for name, (count, where) in found.items():
+            context.check(f"{_FAKE}.{name}", count, 0, unit="elements", detail=where)
+
+
+def compare_fake(rank: Rank) -> dict[str, tuple[int, str]]:
+    """By recipe: the elements that differ between a fake rank and torch DDP whose weights are gathered as its are."""
+    rank.device.be_deterministic()
+    found = {}
+    for name, recipe in _fake_recipes().items():
+        layouts: list[BufferLayout] = []
+        mine = train_ours(rank, recipe, layouts=layouts)
+        theirs = (train_obviously if recipe.dtype == "bf16" else train_ddp)(rank, recipe, layouts)
+        found[name] = num_differing(mine, theirs), where_different(mine, theirs)
+    return found
+
+
+def _fake_recipes() -> dict[str, Recipe]:
+    """Each optimizer's implementation, each precision, and what only a sharded rank has."""
+    fused: dict[str, Any] = {"options": (("lr", 0.01), ("fused", True))}
+    by_optimizer = {
+        name: _recipe(how={"optimizer": kind, "options": tuple(options.items())})
+        for name, (kind, options) in OPTIMIZERS.items()
+        if not options.get("capturable")
+    }
+    by_precision = {name: _recipe(how={**fused, **how}) for name, how in PRECISIONS.items()}
+    # Not buckets that move, whose gradients come from other ranks' shards.
+    sharded = "gather-forward", "gather-after-step", "pooled", "pooled-bf16", "param-remainders", "offloaded"
+    return {**by_optimizer, **by_precision, **{name: RECIPES[name] for name in sharded}}
 
 
 def compare_alone(rank: Rank, recipes: dict[str, Recipe]) -> dict[str, tuple[int, str]]:
@@ -173,8 +215,8 @@ def compare(rank: Rank, name: str, recipe: Recipe, skews: tuple[Late, ...]) -> C
 
 def run_several(context: Context) -> None:
     """C: two ranks that share one device, or one a GPU."""
-    for name, recipe in RECIPES.items():
-        size = max(2, context.num_gpus)
+    for name in context.cases(RECIPES):
+        recipe, size = RECIPES[name], max(2, context.num_gpus)
         if name == "instances" and size < 4:
             if context.num_gpus > 1 and not context.is_host:
                 context.skip(name, f"two instances of two ranks need 4 GPUs: NCCL takes one rank each, of {size}")
@@ -227,13 +269,13 @@ def run_nccl_on_one(context: Context) -> None:
             needs = ".".join(map(str, SHARES_A_GPU))
             context.skip("all", f"NCCL {'.'.join(map(str, version))}: from {needs} on it takes two ranks on one GPU")
             return
-    for name, recipe in RECIPES.items():
+    for name in context.cases(RECIPES):
         if context.is_host and name not in ("contiguous", "pooled", "moved-buckets"):
             continue  # there it is the way that is tried, and C has had the recipes
         if name != "instances":  # four ranks' kernels would not fit
             place = context.place("backend", 2, environment=() if context.is_host else _ONE_GPU)
-            _compare_on(context, name, recipe, place)
-    with context.attempt("average"):
+            _compare_on(context, name, RECIPES[name], place)
+    for _ in context.cases(["average"]):
         recipe = _recipe(average_in_collective=True)
         _compare_on(context, "average", recipe, context.place("backend", 2, environment=_ONE_GPU))
 
@@ -251,7 +293,7 @@ def run_sanitized(context: Context) -> None:
     if context.is_host:
         context.skip("all", "the sanitizer looks at CUDA's streams")
         return
-    for name in ("contiguous", "gather-forward", "pooled", "bf16-fp32-sums", "late-bucket", "offloaded"):
+    for name in context.cases(["contiguous", "gather-forward", "pooled", "bf16-fp32-sums", "late-bucket", "offloaded"]):
         recipe = dataclasses.replace(RECIPES[name], steps=3)
         with context.attempt(name):
             reports = context.ranks(train_sanitized, recipe, place=context.place("staged", 2))

@@ -17,7 +17,7 @@ from ..context import Context
 from ..devices import MIB
 from ..models import Chain, Gpt, microbatch
 from ..ranks import Rank
-from ..traces import Span, record
+from ..traces import Span, merged, record
 from ..training import wrap
 from .work import ddp, ours, repeated, sizes
 
@@ -37,31 +37,36 @@ def run_links(context: Context) -> None:
         context.skip("all", _NEEDS)
         return
     mib = (1, 4) if context.is_host else (1, 4, 16, 64, 160)
-    with context.attempt("bandwidth"):
-        for name, rate in context.ranks(bandwidths, mib, 2 if context.is_host else 20)[0].items():
-            context.measure(f"bandwidth.{name}", rate, "GB/s", "on the bus")
-    if context.is_host:
-        context.skip("priority", "the host has no streams to choose between")
-        context.skip("scale-in-collective", "gloo has no sum that scales")
-    else:
-        with context.attempt("priority"):
-            for name, ms in context.ranks(priorities)[0].items():
-                context.measure(f"priority.{name}", ms, "ms", "products of matrices beside a reduce-scatter")
-        with context.attempt("scale-in-collective"):
-            for name, ms in context.ranks(scales)[0].items():
-                context.measure(f"scale-in-collective.{name}", ms, "ms", "64 MiB")
-    _overlap(context)
+    for case in context.cases([*(f"overlap.{name}" for name in sizes(context)), "bandwidth", *_SKIPPED_ON_HOST]):
+        with context.attempt(case):
+            if case == "bandwidth":
+                for name, rate in context.ranks(bandwidths, mib, 2 if context.is_host else 20)[0].items():
+                    context.measure(f"bandwidth.{name}", rate, "GB/s", "on the bus")
+            elif case not in _SKIPPED_ON_HOST:
+                _overlap(context, case.partition(".")[2])
+            elif context.is_host:
+                context.skip(case, _SKIPPED_ON_HOST[case])
+            elif case == "priority":
+                for name, ms in context.ranks(priorities)[0].items():
+                    context.measure(f"priority.{name}", ms, "ms", "products of matrices beside a reduce-scatter")
+            else:
+                for name, ms in context.ranks(scales)[0].items():
+                    context.measure(f"scale-in-collective.{name}", ms, "ms", "64 MiB")
 
 
-def _overlap(context: Context) -> None:
-    for name, size in sizes(context).items():
-        with context.attempt(f"overlap.{name}"):
-            mine, theirs = context.ranks(overlaps, size, 2 if context.is_host else 8)[0]
-            if mine is None or theirs is None:
-                context.skip(f"overlap.{name}", "no kernel in the trace is called nccl")
-                continue
-            context.measure(f"overlap.{name}.ddp", theirs, "of NCCL's time")
-            context.check(f"overlap.{name}.ours", mine, _LEAST_OVERLAP * theirs, at_least=True, unit="of NCCL's time")
+_SKIPPED_ON_HOST = {
+    "priority": "the host has no streams to choose between",
+    "scale-in-collective": "gloo has no sum that scales",
+}
+
+
+def _overlap(context: Context, name: str) -> None:
+    mine, theirs = context.ranks(overlaps, sizes(context)[name], 2 if context.is_host else 8)[0]
+    if mine is None or theirs is None:
+        context.skip(f"overlap.{name}", "no kernel in the trace is called nccl")
+        return
+    context.measure(f"overlap.{name}.ddp", theirs, "of NCCL's time")
+    context.check(f"overlap.{name}.ours", mine, _LEAST_OVERLAP * theirs, at_least=True, unit="of NCCL's time")
 
 
 def _ms(rank: Rank, run: Callable[[], object], times: int) -> float:
@@ -135,18 +140,18 @@ def scales(rank: Rank) -> dict[str, float]:
 
 def overlaps(rank: Rank, size: tuple[int, int, int, int], batch: int) -> tuple[float | None, float | None]:
     """The share of NCCL's time under other kernels: ours, torch DDP's."""
-    model, step = ours(rank, Gpt(size, batch), {"use_distributed_optimizer": False}, fused=True, foreach=False)
+    model, step = ours(rank, lambda: Gpt(size, batch), {"use_distributed_optimizer": False}, fused=True, foreach=False)
     mine = hidden_share(record(rank.device, repeated(step, 3)).work)
     model.close()
     del model, step
-    theirs = ddp(rank, Gpt(size, batch), fused=True, foreach=False)
+    theirs = ddp(rank, lambda: Gpt(size, batch), fused=True, foreach=False)
     return mine, hidden_share(record(rank.device, repeated(theirs, 3)).work)
 
 
 def hidden_share(work: list[Span]) -> float | None:
     """The share of the time of kernels named after NCCL during which another kernel ran; None without any."""
     sent = [span for span in work if "nccl" in span.name.lower()]
-    computed = _merged([span for span in work if "nccl" not in span.name.lower()])
+    computed = merged([span for span in work if "nccl" not in span.name.lower()])
     total = sum(span.end_us - span.start_us for span in sent)
     if not total:
         return None
@@ -154,16 +159,6 @@ def hidden_share(work: list[Span]) -> float | None:
         max(0.0, min(span.end_us, end) - max(span.start_us, start)) for span in sent for start, end in computed
     )
     return hidden / total
-
-
-def _merged(spans: list[Span]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for span in sorted(spans, key=lambda span: span.start_us):
-        if merged and span.start_us <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], span.end_us)
-        else:
-            merged.append((span.start_us, span.end_us))
-    return merged
 
 
 # --- R ---------------------------------------------------------------------------------------------------------------

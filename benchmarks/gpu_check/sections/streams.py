@@ -32,17 +32,17 @@ STEPS = 4
 def run_streams(context: Context) -> None:
     """N: a branch, a whole loop and a reader on streams of their own change no bit."""
     cases: tuple[Where, ...] = ("side branch", "side loop", "side reader")
-    for gather in ("step", "forward"):
-        for late in ("nothing", "results", "gradients"):
-            if late == "results" and context.num_gpus > 1:
-                continue  # NCCL's own stream cannot be held up
-            name = f"gather-{gather}.late-{late}"
-            with context.attempt(name):
-                found = context.ranks(compare_streams, cases, gather, late)
-                for case in cases:
-                    count = max(one[case][0] for one in found)
-                    where = next((one[case][1] for one in found if one[case][1]), "")
-                    context.check(f"{name}.{case.replace(' ', '-')}", count, 0, unit="elements", detail=where)
+    lates: list[Late] = ["nothing", "results", "gradients"]
+    if context.num_gpus > 1:
+        lates.remove("results")  # NCCL's own stream cannot be held up
+    turns = {f"gather-{gather}.late-{late}": (gather, late) for gather in ("step", "forward") for late in lates}
+    for name in context.cases(turns):
+        with context.attempt(name):
+            found = context.ranks(compare_streams, cases, *turns[name])
+            for case in cases:
+                count = max(one[case][0] for one in found)
+                where = next((one[case][1] for one in found if one[case][1]), "")
+                context.check(f"{name}.{case.replace(' ', '-')}", count, 0, unit="elements", detail=where)
 
 
 def compare_streams(rank: Rank, cases: tuple[Where, ...], gather: str, late: Late) -> dict[str, tuple[int, str]]:
@@ -122,14 +122,16 @@ def _average(rank: Rank, average: Model, module: Model, reader: Any) -> None:
 
 def run_recurrent(context: Context) -> None:
     """L: an LSTM and a GRU train as under torch DDP, and nobody warns."""
-    for way, place in {"alone": context.place("alone"), "together": context.place()}.items():
-        for name, config in {"sharded": {}, "all-reduce": {"use_distributed_optimizer": False}}.items():
-            with context.attempt(f"{way}.{name}"):
-                found = context.ranks(train_recurrent, tuple(config.items()), place=place)
-                count, where, told = found[0]
-                if place.size <= 2:
-                    context.check(f"{way}.{name}.as-ddp", count, 0, unit="elements", detail=where)
-                context.check_equal(f"{way}.{name}.warnings", "5 steps", told)
+    places = {"alone": context.place("alone"), "together": context.place()}
+    configs: dict[str, dict[str, Any]] = {"sharded": {}, "all-reduce": {"use_distributed_optimizer": False}}
+    for full in context.cases([f"{way}.{name}" for way in places for name in configs]):
+        way, _, name = full.partition(".")
+        with context.attempt(full):
+            found = context.ranks(train_recurrent, tuple(configs[name].items()), place=places[way])
+            count, where, told = found[0]
+            if places[way].size <= 2:
+                context.check(f"{full}.as-ddp", count, 0, unit="elements", detail=where)
+            context.check_equal(f"{full}.warnings", "5 steps", told)
 
 
 def train_recurrent(rank: Rank, config: tuple[tuple[str, Any], ...]) -> tuple[int, str, str]:

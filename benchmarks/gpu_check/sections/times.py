@@ -12,13 +12,12 @@ from megastrategy import DistributedOptimizer
 from megastrategy.core import devices, memory_use
 
 from ..context import Context
-from ..models import Chain, Gpt
+from ..models import Chain, Gpt, Model
 from ..ranks import Rank
 from ..training import wrap
-from .work import ddp, ours, sizes, steps_of
+from .work import Size, ddp, made_on, ours, steps_of, timed_cases
 
 OVER_DDP = 1.03
-Size = tuple[int, int, int, int]
 Step = Callable[[], object]
 
 _VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,24 +32,37 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 def run(context: Context) -> None:
     """The whole section."""
     rounds, steps, batch = (3, 2, 2) if context.is_host else (5, 4, 8)
-    place = context.place("alone") if context.num_gpus == 1 else context.place()
-    for name, size in sizes(context).items():
-        for precision in ("fp32",) if context.is_host else ("fp32", "bf16-autocast"):
-            full = f"{name}.{precision}"
-            with context.attempt(full):
+    cases = {
+        f"{name}.{precision}": (place, size, precision)
+        for name, (place, size) in timed_cases(context).items()
+        for precision in (("fp32",) if context.is_host else ("bf16-autocast", "fp32"))
+    }
+    for name in context.cases([*cases, "offload", "accumulation"]):
+        with context.attempt(name):
+            if name == "offload":
+                _offload(context, rounds)
+            elif name == "accumulation":
+                _accumulation(context, rounds)
+            else:
+                place, size, precision = cases[name]
                 found = context.ranks(time_in_turns, size, batch, precision, rounds, steps, place=place)
-                _say(context, full, found)
-    with context.attempt("accumulation"):
-        numel = 2**12 if context.is_host else 2**22
-        [times] = context.ranks(time_accumulation, numel, rounds, place=context.place("alone"))
-        for name, ms in times.items():
-            context.measure(f"accumulation.{name}", ms, "ms", f"32 gradients in bf16 of {numel} elements into fp32")
+                _say(context, name, found)
 
-    with context.attempt("offload"):
-        width, depth = (256, 4) if context.is_host else (4096, 12)
-        found = context.ranks(time_offload, width, depth, rounds, place=context.place())
-        for name in found[0]:
-            context.measure(f"offload.{name}", max(one[name] for one in found), "ms", "AdamW's state, of fp32 weights")
+
+def _accumulation(context: Context, rounds: int) -> None:
+    numel = 2**12 if context.is_host else 2**22
+    [times] = context.ranks(time_accumulation, numel, rounds, place=context.place("alone"))
+    for name, ms in times.items():
+        context.measure(f"accumulation.{name}", ms, "ms", f"32 gradients in bf16 of {numel} elements into fp32")
+
+
+def _offload(context: Context, rounds: int) -> None:
+    """On one GPU as the first of several ranks: alone nothing is offloaded, and two would time gloo."""
+    width, depth = (256, 4) if context.is_host else (4096, 12)
+    place = context.place("fake") if context.num_gpus == 1 else context.place()
+    found = context.ranks(time_offload, width, depth, rounds, place=place)
+    for name in found[0]:
+        context.measure(f"offload.{name}", max(one[name] for one in found), "ms", "AdamW's state, of fp32 weights")
 
 
 def _say(context: Context, name: str, found: list[dict[str, list[float]]]) -> None:
@@ -119,7 +131,7 @@ def time_offload(rank: Rank, width: int, depth: int, rounds: int) -> dict[str, f
     steps: dict[str, Callable[[], float]] = {}
     nbytes = 0
     for name, offloads in {"on-device": False, "on-host": True}.items():
-        module = Chain(width, depth).to(device.torch_device)
+        module = made_on(rank, lambda: Chain(width, depth))
         model = wrap(rank, module, (("offload_optimizer_states", offloads),))
         optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True), model)
         nbytes = memory_use(model.layout, rank.number, 2).host_bytes
@@ -176,10 +188,14 @@ def _engines(rank: Rank, size: Size, batch: int, precision: str) -> dict[str, St
         return run
 
     adamw = {"fused": True, "foreach": False}
-    engines = {"ddp": ddp(rank, Gpt(size, batch), **adamw), "fsdp2": _fsdp2(rank, size, batch)}
+
+    def make() -> Model:
+        return Gpt(size, batch)
+
+    engines = {"ddp": ddp(rank, make, **adamw), "fsdp2": _fsdp2(rank, size, batch)}
     chosen = _VARIANTS if rank.size > 1 else {"ours": {}, "ours-static-graph": _VARIANTS["ours-static-graph"]}
     for name, config in chosen.items():
-        engines[name] = ours(rank, Gpt(size, batch), config, **adamw)[1]
+        engines[name] = ours(rank, make, config, **adamw)[1]
     return {name: in_autocast(step) for name, step in engines.items()}
 
 
@@ -187,7 +203,7 @@ def _fsdp2(rank: Rank, size: Size, batch: int) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    module = Gpt(size, batch).to(rank.device.torch_device)
+    module: Any = made_on(rank, lambda: Gpt(size, batch))
     x = module.sample(torch.Generator().manual_seed(rank.number)).to(rank.device.torch_device)
     mesh = init_device_mesh(rank.device.type, (rank.size,))
     for block in module.model.blocks:

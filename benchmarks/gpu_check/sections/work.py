@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import megastrategy
 
 from ..context import Context
 from ..counts import Operations
 from ..models import Chain, Gpt, Model
-from ..ranks import Rank
+from ..ranks import FAKE_SIZE, Place, Rank
 from ..traces import Trace, record
-from ..training import wrap
+from ..training import wrap, wrap_in_ddp
 
 WARM_UP = 4
 """Steps before anything is counted: buckets have moved, optimizers have their state, libraries are loaded."""
@@ -48,9 +47,17 @@ def steps_of(
     return step
 
 
-def ours(rank: Rank, module: Model, config: dict[str, Any], *, clips: bool = False, **adamw: Any) -> tuple[Any, Step]:
+def made_on(rank: Rank, make: Callable[[], Model]) -> Model:
+    """A model that is made on the device: on the host a large one takes seconds of random numbers."""
+    with rank.device.torch_device:
+        return make()
+
+
+def ours(
+    rank: Rank, make: Callable[[], Model], config: dict[str, Any], *, clips: bool = False, **adamw: Any
+) -> tuple[Any, Step]:
     """The engine, warm, and its step."""
-    module = module.to(rank.device.torch_device)
+    module = made_on(rank, make)
     dtype = next(module.parameters()).dtype
     x = module.sample(torch.Generator().manual_seed(rank.number))
     x = (x.to(dtype) if x.is_floating_point() else x).to(rank.device.torch_device)
@@ -65,11 +72,11 @@ def ours(rank: Rank, module: Model, config: dict[str, Any], *, clips: bool = Fal
     return model, step
 
 
-def ddp(rank: Rank, module: Model, **adamw: Any) -> Step:
+def ddp(rank: Rank, make: Callable[[], Model], **adamw: Any) -> Step:
     """torch DDP, warm."""
-    module = module.to(rank.device.torch_device)
+    module = made_on(rank, make)
     x = module.sample(torch.Generator().manual_seed(rank.number)).to(rank.device.torch_device)
-    model = TorchDDP(module)
+    model = wrap_in_ddp(rank, module)
     step = steps_of(rank, model, torch.optim.AdamW(model.parameters(), **{"foreach": True, **adamw}), x)
     for _ in range(WARM_UP):
         step()
@@ -101,14 +108,15 @@ _PROMISES: dict[str, dict[str, Any]] = {
 def run_waits(context: Context) -> None:
     """F: steps 5 to 10 read nothing back from the device."""
     for way, place in {"alone": context.place("alone"), "together": context.place()}.items():
-        for name, config in _PROMISES.items():
-            with context.attempt(f"{way}.{name}"):
+        for full in context.cases([f"{way}.{name}" for name in _PROMISES]):
+            config = _PROMISES[full.partition(".")[2]]
+            with context.attempt(full):
                 found = context.ranks(reads_in_steady_steps, config, True, place=place)
                 told = next(filter(None, found), "")
                 if told:  # by clipping, or by everybody's step
                     plain = next(filter(None, context.ranks(reads_in_steady_steps, config, False, place=place)), "")
                     told += "\nwithout clipping: " + (plain or "nothing")
-                context.check_equal(f"{way}.{name}", f"{WARM_UP + 2} steps", told)
+                context.check_equal(full, f"{WARM_UP + 2} steps", told)
     with context.attempt("a-read-is-seen"):
         found = context.ranks(sees_a_read, place=context.place("alone"))
         context.check_equal(
@@ -118,7 +126,7 @@ def run_waits(context: Context) -> None:
 
 def reads_in_steady_steps(rank: Rank, config: dict[str, Any], clips: bool) -> str:
     """Returns what was read; empty if nothing."""
-    model, step = ours(rank, Chain(), {"bucket_size": 200, **config}, clips=clips)
+    model, step = ours(rank, Chain, {"bucket_size": 200, **config}, clips=clips)
     found = ""
     try:
         with rank.device.forbid_reads():
@@ -164,9 +172,9 @@ def run_launches(context: Context) -> None:
     narrow = 64 * context.place().size
     widths = narrow, narrow * (5 if context.is_host else max(2, 2304 // narrow))  # on a GPU 5M elements a bucket
     limit = A + B * 2 * _DEPTH + C * _DEPTH
-    for name, config in _KINDS.items():
+    for name in context.cases(_KINDS):
         with context.attempt(name):
-            found = context.ranks(count_launches, widths, config)[0]
+            found = context.ranks(count_launches, widths, _KINDS[name])[0]
             for width, (operations, _) in zip(widths, found, strict=True):
                 context.check(f"{name}.operations-at-{width}", operations, limit)
             context.check(f"{name}.more-at-{widths[1]}", found[1][0] - found[0][0], 0, unit="operations")
@@ -183,8 +191,11 @@ def count_launches(rank: Rank, widths: tuple[int, ...], config: dict[str, Any]) 
     with rank.device.as_on_an_accelerator():
         for width in widths:
             numel = width * width + width
-            module = Chain(width, _DEPTH).to(torch.bfloat16)
-            model, step = ours(rank, module, {"bucket_size": numel, **config}, clips=True)
+
+            def make(width: int = width) -> Model:
+                return Chain(width, _DEPTH).to(torch.bfloat16)
+
+            model, step = ours(rank, make, {"bucket_size": numel, **config}, clips=True)
             with Operations() as operations:
                 step()
                 model.finish_param_gather()
@@ -196,22 +207,34 @@ def count_launches(rank: Rank, widths: tuple[int, ...], config: dict[str, Any]) 
 
 # --- G ---------------------------------------------------------------------------------------------------------------
 
-SIZES = {"gpt-124m": (50257, 1024, 768, 12), "gpt-350m": (50257, 1024, 1024, 24)}
+Size = tuple[int, int, int, int]
+SIZES: dict[str, Size] = {"gpt-124m": (50257, 1024, 768, 12), "gpt-350m": (50257, 1024, 1024, 24)}
 """Vocabulary, context, width, depth."""
-ON_HOST = {"gpt-tiny": (64, 16, 64, 2)}
+ON_HOST: dict[str, Size] = {"gpt-tiny": (64, 16, 64, 2)}
 
 IDLE_MS, OVER_DDP_MS = 0.3, 0.2
 
 
-def sizes(context: Context) -> dict[str, tuple[int, int, int, int]]:
+def sizes(context: Context) -> dict[str, Size]:
     """The models that times are taken of."""
     return ON_HOST if context.is_host else SIZES
 
 
+def timed_cases(context: Context) -> dict[str, tuple[Place, Size]]:
+    """Where times are taken and of which model, by name: on all GPUs; or on one rank, and on the first of several."""
+    places = {"": context.place()}
+    if context.num_gpus == 1:
+        places = {f".one-of-{FAKE_SIZE}": context.place("fake"), "": context.place("alone")}
+    return {
+        f"{name}{ending}": (place, size) for name, size in sizes(context).items() for ending, place in places.items()
+    }
+
+
 def run_idle(context: Context) -> None:
     """G: the device does not wait for the host between backward and step."""
-    place = context.place("alone") if context.num_gpus == 1 else context.place()
-    for name, size in sizes(context).items():
+    cases = timed_cases(context)
+    for name in context.cases(cases):
+        place, size = cases[name]
         with context.attempt(name):
             mine, theirs = context.ranks(idle_between, size, 2 if context.is_host else 8, place=place)[0]
             context.measure(f"{name}.ddp", theirs, "ms")
@@ -221,13 +244,13 @@ def run_idle(context: Context) -> None:
                 context.check(f"{name}.ours", mine, max(IDLE_MS, theirs + OVER_DDP_MS), unit="ms")
 
 
-def idle_between(rank: Rank, size: tuple[int, int, int, int], batch: int) -> tuple[float, float]:
+def idle_between(rank: Rank, size: Size, batch: int) -> tuple[float, float]:
     """Milliseconds between the last work of backward and the first of the step: ours, torch DDP's."""
-    model, step = ours(rank, Gpt(size, batch), {}, fused=True, foreach=False)
+    model, step = ours(rank, lambda: Gpt(size, batch), {}, fused=True, foreach=False)
     mine = _idle_ms(record(rank.device, repeated(step, 5)))
     model.close()
     del model, step
-    theirs = ddp(rank, Gpt(size, batch), fused=True, foreach=False)
+    theirs = ddp(rank, lambda: Gpt(size, batch), fused=True, foreach=False)
     return mine, _idle_ms(record(rank.device, repeated(theirs, 5)))
 
 
