@@ -28,7 +28,7 @@ _OVERDUE = 0.1
 """The share of the budget by which a case may be longer than the longest before it, until it is taken for hung."""
 _WORTHWHILE_S = 5.0
 THREADS = 2
-"""Of each process of lanes that run side by side."""
+"""Threads of each process of lanes that run side by side."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

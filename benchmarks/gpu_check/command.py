@@ -184,10 +184,10 @@ class _Report:
 
     def take(self, line: Line) -> None:
         """A section says it."""
-        print(line, flush=True)
         self.counts[line.verdict] += 1
         self._content["lines"].append(line.as_json())
-        self._write()
+        self._write()  # first, so that what has been printed is in it
+        print(line, flush=True)
 
     def end_section(self, letter: str, section: Section, seconds: float) -> None:
         """A section has ended, well or not."""

@@ -241,7 +241,7 @@ def time_state(rank: Rank, width: int, depth: int) -> dict[str, float]:
 
 
 def _seconds(rank: Rank, run: Callable[[], object]) -> float:
-    """Of a call, its results not freed in it."""
+    """Times a call; its results are not freed in it."""
     rank.device.synchronize()
     began = time.perf_counter()
     made = run()

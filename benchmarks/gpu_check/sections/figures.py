@@ -131,7 +131,7 @@ def compare(rank: Rank, model: str) -> dict[str, tuple[int, str]]:
 
 
 def _say(context: Context, name: str, found: list[Figures]) -> None:
-    """Of the slowest rank."""
+    """Says the figures of the slowest rank."""
     if error := next((str(one["error"]) for one in found if "error" in one), ""):
         context.check_equal(name, "trains", error)
         return

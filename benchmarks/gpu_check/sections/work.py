@@ -221,7 +221,7 @@ def sizes(context: Context) -> dict[str, Size]:
 
 
 def timed_cases(context: Context) -> dict[str, tuple[Place, Size]]:
-    """Where times are taken and of which model, by name: on all GPUs; or on one rank, and on the first of several."""
+    """Lists by name the ranks and models of times: on all GPUs; or on one rank, and on the first of several."""
     places = {"": context.place()}
     if context.num_gpus == 1:
         places = {f".one-of-{FAKE_SIZE}": context.place("fake"), "": context.place("alone")}
