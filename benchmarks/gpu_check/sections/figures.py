@@ -86,17 +86,18 @@ def run(context: Context) -> None:
     """The whole section."""
     models = ON_HOST if context.is_host else MODELS
     rounds, steps = (2, 2) if context.is_host else (5, 4)
-    for name in context.cases(["parity", *(f"{model}.{turns}" for turns in _TURNS for model in models)]):
+    turns = _TURNS
+    if context.num_gpus > 1:  # all ranks are real
+        turns = {name.removeprefix(f"{_FAKE}."): engines for name, engines in _TURNS.items()}
+    for name in context.cases(["parity", *(f"{model}.{case}" for case in turns for model in models)]):
         with context.attempt(name):
             if name == "parity":
                 _parity(context)
                 continue
-            model, _, turns = name.partition(".")
-            place = context.place("fake") if turns.startswith(_FAKE) else context.place("alone")
-            if context.num_gpus > 1:
-                place = context.place()
-            found = context.ranks(time_engines, *models[model], _TURNS[turns], rounds, steps, place=place)
-            for engine in _TURNS[turns]:
+            model, _, case = name.partition(".")
+            place = context.place("fake" if case.startswith(_FAKE) else "alone" if context.num_gpus == 1 else None)
+            found = context.ranks(time_engines, *models[model], turns[case], rounds, steps, place=place)
+            for engine in turns[case]:
                 _say(context, f"{name}.{engine}", [one[engine] for one in found])
 
 
