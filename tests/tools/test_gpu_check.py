@@ -23,6 +23,7 @@ from benchmarks.gpu_check.budget import Plan, Turn
 from benchmarks.gpu_check.context import LEFT_OUT, Context
 from benchmarks.gpu_check.devices import CudaDevice
 from benchmarks.gpu_check.lines import Line, Verdict, judged
+from benchmarks.gpu_check.ranks import FAKE_SIZE
 from benchmarks.gpu_check.sections import SECTIONS, work
 from benchmarks.gpu_check.sections.several import hidden_share
 from benchmarks.gpu_check.traces import Span, Trace
@@ -281,6 +282,14 @@ def test_a_section_begins_no_case_that_is_too_long_for_the_time_left(monkeypatch
     assert lines[0].detail == f"{LEFT_OUT}: 3 s were left"
 
 
+@pytest.mark.fresh
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the time of a process's start is asked of /proc")
+def test_imports_are_in_the_budget() -> None:
+    code = "import time; time.sleep(1); from benchmarks.gpu_check import command as c; a = c._started_at()"
+    done = run("-c", f"{code}; print(time.monotonic() - a)")
+    assert 1 <= float(done.stdout) < HANG_S, done.stderr
+
+
 def test_without_a_budget_all_cases_are_begun() -> None:
     assert list(Context("C", print, "cpu", 1, "fork").cases("abc")) == ["a", "b", "c"]
 
@@ -297,6 +306,9 @@ def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads((tmp_path / "json").read_text())["lines"]
     assert {line["name"][0] for line in lines} == set(letters.split(","))
+    # One rank is not sharded, so that these also have the first of several.
+    sharded = {line["name"][0] for line in lines if f"one-of-{FAKE_SIZE}" in line["name"]}
+    assert sharded == set("BGJKMS") & set(letters.split(","))
     assert all(line["detail"] for line in lines if line["verdict"] == "SKIPPED")
 
 
