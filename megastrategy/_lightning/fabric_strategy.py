@@ -181,12 +181,6 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         for known, model in self._pairs():
             if known.optimizer is optimizer and model is owners[0]:
                 return known
-            # its groups and its state are of the model that was closed
-            if known.optimizer is optimizer:
-                raise ValueError(
-                    f"this {type(optimizer).__name__} was set up with a model that has changed since and was set up "
-                    "again: build a new optimizer on its parameters"
-                )
         if len(owners) > 1:
             return optimizer
         model = owners[0]
@@ -259,12 +253,12 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         return next((known for known, _ in self._pairs() if known.optimizer is optimizer), optimizer)
 
     def _pairs(self) -> list[tuple[DistributedOptimizer, DistributedDataParallel]]:
-        """Lists the optimizers that are alive, each with its model, which it keeps alive."""
+        """Lists the optimizers that are alive, each with its model, which is not closed."""
         pairs = [(optimizer(), model()) for optimizer, model in self._optimizers]
         self._optimizers = [
             refs for refs, (optimizer, _) in zip(self._optimizers, pairs, strict=True) if optimizer is not None
         ]
-        return [(optimizer, model) for optimizer, model in pairs if optimizer is not None and model is not None]
+        return [(opt, model) for opt, model in pairs if opt is not None and model is not None and not model.is_closed]
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 

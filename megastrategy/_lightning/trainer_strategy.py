@@ -215,6 +215,8 @@ class TrainerStrategy(
         model = self.model
         if isinstance(model, DistributedDataParallel) and not model.is_closed:
             raw = [opt._optimizer if isinstance(opt, self._lightning_optimizer) else opt for opt in optimizers]
+            # of a fit before: the user's optimizer inside is one of torch's again
+            raw = [opt.optimizer if isinstance(opt, DistributedOptimizer) and opt.is_closed else opt for opt in raw]
             as_they_are, make = (DistributedOptimizer, self._mock_optimizer), self._whole_optimizers.add_or_shard
             optimizers = [opt if isinstance(opt, as_they_are) else make(opt, model) for opt in raw]
         super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
@@ -241,7 +243,7 @@ class TrainerStrategy(
         if self._scalers_class is not None:
             plugin.scaler.__class__, self._scalers_class = self._scalers_class, None  # type: ignore[attr-defined]
         if isinstance(self.model, DistributedDataParallel):
-            self.model.close()
+            self.model.close(give_back="used")  # a Trainer's own need no state on every rank
             self.model = self.lightning_module
         super().teardown()
         try:

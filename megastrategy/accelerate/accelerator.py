@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import os
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -208,17 +209,19 @@ class Accelerator(TensorParallel, SavesAlone, CountsTokens, ResumesData, acceler
 
     def _shard(self, optimizer: Optimizer, model: PreparedModel) -> DistributedOptimizer:
         known: _Prepared | None = optimizer.__dict__.get("_megatron_ddp")
-        if known is not None and known.model is model:
-            return known.optimizer
-        if known is not None:
-            raise ValueError(
-                f"this {type(optimizer).__name__} was prepared with a model that has changed since and was prepared "
-                "again: build a new optimizer on its parameters"
-            )
+        if known is not None and known.model() is model and (prepared := known.optimizer()) is not None:
+            return prepared
         distributed = DistributedOptimizer(optimizer, model)
         optimizer._megatron_ddp = _Prepared(distributed, model)  # type: ignore[attr-defined]
         model.engine.announce(_log.info)
         return distributed
+
+    def end_training(self) -> None:
+        """Ends as accelerate's does. Prepared models are closed before, while their ranks are connected: user code that
+        has an optimizer of its own may go on with it."""
+        for model in PREPARED.open():
+            model.close(give_back="used")
+        super().end_training()
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares as accelerate's does, and finds the optimizer that the scheduler was built on inside of ours."""
@@ -473,13 +476,14 @@ class _Prepared:
     """Marks an optimizer that was prepared, so that it is found when it comes again.
 
     It is neither a container nor an object with attributes, which trial steps look into: they would find an optimizer
-    inside of the user's, and refuse it. A copy of the user's optimizer was not prepared.
+    inside of the user's, and refuse it. A copy of the user's optimizer was not prepared. Its references are weak: the
+    user's optimizer may outlive both.
     """
 
     __slots__ = ("model", "optimizer")
 
     def __init__(self, optimizer: DistributedOptimizer, model: PreparedModel) -> None:
-        self.optimizer, self.model = optimizer, model
+        self.optimizer, self.model = weakref.ref(optimizer), weakref.ref(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -496,7 +500,7 @@ def _uncompiled(model: Any) -> Any:
 def _sharded(optimizer: Any) -> DistributedOptimizer | None:
     """Returns the sharded optimizer around one of the user's, or None."""
     known: _Prepared | None = getattr(optimizer, "__dict__", {}).get("_megatron_ddp")
-    return known.optimizer if known is not None else None
+    return known.optimizer() if known is not None else None
 
 
 def _sharded_inside(optimizer: Any) -> DistributedOptimizer | None:

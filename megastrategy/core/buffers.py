@@ -425,11 +425,16 @@ class GradBuffers(ABC):
         self.close()
         return []
 
-    def close(self) -> None:
-        """Leaves ``.grad`` None and the parameters' gradient dtype as torch has it by default."""
+    def close(self, *, keeps_grads: bool = False) -> None:
+        """Leaves ``.grad`` None and the parameters' gradient dtype as torch has it by default.
+
+        ``keeps_grads``: gradients in that dtype that are whole stay, as they do when torch DDP's wrapper is dropped.
+        """
         for param in self.params:
-            param.grad = None
+            grad, param.grad = param.grad, None
             param.grad_dtype = param.dtype  # the Parameter lives on, and would accumulate in ours
+            if keeps_grads and grad is not None and grad.dtype == param.dtype and not isinstance(grad, ReducedGrad):
+                param.grad = grad
 
 
 def check_unchanged(part: Tensor, spec: ParamSpec) -> None:

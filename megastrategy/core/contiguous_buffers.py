@@ -355,8 +355,8 @@ class ContiguousGradBuffers(GradBuffers):
         self.close()
         return flats
 
-    def close(self) -> None:
-        super().close()
+    def close(self, *, keeps_grads: bool = False) -> None:
+        super().close(keeps_grads=keeps_grads)
         for index, place in self.main_grads.items():
             remove_main_grad(self.params[index], place)
         self.main_grads, self._awaited, self._held = {}, set(), set()

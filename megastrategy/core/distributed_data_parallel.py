@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from .callers import check_not_a_stage, check_not_inside_torch_ddp
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
-from .engine import Engine, raise_closed
+from .engine import Engine, GiveBack, raise_closed
 from .events import EventKind, Listener
 from .graph_splits import GraphSplits
 from .layout import BufferLayout
@@ -316,14 +316,19 @@ class DistributedDataParallel(nn.Module):
         """Raises ClosedError after :meth:`close`, and in a copy."""
         _ = self.engine
 
-    def close(self) -> None:
+    def close(self, *, give_back: GiveBack = "all") -> None:
         """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None. May be called twice.
 
-        Save optimizer state before: a group that this object made for itself ends here.
+        Its optimizers become torch's own again, with all of their state on every rank; drop those that are not needed
+        before. Collective over the ranks of sharded ones; where an exception is being handled, or not all ranks come,
+        this is done when they are used next, on all ranks.
+
+        Args:
+            give_back: "used" leaves those for later that no user code refers to; "later" all of them.
         """
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.close()
+            engine.close(give_back)
 
 
 def refuse_join(method: str) -> NoReturn:

@@ -5,7 +5,8 @@ The user's own optimizer object does the arithmetic. During ``step`` its groups 
 and whole parameters that it owns; at any other time they hold the model's Parameters, so schedulers, callbacks and
 freezing code see what they expect. Its ``state`` is keyed by what is stepped throughout. :class:`DistributedOptimizer`
 is the face shown to the framework; everything it knows is in one :class:`~megastrategy.core.sharded_step.ShardedStep`,
-since frameworks copy an optimizer's ``__dict__`` into wrappers of their own.
+since frameworks copy an optimizer's ``__dict__`` into wrappers of their own. When the model was closed the user's
+optimizer is one of torch's own again (given_back's [Note: when an optimizer is given back]), and the face calls it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .model_state import (
 from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
-from .sharded_step import ShardedStep
+from .sharded_step import ShardedStep, take_back
 from .shown_state import ShownState, own_state_of
 from .stage_state import is_staged
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
@@ -84,6 +85,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _borrowing: Borrowing | None
 
     def __new__(cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> DistributedOptimizer:
+        optimizer = _of_closed(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ValueError(
                 f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
@@ -98,16 +100,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"expected a megastrategy.DistributedDataParallel model, got {type(model).__name__}: wrap the module "
                 "first"
             )
-        engine = model.engine
+        engine, optimizer = model.engine, _of_closed(optimizer)
+        take_back(optimizer)
         findings = check_optimizer(optimizer, engine)
         self._impl = impl = ShardedStep(optimizer, engine, findings)
         self._borrowing = None
         if impl.owner_collectives is not None:
             self._borrowing = Borrowing(impl, engine.collectives, impl.owner_collectives, engine.device)
         if impl.has_shards:
-            optimizer.register_step_pre_hook(impl.refuse_direct_use)
-            optimizer.register_state_dict_pre_hook(impl.refuse_direct_use)
-            optimizer.register_load_state_dict_pre_hook(impl.refuse_direct_use)
+            impl.hooks = [
+                optimizer.register_step_pre_hook(impl.refuse_direct_use),
+                optimizer.register_state_dict_pre_hook(impl.refuse_direct_use),
+                optimizer.register_load_state_dict_pre_hook(impl.refuse_direct_use),
+            ]
             optimizer.__getstate__ = StateOfCopy(optimizer)  # type: ignore[method-assign]
 
     @property
@@ -184,6 +189,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             OptimizerNotShardableError: if shards cannot be stepped with these arguments, or with an option that was set
                 after the optimizer was wrapped. Nothing is changed then.
         """
+        if (plain := self._given_back()) is not None:
+            return plain.step(*args, **kwargs)
         impl, arguments = self._impl, StepArguments(args, kwargs)
         if not impl.has_shards:
             return impl.step_whole(arguments)
@@ -204,6 +211,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with torch.no_grad(), profiler_range("step"):
             impl.step(others)
         return result
+
+    def _given_back(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer, which is one of torch's own when the model was closed; None while it is open."""
+        impl = self._impl
+        if not impl.engine.is_closed:
+            return None
+        impl.give_back()
+        return impl.inner
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its model was closed, so that this calls the user's optimizer as it is."""
+        return self._impl.engine.is_closed
 
     @property
     def is_sharded(self) -> bool:
@@ -246,6 +269,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or, with ``set_to_none=False``, zeroes) the gradients of this optimizer's parameters."""
+        if (plain := self._given_back()) is not None:
+            plain.zero_grad(set_to_none)
+            return
         impl = self._impl
         impl.engine.zero_grads(impl.param_indices(), set_to_none=set_to_none)
         impl.strangers.zero(set_to_none)
@@ -254,11 +280,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """As ``torch.nn.utils.clip_grad_norm_`` over this optimizer's parameters; the total norm, the same bits on
         every rank. Collective."""
         impl = self._impl
-        impl.finish_grads()
+        is_plain = self._given_back() is not None
+        if not is_plain:
+            impl.finish_grads()
         parts = impl.engine.local_parts
-        if not impl.sharded and not parts.has_parts and not parts.model_groups:
-            params = [param for group in self.param_groups for param in group["params"]]
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        if is_plain or not (impl.sharded or parts.has_parts or parts.model_groups):
+            return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type, error_if_nonfinite)
         grads = impl.owned_grads()
         norm = impl.norm(grads, norm_type)
         if error_if_nonfinite:
@@ -270,6 +297,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As ``torch.nn.utils.clip_grad_value_`` over this optimizer's parameters."""
+        if self._given_back() is not None:
+            torch.nn.utils.clip_grad_value_(self._params(), clip_value)
+            return
         impl = self._impl
         impl.finish_grads()
         grads = [*impl.owned_grads().values(), *impl.strangers.grads()]
@@ -321,6 +351,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             OptimizerNotShardableError: if shards cannot be stepped with this group's options; it is not added then.
         """
+        if (plain := self._given_back()) is not None:
+            plain.add_param_group(param_group)
+            return
         impl = self._impl
         # the user's optimizer fills in its defaults and refuses what torch refuses; what we refuse is taken out again
         impl.inner.add_param_group(param_group)
@@ -367,7 +400,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _gather(self, what: str) -> Iterator[tuple[Gather | None, bool]]:
         """Yields a way for the ranks' parts to come together (None where all is here), and whether they come here."""
-        if self._borrowing is None:
+        if self._borrowing is None or self._impl.is_given_back:
             yield None, True
             return
         engine, owners = self._impl.engine, self._impl.owner_collectives
@@ -390,6 +423,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 then.
         """
         impl = self._impl
+        if (plain := self._given_back()) is not None:
+            plain.load_state_dict(state_dict)
+            return
         if is_complete := "state" in state_dict:  # else a hook makes it, of another format
             state_dict = self._completed(state_dict)
         if not impl.has_shards:
@@ -404,7 +440,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state as rank 0 has it, where this rank's has no entries. Collective if it is sharded."""
-        if not self.is_sharded or self._impl.engine.is_closed:
+        if not self.is_sharded:
             return state_dict
         return {**state_dict, "state": as_on_rank_zero(self._impl, state_dict["state"], STATE)}
 
@@ -525,3 +561,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._impl.inner!r})"  # Lightning derives a class of its own
+
+
+def _of_closed(optimizer: Any) -> Any:
+    """The user's optimizer inside of one whose model was closed; anything else as it is."""
+    is_closed = isinstance(optimizer, DistributedOptimizer) and optimizer.is_closed
+    return optimizer.optimizer if is_closed else optimizer

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
-from .collectives import Collectives, make_collectives
-from .collectives.process_groups import destroy_group, private_group, ranks_of
+from .collectives import Collectives, end_with, make_collectives
+from .collectives.process_groups import private_group, ranks_of
 from .first_batch import check_first_batch
 from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
 from .module_checks import check_all_agree
@@ -51,7 +51,7 @@ class DTensorParts(LocalParts):
 
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
         self._dp_ranks = ranks_of(process_group)
-        self._own_group: ProcessGroup | None = None
+        self._end: Callable[[], object] | None = None  # of the tensor ranks' group
         self._device = torch.device("cpu")
         self._has_seen_batch = self._looked_for_ties = False
         self.mesh: DeviceMesh = mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh
@@ -62,8 +62,8 @@ class DTensorParts(LocalParts):
         self._device = device
         group = self.mesh.get_group()
         made = private_group(group, device)
-        self._own_group = made if made is not group else None
         self.tensor_ranks = make_collectives(made, device)
+        self._end = end_with(self, self.tensor_ranks, made if made is not group else None)
 
     def check(self, module: nn.Module) -> None:
         """Refuses a module that ``fully_shard`` has wrapped, and a parameter that is not cut over one mesh, apart from
@@ -223,11 +223,8 @@ class DTensorParts(LocalParts):
     def close(self) -> None:
         if self.tensor_ranks is not None:
             self.tensor_ranks.close()
-        if self._own_group is not None:
-            assert self.tensor_ranks is not None
-            destroy_group(self.tensor_ranks.host.group)
-            destroy_group(self._own_group)
-            self._own_group = None
+        if self._end is not None:
+            self._end()
 
 
 def _warn_of_broken_ties(module: nn.Module) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,15 @@ from torch.nn import Parameter
 
 from .buffers import GradBuffers
 from .clip_grads import norms_of, norms_over_owners, zero_norms
-from .collectives import Collectives, destroy_second, make_collectives, second_collectives
-from .collectives.instanced import destroy_instances, shard_collectives
-from .collectives.process_groups import destroy_group, private_group
+from .collectives import Collectives, end_with, make_collectives, second_collectives
+from .collectives.instanced import shard_collectives
+from .collectives.process_groups import num_own_groups, private_group
 from .config import DistributedDataParallelConfig
 from .contiguous_buffers import ContiguousGradBuffers
-from .errors import ClosedError, LayoutMismatchError
+from .errors import ClosedError, LayoutMismatchError, NotOnAllRanksError
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
+from .holders import collect_garbage
 from .layout import BufferLayout, build_layout
 from .local_parts import LocalParts, dtensors_of
 from .main_grads import declare_main_grads, withdraw_main_grads
@@ -41,6 +43,10 @@ from .staged_reducer import StagedReducer
 from .stages import StagedModule, StageParts, find_staged
 from .trials.known_findings import KnownFindings
 from .weight_chunks import weight_chunks
+from .wrapped_again import take_over
+
+_MANY_GROUPS = 8
+GiveBack: TypeAlias = Literal["all", "used", "later"]
 
 
 class Engine:
@@ -50,7 +56,7 @@ class Engine:
     the model step through it.
 
     Args:
-        wrapper: the wrapper. Its ``module`` is asked for anew each time, since users replace it.
+        wrapper: the wrapper, which has this object. Its ``module`` is asked for anew each time, since users replace it.
         config: the options.
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
         collectives: how to send instead of what fits the group.
@@ -61,6 +67,7 @@ class Engine:
         move: moves everything to another layout, and returns whether it could; see rebucketing.relayout.
 
     Attributes:
+        wrapper: a weak reference to the wrapper.
         layout: the plan that buffers and shards follow. It grows when parameters join, and is another after a move.
         local_parts: where this rank has parameters and gradients; tensor-parallel ones in part.
         params: the trainable parameters, in the order of ``layout.params``.
@@ -89,7 +96,7 @@ class Engine:
         all_reduce_option: str,
         move: Callable[[Engine, BufferLayout], bool],
     ) -> None:
-        self._wrapper = wrapper
+        self.wrapper, self._kind, self._modules = weakref.ref(wrapper), type(wrapper), wrapper._modules
         self.config = config
         self.all_reduce_option = all_reduce_option
         # before any collective: a rank that refuses its module must not leave others waiting in one for it alone
@@ -98,12 +105,7 @@ class Engine:
         self.staged_module = find_staged(self.module)
         self.local_parts = _find_local_parts(self.module, process_group, self.staged_module)
         self.local_parts.check(self.module)
-        self._own_group: ProcessGroup | None = None
-        if collectives is None:
-            group = private_group(process_group, self.device)
-            self._own_group = group if group is not process_group else None
-            collectives = make_collectives(group, self.device)
-        self.collectives = self._buffer_collectives = collectives
+        self.collectives = self._buffer_collectives = collectives = self._connected(process_group, collectives)
         self.local_parts.connect(self.device)
         self.is_closed = False
         self.shard_holders: list[weakref.ref[ShardHolder]] = []
@@ -111,7 +113,7 @@ class Engine:
         self._listener = listener
         self.params: list[Parameter] = []
         self.index_by_id: dict[int, int] = {}
-        self.watch = ModuleWatch(wrapper._modules)
+        self.watch = ModuleWatch(self._modules)
         self.layout = self._plan()
         self.owners = Owners(self.layout, {})
         # after the ranks agreed on the layout: broadcasts of other modules would not match one another
@@ -137,6 +139,7 @@ class Engine:
                 self._buffer_collectives.connect(self.device, exchanges=False)
         self.staged = StagedBackwards(self) if self.staged_module is not None else None
         kind = Reducer if self.staged is None else StagedReducer
+        decides = weakref.WeakMethod(should_sync)  # of the wrapper, which may be dropped
         self.reducer = kind(
             self.layout,
             self.params,
@@ -144,13 +147,27 @@ class Engine:
             collectives,
             self.shard_collectives,
             config,
-            should_sync,
+            lambda decision: (decide := decides()) is not None and decide(decision),
             listener,
             self._make_planner(move),
             self.local_parts.tensor_ranks,
         )
+        self.reducer.engine = weakref.ref(self)
         if self.staged_module is not None:
             self.staged_module.attach(self.staged)
+
+    def _connected(self, process_group: ProcessGroup | None, collectives: Collectives | None) -> Collectives:
+        own_group: ProcessGroup | None = None
+        if collectives is None:
+            # Each has threads and descriptors, and those of a model that was dropped in a circle of references end when
+            # that is collected.
+            if num_own_groups() >= _MANY_GROUPS:
+                collect_garbage()
+            group = private_group(process_group, self.device)
+            own_group = group if group is not process_group else None
+            collectives = make_collectives(group, self.device)
+        self._end = end_with(self, collectives, own_group)
+        return collectives
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Becomes None in copies and pickles of what holds it, such as a Trainer in mid-fit."""
@@ -159,7 +176,7 @@ class Engine:
     @property
     def module(self) -> nn.Module:
         """The wrapped module."""
-        module = self._wrapper._modules["module"]
+        module = self._modules["module"]
         assert module is not None, "torch refuses None for a module"
         return module
 
@@ -183,6 +200,11 @@ class Engine:
         """Whether any torch optimizer may step the Parameters: whole on every rank, and without main params."""
         is_whole = self.layout.num_shards == 1 and not self.local_parts.has_parts
         return is_whole and not any(spec.has_main_param for spec in self.layout.params)
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the wrapper is there, or this is closed already."""
+        return self.is_closed or self.wrapper() is not None
 
     def is_as_wrapped(self) -> bool:
         """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
@@ -210,7 +232,7 @@ class Engine:
         """Refuses a parameter that was replaced, and takes in what was unfrozen: cheap, before every forward."""
         if self.watch.has_changed():
             # the module's own check may know more of what came in a parameter's place
-            check_module(self.module, type(self._wrapper))
+            check_module(self.module, self._kind)
             self.local_parts.check(self.module)
             self.watch.look(self.params)
         self.reducer.follow_swaps()
@@ -261,8 +283,9 @@ class Engine:
         ]
         layout = build_layout(specs, self.config, self.collectives.size)
         if joining or not known:
-            check_module(self.module, type(self._wrapper))
+            check_module(self.module, self._kind)
             common_device(self.module)
+            take_over([(name, param) for name, param in others if param.requires_grad], self.module)
             is_sharded = layout.num_shards > 1
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
             layout = agree_on_layout(layout, self.config, self.collectives)
@@ -455,29 +478,52 @@ class Engine:
         if self.is_closed:
             raise_closed()
 
-    def close(self) -> None:
-        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None."""
+    def close(self, give_back: GiveBack) -> None:
+        """Leaves a plain module: parameters own their memory, hooks are gone, ``.grad`` is None.
+
+        ``give_back``: which optimizers; see given_back's [Note: when an optimizer is given back].
+        """
         self.is_closed = True
         try:
             self.finish_param_gather()
+            if give_back != "later" and sys.exception() is None:
+                self._give_back(used=give_back == "used")
         finally:
             self.reducer.close()
-            self.grad_buffers.close()
+            self.grad_buffers.close(keeps_grads=self.wrapper() is None)
             withdraw_main_grads(self._declared)
             if self.param_buffers is not None:
                 self.param_buffers.restore()
                 self.param_buffers = None
-            self._buffer_collectives.close()
-            self.collectives.close()
-            self.local_parts.close()
             if self.staged_module is not None:
                 self.staged_module.attach(None)
-            if self._own_group is not None:
-                destroy_second(self.collectives)
-                destroy_instances(self.collectives)
-                destroy_group(self.collectives.host.group)
-                destroy_group(self._own_group)
-                self._own_group = None
+            self.release_groups()
+
+    def _give_back(self, *, used: bool) -> None:
+        """Gives the optimizers back that all ranks have, if all ranks close this model; with ``used`` those that user
+        code of any rank refers to."""
+        holders = [ref() for ref in self.shard_holders]
+        missing = [holder is None for holder in holders]
+        wanted = [holder is not None and not (used and not holder.is_used_elsewhere) for holder in holders]
+        if holders and self.layout.num_shards > 1:
+            try:
+                self.collectives.require_all_ranks("close() of a model with a sharded optimizer")
+            except NotOnAllRanksError:
+                return
+            agreed = list(map(bool, self.collectives.max_of_bytes([*missing, *wanted])))
+            missing, wanted = agreed[: len(holders)], agreed[len(holders) :]
+        for holder, is_missing, is_wanted in zip(holders, missing, wanted, strict=True):
+            if holder is not None and is_wanted and not is_missing:
+                holder.give_back()
+
+    def release_groups(self) -> None:
+        """Ends threads and, after :meth:`close`, the groups of this engine's own, if no optimizer needs them."""
+        self._buffer_collectives.close()
+        self.collectives.close()
+        holders = [holder for ref in self.shard_holders if (holder := ref()) is not None]
+        if self.is_closed and not any(holder.needs_ranks for holder in holders):
+            self.local_parts.close()
+            self._end()
 
 
 def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, staged: StagedModule | None) -> LocalParts:
@@ -498,7 +544,7 @@ def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, sta
 def raise_closed() -> NoReturn:
     """Raises the error of a closed wrapper, of a copy, and of the optimizer of either."""
     raise ClosedError(
-        "this DistributedDataParallel was closed, or is a copy (deepcopy, pickle): its module is a plain one, "
-        "whose gradients nobody would reduce. To train it, wrap the module again, and make a new "
-        "DistributedOptimizer"
+        "this DistributedDataParallel was closed, or its module was wrapped again since, or it is a copy (deepcopy, "
+        "pickle): it reduces no gradients. To train its module, call the wrapper that was made last, or wrap the "
+        "module again, and make a new DistributedOptimizer"
     )

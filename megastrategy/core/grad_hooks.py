@@ -81,7 +81,13 @@ class GradHooks:
         self._handles, self._hooks_of, self._num_hooks = [], [], 0
 
 
-def is_wrapped(param: Parameter) -> bool:
-    """Whether the gradient of this parameter is counted by a reducer that is alive and not closed."""
+def reducers_of(param: Parameter) -> list[Any]:
+    """The reducers, alive and not closed, that count the gradient of this parameter: at most one."""
     hooks = (param._post_accumulate_grad_hooks or {}).values()
-    return any(isinstance(hook, GradHook) and hook.reducer() is not None for hook in hooks)
+    found = [hook.reducer() for hook in hooks if isinstance(hook, GradHook)]
+    return [reducer for reducer in found if reducer is not None]
+
+
+def is_wrapped(param: Parameter) -> bool:
+    """Whether a wrapped model counts the gradient of this parameter."""
+    return bool(reducers_of(param))

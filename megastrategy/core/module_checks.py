@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
 from .errors import LayoutMismatchError
-from .grad_hooks import is_wrapped
 from .layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, digest
 from .local_parts import LocalParts
 from .strides import dense_stride
@@ -41,13 +40,10 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
 def check_memory_is_own(
     module: nn.Module, params: Sequence[Parameter], parts: LocalParts, all_reduce_option: str, *, sharded: bool
 ) -> None:
-    """Raises ValueError for one of ``params`` that is wrapped already, or that would move into a buffer while other
-    parameters, buffers or a CUDA graph use its memory too; ``all_reduce_option`` is then the way out."""
+    """Raises ValueError for one of ``params`` that would move into a buffer while other parameters, buffers or a CUDA
+    graph use its memory too; ``all_reduce_option`` is then the way out."""
     joining = {id(param) for param in params}
     spans: list[tuple[int, int, str, bool]] = []
-    for name, param in module.named_parameters():
-        if id(param) in joining and is_wrapped(param):
-            raise ValueError(f"parameter {name!r} belongs to a DistributedDataParallel already: call its close() first")
     for name, whole in (*module.named_parameters(), *module.named_buffers()):
         tensor = parts.of(whole)
         if tensor.numel() > 0 and tensor.layout == torch.strided:

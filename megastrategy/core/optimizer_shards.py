@@ -24,6 +24,8 @@ from .checkpoint.whole_state import as_saved
 from .collectives import Collectives
 from .engine import Engine
 from .errors import OptimizerNotShardableError
+from .given_back import give_back, remove
+from .holders import is_used_elsewhere
 from .layout import BufferLayout
 from .main_param_buffer import MainParamBuffer
 from .param_buffers import ParamBuffers
@@ -78,6 +80,8 @@ class OptimizerShards(ShardHolder):
         self._whole = WholeParams(engine)
         self._num_whole_tensors = findings.whole_tensors if findings is not None else 0
         self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
+        self.hooks: list[Any] = []  # handles of ours on the user's optimizer, which the face registers
+        self.is_given_back = False  # the state is by Parameter again, and the optimizer one of torch's
         self.follow_model()
 
     def _kept_state(self) -> KeptState | None:
@@ -101,6 +105,14 @@ class OptimizerShards(ShardHolder):
         )
 
     @property
+    def needs_ranks(self) -> bool:  # type: ignore[override]
+        return self.sharded
+
+    @property
+    def is_used_elsewhere(self) -> bool:  # type: ignore[override]
+        return is_used_elsewhere(self.inner)
+
+    @property
     def layout(self) -> BufferLayout:
         """The model's; it grows when parameters join."""
         return self.engine.layout
@@ -113,6 +125,8 @@ class OptimizerShards(ShardHolder):
     def followed_by_id(self) -> dict[int, int]:
         """``index_by_id`` without this optimizer's parameters that have no shards yet: their state is whole on every
         rank, like that of frozen ones."""
+        if self.is_given_back:
+            return {}
         waiting = self._not_followed()[0] if self.has_shards else {}
         return {key: index for key, index in self.index_by_id.items() if index not in waiting}
 
@@ -133,7 +147,7 @@ class OptimizerShards(ShardHolder):
     @property
     def has_shards(self) -> bool:
         """Whether stepping goes through tensors other than the model's Parameters."""
-        return not self.engine.steps_params_themselves
+        return not (self.is_given_back or self.engine.steps_params_themselves)
 
     def check_groups(self) -> None:
         """Looks for parameters that the model has not; see :meth:`Strangers.find`."""
@@ -149,24 +163,12 @@ class OptimizerShards(ShardHolder):
         if not self.has_shards or self.engine.is_closed:
             return
         params, whole = self._not_followed()
-        self._check_whole(whole)
+        self._whole.check(whole, type(self.inner).__name__)
         if whole and self.sharded:
             self._whole.add(whole)
         if params:
             with self.at_rest.lock:
                 self._follow(params)
-
-    def _check_whole(self, whole: Collection[int]) -> None:
-        """Raises OptimizerNotShardableError where a parameter would have to be whole and no rank has all of it."""
-        engine = self.engine
-        for index in sorted(whole):
-            if engine.local_parts.is_cut(engine.params[index]):
-                raise OptimizerNotShardableError(
-                    f"{type(self.inner).__name__} updates parameters as wholes, and parameter "
-                    f"{self.layout.params[index].name!r} is tensor-parallel: each rank has a part of it, and none all. "
-                    "Give tensor-parallel parameters a group or an optimizer that updates every element by itself "
-                    "(AdamW, SGD), or leave the parameter out of the plan of parallelize_module"
-                )
 
     def _follow(self, params: Mapping[int, Parameter]) -> None:
         buffers = self.engine.param_buffers
@@ -458,6 +460,19 @@ class OptimizerShards(ShardHolder):
         group = self.inner.param_groups[run.group]
         in_chunks = self._may_join(group) and self._is_on_cpu and not group.get("foreach")
         return CHUNK_NUMEL if in_chunks else run.main.numel()
+
+    def give_back(self, *, keep_hooks: bool = False) -> None:
+        """See given_back's [Note: when an optimizer is given back]. ``keep_hooks``: one of them is running."""
+        if self.has_shards:
+            with self.at_rest.replaced():
+                self.main_params_to_come |= give_back(self)
+                self.is_given_back, self.sharded = True, False
+                self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
+            self.engine.release_groups()
+        if not keep_hooks:
+            remove(self.hooks)
+            self.hooks = []
+            self.inner.__dict__.pop("__getstate__", None)
 
     # --- another layout ----------------------------------------------------------------------------------------------
 

@@ -238,8 +238,8 @@ class PooledGradBuffers(GradBuffers):
         self._on_the_way.clear()
         self._staging.clear()
 
-    def close(self) -> None:
-        super().close()
+    def close(self, *, keeps_grads: bool = False) -> None:
+        super().close(keeps_grads=keeps_grads)
         self._sums, self._staging, self._sealed = [], [], {}
         self._on_the_way.clear()
 

@@ -60,7 +60,12 @@ class Reducer:
         listener: gets every event, or None.
         planner: watches the first synchronised backward for better buckets; None where none are wanted.
         tensor_ranks: the ranks that hold the parts of a tensor-parallel model; they refuse a backward together.
+
+    Attributes:
+        engine: a weak reference to the engine that it belongs to.
     """
+
+    engine: Any
 
     def __init__(
         self,

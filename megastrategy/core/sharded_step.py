@@ -35,6 +35,7 @@ from .collectives import Collectives
 from .engine import Engine
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
+from .holders import collect_garbage
 from .optimizer_shards import OptimizerShards
 from .param_shard import ParamShard, begin_step, drop_remainders, end_step
 from .step_memory import bring_back, copy_kept_grads, is_shared
@@ -496,11 +497,43 @@ class ShardedStep(OptimizerShards):
         return wire_part(change, start, start + run.main.numel())
 
     def refuse_direct_use(self, *_: Any) -> None:
-        """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards."""
-        if not self._passing_through:
+        """Hook on the user's object: between steps it does not hold what it steps, and its state is of shards.
+
+        After the model was closed, or dropped, it is given back, if it was not yet.
+        """
+        if self._passing_through or self.is_given_back:
+            return
+        if not self.engine.is_closed:
+            collect_garbage()
+            if not self.engine.is_in_use:
+                self.engine.close("later")
+        if self.engine.is_closed:
+            self.give_back(keep_hooks=True)
+        else:
             raise DirectUseError(
                 "this optimizer steps shards, which it does not hold now: call step(), state_dict() and "
                 "load_state_dict() of the DistributedOptimizer around it, on all ranks (self.optimizers() in a "
                 "LightningModule, what fabric.setup() or accelerator.prepare() returned), not of the optimizer that "
                 "was passed to it"
             )
+
+
+def take_back(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer that has stepped another model's shards one of torch's own.
+
+    Collective if it is sharded.
+
+    Raises:
+        ValueError: if that model is in use.
+    """
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    known = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), ShardedStep)]
+    for impl in known:
+        if not impl.engine.is_in_use:
+            impl.engine.close("later")
+        if not impl.engine.is_closed:
+            raise ValueError(
+                f"this {type(optimizer).__name__} is in a DistributedOptimizer already, whose model is in use: call "
+                "that one, or close() the model"
+            )
+        impl.give_back()

@@ -28,8 +28,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
-from .collectives import Collectives, make_collectives
-from .collectives.process_groups import destroy_group, private_group, subgroup
+from .collectives import Collectives, end_with, make_collectives
+from .collectives.process_groups import private_group, subgroup
 from .first_batch import check_first_batch
 from .local_parts import LocalParts, dtensors_of
 from .module_checks import check_all_agree
@@ -147,7 +147,7 @@ class StageParts(LocalParts):
         self.elsewhere = names_elsewhere(module)
         self._stages_agreed = self._stages_saw_batch = False
         self._device = torch.device("cpu")
-        self._groups: list[ProcessGroup] = []
+        self._ends: list[Callable[[], object]] = []  # of groups
         self._own_copies: dict[int, Collectives] = {}  # by id of the parameter, in one order on all ranks
         self._counted_elsewhere: set[int] = set()
         self._first_names: dict[str, str] = {}
@@ -171,8 +171,7 @@ class StageParts(LocalParts):
         assert group is not None, "there are other stages"
         self._device = device
         made = private_group(group, device)
-        self._groups.append(made)
-        self.stage_ranks = make_collectives(made, device)
+        self.stage_ranks = self._connected(made, device)
         params, by_ranks = dict(self._staged.named_parameters()), dict[tuple[int, ...], Collectives | None]()
         for copies in self._staged.copies:
             holders = tuple(copies.names)
@@ -180,14 +179,19 @@ class StageParts(LocalParts):
             self._first_names |= dict.fromkeys(others, first)
             if holders not in by_ranks:
                 holders_group = subgroup(group, holders, device)
-                by_ranks[holders] = None if holders_group is None else make_collectives(holders_group, device)
-                self._groups += [] if holders_group is None else [holders_group]
+                by_ranks[holders] = None if holders_group is None else self._connected(holders_group, device)
             if (ranks := by_ranks[holders]) is not None:
                 param = params[copies.names[group.rank()]]
                 self.copied.append(param)
                 self._own_copies[id(param)] = ranks
                 if not ranks.is_rank_zero:
                     self._counted_elsewhere.add(id(param))
+
+    def _connected(self, group: ProcessGroup, device: torch.device) -> Collectives:
+        ranks = make_collectives(group, device)
+        own = group if group is not self._staged.stage_group else ranks.host.group if ranks.host is not ranks else None
+        self._ends.append(end_with(self, ranks, own))
+        return ranks
 
     def check(self, module: nn.Module) -> None:
         if self._staged.tensor_mesh is None and (cut := next(iter(dtensors_of(module)), None)) is not None:
@@ -270,12 +274,5 @@ class StageParts(LocalParts):
 
     def close(self) -> None:
         super().close()
-        for ranks in {id(ranks): ranks for ranks in [self.stage_ranks, *self._own_copies.values()]}.values():
-            if ranks is not None:
-                ranks.close()
-                if ranks.host is not ranks:
-                    destroy_group(ranks.host.group)
-        for group in self._groups:
-            if group is not self._staged.stage_group:
-                destroy_group(group)
-        self._groups = []
+        for end in self._ends:
+            end()

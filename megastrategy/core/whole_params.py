@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from .buffers import slice_view
 from .collectives import Handle
 from .engine import Engine
+from .errors import OptimizerNotShardableError
 from .events import EventKind
 from .layout import Bucket, Spans
 from .owners import Owners, Part
@@ -110,6 +111,21 @@ class WholeParams:
         """Whether this rank steps some of them."""
         rank_of, rank = self._engine.owners.rank_of, self._engine.shard_collectives.rank
         return any(rank_of[index] == rank for index in self.indices)
+
+    def check(self, indices: Iterable[int], kind: str) -> None:
+        """Raises OptimizerNotShardableError where a parameter would have to be whole and no rank has all of it.
+
+        ``kind``: the optimizer's class, for the message.
+        """
+        engine = self._engine
+        for index in sorted(indices):
+            if engine.local_parts.is_cut(engine.params[index]):
+                raise OptimizerNotShardableError(
+                    f"{kind} updates parameters as wholes, and parameter {engine.layout.params[index].name!r} is "
+                    "tensor-parallel: each rank has a part of it, and none all. Give tensor-parallel parameters a "
+                    "group or an optimizer that updates every element by itself (AdamW, SGD), or leave the parameter "
+                    "out of the plan of parallelize_module"
+                )
 
     def add(self, indices: Collection[int]) -> None:
         """Gives parameters owners. Collective; the same ones on all ranks."""

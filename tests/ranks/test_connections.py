@@ -1,19 +1,22 @@
-"""The connections that the engine's own gloo groups have."""
+"""The connections that the engine's own gloo groups have, and when they end."""
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import struct
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import HashStore, PrefixStore, ProcessGroup
 
 from benchmarks.counters import tcp_sockets
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import private_group
 from megastrategy.core.collectives import GlooCollectives, make_collectives
 from megastrategy.core.collectives.process_groups import destroy_group, part_of_group
@@ -111,3 +114,80 @@ def _under_debugging() -> None:
 
 def test_where_torch_watches_what_gloo_does_it_makes_the_group() -> None:
     run_processes(2, _under_debugging)
+
+
+# --- models that nobody closes ---------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shards": {},
+    "all-reduce": {"use_distributed_optimizer": False},
+    "two groups": {"overlap_param_gather": "forward"},
+    "instances": {"num_distributed_optimizer_instances": 2},
+}
+
+
+def _open() -> tuple[int, int, int]:
+    """Returns the numbers of threads, descriptors and of torch's process groups."""
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), groups
+
+
+def _train_and_drop(options: dict[str, Any], times: int) -> None:
+    for _ in range(times):
+        module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(**options))
+        optimizer = DistributedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.01), model)
+        optimizer.itself = optimizer  # type: ignore[attr-defined] # a circle of references, as users have them
+        for _ in range(2):
+            model(torch.ones(3, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _wrap_many(options: dict[str, Any]) -> tuple[tuple[int, int, int], ...]:
+    _train_and_drop(options, 2)
+    gc.collect()
+    before = _open()
+    _train_and_drop(options, 10)
+    during = _open()
+    _train_and_drop(options, 20)
+    after = _open()
+    gc.collect()
+    return before, during, after, _open()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_models_that_were_dropped_keep_no_thread_descriptor_or_group(size: int, options: dict[str, Any]) -> None:
+    """A loop over folds or trials wraps hundreds, and closes none; Python collects garbage, and the wrap does."""
+    if size == 1 and "num_distributed_optimizer_instances" in options:
+        return
+    for before, during, after, collected in run_processes(size, _wrap_many, options):
+        assert all(now <= once for now, once in zip(collected, before, strict=True))  # a thread may end a bit later
+        most_groups = 12  # the wrap collects at 8, and one model has up to 4
+        assert during[2] - before[2] <= most_groups
+        assert after[2] - before[2] <= most_groups
+        assert after[1] - before[1] <= 9 * most_groups
+        assert after[0] - before[0] <= 4 * most_groups
+
+
+def _wrap_with_optimizers_that_stay() -> tuple[int, ...]:
+    """Optimizers that outlive their models keep the groups that their state needs, until it was given back."""
+    kept = []
+    module = nn.Linear(6, 5)
+    for _ in range(3):
+        model = DistributedDataParallel(module)
+        kept.append(torch.optim.AdamW(module.parameters(), lr=0.01))
+        optimizer = DistributedOptimizer(kept[-1], model)
+        model(torch.ones(3, 6)).square().mean().backward()
+        optimizer.step()
+    del model, optimizer
+    groups = [_open()[2]]
+    for inner in kept:
+        assert inner.state_dict()["state"][0]["exp_avg"].shape == (5, 6)
+        groups.append(_open()[2])
+    return tuple(group - groups[-1] for group in groups)
+
+
+def test_groups_stay_as_long_as_an_optimizer_needs_them() -> None:
+    assert run_processes(2, _wrap_with_optimizers_that_stay) == [(3, 2, 1, 0)] * 2

@@ -98,7 +98,7 @@ LIVES_IN = {
 NOT_YET = {"_require_manual_backward_finalization": "2.15"}
 """Names that torch has since a later version: a prepared model answers for them on older ones, too."""
 
-NOT_THEIRS = {"_exit", "_getframe", "_extra_state", "_megatron_ddp", "_notebook", "_norm_total"}
+NOT_THEIRS = {"_exit", "_current_frames", "_getframe", "_extra_state", "_megatron_ddp", "_notebook", "_norm_total"}
 """Python's own; a key of torch's state_dicts; marks, endings of names and members of ours."""
 
 

@@ -25,7 +25,7 @@ from ..state_hooks import without_state_hooks
 from .flat_shard import FlatShard
 from .host_copies import to_host
 from .own_parts import Described, Keys, OwnParts, agreed_keys
-from .whole_state import as_saved, gather_whole, groups_as_saved
+from .whole_state import as_saved, gather_whole, gather_whole_everywhere, groups_as_saved
 
 
 class Gather(Protocol):
@@ -47,11 +47,11 @@ class Gather(Protocol):
 
 
 class CollectiveGather:
-    """Gathers by collectives, which all ranks call together."""
+    """Gathers by collectives, which all ranks call together; on rank 0, or ``everywhere``."""
 
-    def __init__(self, collectives: Collectives, device: torch.device) -> None:
-        self._collectives, self._device = collectives, device
-        self.is_root = collectives.is_rank_zero
+    def __init__(self, collectives: Collectives, device: torch.device, *, everywhere: bool = False) -> None:
+        self._collectives, self._device, self._everywhere = collectives, device, everywhere
+        self.is_root = everywhere or collectives.is_rank_zero
 
     def everybody(self, own: Any) -> list[Any]:
         return self._collectives.all_gather_objects(own)
@@ -62,6 +62,8 @@ class CollectiveGather:
             self._collectives.wait_for_device(self._device, "all-gather")
 
     def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+        if self._everywhere:
+            return gather_whole_everywhere(own, self._collectives)
         wholes = gather_whole(own, self._collectives, self._device)
         return (found for found in wholes if self.is_root)  # and not rank 0 of another instance
 

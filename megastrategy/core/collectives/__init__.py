@@ -9,6 +9,8 @@ behind it.
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from .backend import BackendCollectives
 from .fake import FakeCollectives
 from .gloo import GlooCollectives, HostCollectives
 from .host_staged import HostStagedCollectives
+from .instanced import destroy_instances
 from .interface import Collectives, Handle, Handles
 from .process_groups import (
     destroy_group,
@@ -43,6 +46,7 @@ __all__ = [
     "Handles",
     "HostStagedCollectives",
     "LoneCollectives",
+    "end_with",
     "host_collectives",
     "make_collectives",
     "second_collectives",
@@ -110,6 +114,29 @@ def destroy_second(every: Collectives) -> None:
     if every.second is not None:
         destroy_group(every.second.group)
         every.second = None
+
+
+def end_with(owner: object, every: Collectives, own_group: ProcessGroup | None) -> Callable[[], object]:
+    """Ends threads when ``owner`` is collected, or what this returns is called; and groups, if ``own_group`` was made
+    for ``every``.
+
+    Sends nothing: a rank collects, or closes, its own model. Not at exit, when other ranks may still be in a
+    collective.
+    """
+    end = weakref.finalize(owner, _end_groups, every, own_group)
+    end.atexit = False
+    return end
+
+
+def _end_groups(every: Collectives, own_group: ProcessGroup | None) -> None:
+    for collectives in (every.second, every):
+        if collectives is not None:
+            collectives.close()
+    if own_group is not None:
+        destroy_second(every)
+        destroy_instances(every)
+        destroy_group(every.host.group)
+        destroy_group(own_group)
 
 
 def _over_store(

@@ -100,6 +100,7 @@ class Collectives(ABC):
     receives_apart = False
     watchdog: Watchdog | None = None
     _host: Collectives | None = None
+    second: Collectives | None = None
 
     def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None, host: Collectives | None = None) -> None:
         self.group = group
@@ -113,7 +114,6 @@ class Collectives(ABC):
             # One count for the device and the host, too: a program starts both in one order, the same on all ranks.
             self.progress = host.progress
         self.instances: dict[int, Collectives] = {}
-        self.second: Collectives | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leaves None in copies and pickles of what holds them (a Trainer in mid-fit): connections are of this process,

@@ -44,6 +44,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ..errors import CollectiveError
 
 _GLANCE_S = 1.0
+_NAME = "megastrategy "
 HOSTS_CONNECT_S = 60.0
 """The time that hosts have to connect. They come together, from a collective on the device; a full mesh of 512 takes
 seconds."""
@@ -138,13 +139,18 @@ def store_of_group(group: ProcessGroup) -> Store:
     return group.get_group_store() if known is None else known[1]
 
 
+def num_own_groups() -> int:
+    """The number of groups in this process that :func:`private_group` and its like have made and nobody has ended."""
+    return sum(name.startswith(_NAME) for name in dist.distributed_c10d._world.pg_names.values())
+
+
 def new_name(group: ProcessGroup, device: torch.device) -> str:
     """A name that no other group has or had. Collective."""
     # Rank 0's draw, and of secrets: users seed the other generators, again before each fit, and a name would come
     # twice.
     number = torch.tensor([secrets.randbelow(2**62)], device=device)
     group.broadcast([number], dist.BroadcastOptions()).wait()
-    return f"megastrategy {int(number.item())}"
+    return f"{_NAME}{int(number.item())}"
 
 
 def part_of_group(

@@ -28,6 +28,10 @@ class ShardHolder(ABC):
     """
 
     num_steps_begun = 0
+    needs_ranks = False
+    """Whether it has a part of some state only, and the other ranks the rest."""
+    is_used_elsewhere = False
+    """Whether user code refers to the optimizer itself."""
 
     @abstractmethod
     def describe(self) -> Contents | None:
@@ -39,6 +43,9 @@ class ShardHolder(ABC):
     def num_kept(self) -> dict[int, int] | None:
         """The numbers that are kept for each element, by parameter; None if nobody knows before the first step."""
         return {}
+
+    def give_back(self) -> None:  # noqa: B027 - nothing to do where no state is kept
+        """The model is closed: the optimizer's state is whole on every rank. Collective if it is sharded."""
 
     @abstractmethod
     def part(self, param: int, name: str) -> Tensor | None:

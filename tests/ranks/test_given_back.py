@@ -1,0 +1,245 @@
+"""An optimizer outlives its model's wrapper: after ``close()`` it is torch's own again, with all of its state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import Optimizer
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.models import two_layers
+from tests.support.ranks import run_ranks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shards": {"bucket_size": 100},
+    "forward": {"bucket_size": 100, "overlap_param_gather": "forward"},
+    "pooled": {"bucket_size": 100, "grad_buffer": "pooled"},
+    "all-reduce": {"bucket_size": 100, "use_distributed_optimizer": False},
+}
+both_numbers_of_ranks = pytest.mark.parametrize("size", [1, 2])
+all_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.01)
+
+
+def adafactor(params: Any) -> Optimizer:
+    """Steps parameters whole."""
+    return torch.optim.Adafactor(params, lr=0.01)
+
+
+def x_of(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 10, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class Loop:
+    """Trains one module with one optimizer, wrapped several times, under either engine."""
+
+    def __init__(self, rank: int, group: ProcessGroup, options: dict[str, Any] | None, make: Callable[[Any], Any]):
+        self.rank, self.group, self.options = rank, group, options
+        self.module = two_layers()
+        frozen = nn.Linear(self.module[-1].out_features, 3).requires_grad_(False)
+        for param in frozen.parameters():
+            nn.init.constant_(param, 0.3)
+        self.module.append(frozen)
+        self.inner = make(self.module.parameters())
+        self.step = 0
+
+    def wrap(self) -> tuple[Any, Any]:
+        if self.options is None:
+            return TorchDDP(self.module, process_group=self.group), self.inner
+        model = DistributedDataParallel(self.module, DistributedDataParallelConfig(**self.options), self.group)
+        return model, DistributedOptimizer(self.inner, model)
+
+    def train(self, model: Any, optimizer: Any, steps: int = 2, rank: int | None = None) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(x_of(self.rank if rank is None else rank, self.step)).square().mean().backward()
+            optimizer.step()
+            self.step += 1
+
+    def found(self) -> list[Any]:
+        """Weights, and the optimizer's state, in the order of its parameters."""
+        params = list(self.module.parameters())
+        state = [dict(self.inner.state.get(p, {})) for p in params]
+        return copy.deepcopy([p.detach() for p in params] + state)
+
+
+Program = Callable[[Loop], None]
+
+
+def assert_as_under_torch_ddp(
+    program: Program, size: int, options: dict[str, Any], make: Callable[[Any], Any] = adamw
+) -> None:
+    def run(options: dict[str, Any] | None) -> list[list[Any]]:
+        def on_rank(rank: int, group: ProcessGroup) -> list[Any]:
+            loop = Loop(rank, group, options, make)
+            program(loop)
+            return loop.found()
+
+        return run_ranks(size, on_rank)
+
+    for mine, theirs in zip(run(options), run(None), strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            if isinstance(one, Tensor):
+                assert torch.equal(one, other)
+                continue
+            assert one.keys() == other.keys()
+            for name in one:
+                assert one[name].shape == other[name].shape, name
+                assert torch.equal(one[name], other[name]), name
+
+
+def by_hand(loop: Loop) -> None:
+    model, optimizer = loop.wrap()
+    loop.train(model, optimizer)
+    if loop.options is not None:
+        model.close()
+        assert not loop.inner._optimizer_step_pre_hooks
+        assert not loop.inner._optimizer_state_dict_pre_hooks
+        assert "__getstate__" not in vars(loop.inner)
+        assert set(loop.inner.state) <= set(loop.module.parameters())
+    loop.train(loop.module, loop.inner, rank=0)
+
+
+def by_the_face(loop: Loop) -> None:
+    """The loop's only name for an optimizer is what was wrapped around it."""
+    model, optimizer = loop.wrap()
+    loop.train(model, optimizer)
+    if loop.options is not None:
+        model.close()
+    loop.train(loop.module, optimizer, rank=0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch.nn.utils.clip_grad_norm_(loop.module.parameters(), 0.1)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    optimizer.step()
+
+
+def wrapped_again(loop: Loop) -> None:
+    for _ in range(3):
+        model, optimizer = loop.wrap()
+        loop.train(model, optimizer)
+        if loop.options is not None:
+            model.close()
+
+
+def wrapped_again_without_close(loop: Loop) -> None:
+    """As a loop over folds does, in which the last wrapper has a name until the next one is there."""
+    for _ in range(3):
+        model, optimizer = loop.wrap()
+        loop.train(model, optimizer)
+    if loop.options is not None:
+        model.close()
+
+
+def wrapped_again_by_the_face(loop: Loop) -> None:
+    model, optimizer = loop.wrap()
+    loop.train(model, optimizer)
+    if loop.options is not None:
+        model.close()
+        model = DistributedDataParallel(loop.module, DistributedDataParallelConfig(**loop.options), loop.group)
+        optimizer = DistributedOptimizer(optimizer, model)
+    loop.train(model, optimizer)
+    if loop.options is not None:
+        model.close()
+
+
+def used_after_an_error(loop: Loop) -> None:
+    """A model that is closed while an exception is handled sends nothing; the first use of the optimizer does."""
+    model, optimizer = loop.wrap()
+    loop.train(model, optimizer)
+    if loop.options is not None:
+        try:
+            raise RuntimeError("out of memory, say")
+        except RuntimeError:
+            model.close()
+    assert sorted(loop.inner.state_dict()["state"]) == [0, 1, 2, 3]
+    loop.train(loop.module, loop.inner, rank=0)
+
+
+PROGRAMS = (
+    by_hand,
+    by_the_face,
+    wrapped_again,
+    wrapped_again_without_close,
+    wrapped_again_by_the_face,
+    used_after_an_error,
+)
+
+
+@all_options
+@both_numbers_of_ranks
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_closed_model_gives_its_optimizer_back(program: Program, size: int, options: dict[str, Any]) -> None:
+    assert_as_under_torch_ddp(program, size, options)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_state_of_parameters_with_owners_comes_back(program: Program) -> None:
+    assert_as_under_torch_ddp(program, 2, {"bucket_size": 100}, adafactor)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS.values(), {"optimizer_state_dtype": "bf16"}], ids=str)
+def test_16_bit_weights_are_stepped_by_hand_with_state_in_their_dtype(options: dict[str, Any]) -> None:
+    """Main params end with the wrapper. A checkpoint that is saved afterwards has them."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        loop = Loop(rank, group, options, adamw)
+        loop.module.bfloat16()
+        model, optimizer = loop.wrap()
+        for step in range(2):
+            optimizer.zero_grad()
+            model(x_of(rank, step).bfloat16()).square().mean().backward()
+            optimizer.step()
+        main_params = optimizer.main_params()
+        model.close()
+        for param in list(loop.module.parameters())[:4]:
+            state = loop.inner.state[param]
+            assert state["exp_avg"].shape == param.shape
+            assert state["exp_avg"].dtype == torch.bfloat16
+        after = optimizer.main_params()
+        assert after.keys() == main_params.keys()
+        assert all(torch.equal(after[name], main_params[name]) for name in after)
+        loop.module(x_of(0, 9).bfloat16()).square().mean().backward()
+        loop.inner.step()
+
+    run_ranks(2, run)
+
+
+def test_user_state_groups_and_hooks_stay() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        loop = Loop(rank, group, {"bucket_size": 100}, adamw)
+        calls: list[str] = []
+        loop.inner.register_load_state_dict_pre_hook(lambda *_: calls.append("load"))
+        loop.inner.register_step_pre_hook(lambda *_: calls.append("step"))
+        loop.inner.state["epoch"] = 7
+        groups = list(loop.inner.param_groups)
+        model, optimizer = loop.wrap()
+        loop.train(model, optimizer)
+        del calls[:]
+        model.close()
+        assert not calls
+        assert loop.inner.state["epoch"] == 7
+        assert all(map(lambda one, other: one is other, loop.inner.param_groups, groups))
+        loop.inner.step()
+        assert calls == ["step"]
+
+    run_ranks(2, run)
+
+
+def test_an_optimizer_of_a_model_in_use_is_refused_by_another() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        loop = Loop(rank, group, {"bucket_size": 100}, adamw)
+        model, _ = loop.wrap()
+        with pytest.raises(ValueError, match=r"this AdamW is in a DistributedOptimizer already.*close\(\) the model"):
+            DistributedOptimizer(loop.inner, model)
+
+    run_ranks(2, run)
