@@ -180,7 +180,8 @@ def _whole_names(by_stage: list[list[list[str]]], parts: StageParts) -> list[lis
                         "of another kind (biases, say) can be a group of their own"
                     )
         # A stage has several chunks of layers, perhaps, between which others' lie. The sort keeps equal ones in order.
-        whole.append(sorted(itertools.chain(*of_stages), key=parts.layer_of))
+        # A frozen parameter of the loss is every stage's, and counts once.
+        whole.append(sorted(dict.fromkeys(itertools.chain(*of_stages)), key=parts.layer_of))
     return whole
 
 

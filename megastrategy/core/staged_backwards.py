@@ -93,12 +93,13 @@ class StagedBackwards(FollowsStages):
     def before_backward(self, outputs: Any, *, is_last: bool) -> None:
         self._reducer.decide_next_backward(outputs, sync=is_last)
 
-    def finish(self) -> None:
-        engine, refusal = self._present, None
+    def finish(self, problem: str = "") -> None:
+        engine = self._present
+        refusal: MegastrategyError | None = StageError(problem) if problem else None
         try:
             self._reducer.finish_deferred()
         except _REFUSALS as error:
-            refusal = error
+            refusal = refusal or error
         self._state = _State.NONE
         try:
             self._agree(engine.local_parts, refusal)

@@ -63,10 +63,14 @@ class FollowsStages(ABC):
         that it reaches."""
 
     @abstractmethod
-    def finish(self) -> None:
+    def finish(self, problem: str = "") -> None:
         """The schedule has ended on this stage, and nothing is on its way between stages. Collective over all stages.
 
+        Args:
+            problem: why its gradients are of no use, as far as this stage knows; empty if they are right.
+
         Raises:
+            StageError: on all stages, if there is a problem on any.
             MegastrategyError: on all stages, if the gradients of any are refused; all are dropped then.
         """
 
@@ -92,6 +96,7 @@ class StagedModule(nn.Module):
         places: by rank of the group, the number of its first stage.
         elsewhere: the names of parameters and buffers that other stages have. Names are this module's.
         copies: of parameters that several of them have, all, in one order on all ranks.
+        layers_name: of the submodule that has the layers of all stages.
     """
 
     stage_group: ProcessGroup | None = None
@@ -99,6 +104,7 @@ class StagedModule(nn.Module):
     places: Sequence[int] = ()
     elsewhere: Collection[str] = ()
     copies: Sequence[Copies] = ()
+    layers_name = "layers"
 
     def layer_of(self, name: str) -> int:
         """The number of the layer that a parameter or buffer of this module, by its name here, belongs to."""
@@ -203,12 +209,12 @@ class StageParts(LocalParts):
         outside = [
             name
             for name, param in module.named_parameters()
-            if param.requires_grad and not name.startswith(self._prefix)
+            if param.requires_grad and not name.startswith(f"{self._prefix}{self._staged.layers_name}.")
         ]
         if outside:
             raise ValueError(
-                f"parameter {outside[0]!r} is trained and lies outside of the pipeline, so that every stage would have "
-                "one of its own, and they would part. Put it into one of the pipeline's layers"
+                f"parameter {outside[0]!r} is trained and is outside of the pipeline's layers, so that every stage "
+                "would have one of its own, and they would part. Put it into one of the pipeline's layers"
             )
 
     def counts_here(self, param: Tensor) -> bool:

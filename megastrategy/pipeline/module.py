@@ -29,6 +29,7 @@ from ..core import (
 from ..errors import StageError
 from .plan import StagePlan, check_schedule, make_plan
 from .schedules import Chunk, Run, scalar, split
+from .stage import PlainValues
 
 _MOST_RUNS = 8
 """Schedules that are kept, for batches of as many kinds: each has memory for what it receives of a batch."""
@@ -106,6 +107,7 @@ class Pipeline(StagedModule):
         self._in_order: ProcessGroup | None = None  # the ranks in the order of the stages
         order: list[int] = []
         if mesh is not None and mesh.size() > 1:
+            _check_loss(loss)
             self.stage_group = mesh.get_group()
             order = [dist.get_group_rank(self.stage_group, rank) for rank in in_order]
             self.places = [order.index(rank) for rank in range(len(order))]
@@ -139,13 +141,15 @@ class Pipeline(StagedModule):
         )
         self._runs: dict[Any, Run] = {}
         self._seen: list[Any] = []  # what the kept schedules are of
+        self._numbers = PlainValues(self.layers)
         self._backwards: FollowsStages | None = None
 
     def attach(self, backwards: FollowsStages | None) -> None:
         self._backwards = backwards
 
     def layer_of(self, name: str) -> int:
-        return int(name.split(".")[1])
+        # A loss is registered before the layers.
+        return int(name.split(".")[1]) if name.startswith(f"{self.layers_name}.") else -1
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has this stage's layers, and no way to the others.
@@ -206,12 +210,17 @@ class Pipeline(StagedModule):
             )
         backwards.begin()
         try:
-            own = self._run(True, self.microbatches, args, inputs, target).train(args, inputs, target, backwards)
-            loss = self._from_last_stage(own)
+            run = self._run(True, self.microbatches, args, inputs, target)
+            loss = self._from_last_stage(run.train(args, inputs, target, backwards))
+            self._numbers.note()
         except BaseException:
             backwards.abandon()
             raise
-        backwards.finish()
+        try:
+            backwards.finish(run.problem)
+        except StageError:
+            self._runs.clear()
+            raise
         return _Done.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, backwards)  # type: ignore[no-any-return]
 
     def _loss_alone(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
@@ -229,11 +238,23 @@ class Pipeline(StagedModule):
         if self.stage_group is None:
             output = self._whole_chain()(*args, **inputs)
             return output if target is None else scalar(self._loss(output, target))
-        output = self._run(False, microbatches, args, inputs, target).evaluate(args, inputs)
         is_last = self._rank == self.plan.num_ranks - 1
-        if target is not None:
-            return self._from_last_stage(scalar(self._loss(output, target)) if is_last else None)
-        return self._output_from_last_stage(output)
+        # Once more where shapes have changed with what no stage can compare, like an attribute of a class.
+        for is_again in (False, True):
+            run = self._run(False, microbatches, args, inputs, target)
+            output, problem = run.evaluate(args, inputs), run.problem
+            if is_last and target is not None and not problem:
+                try:
+                    output = scalar(self._loss(output, target))
+                except ValueError as error:
+                    problem = str(error)
+            self._numbers.note()
+            if not any(self._ranks.host.max_of_bytes([bool(problem)])):
+                break
+            self._runs.clear()
+            if is_again:
+                raise StageError(next(filter(None, self._ranks.all_gather_objects(problem))))
+        return self._output_from_last_stage(output) if target is None else self._from_last_stage(output)
 
     # --- between stages ----------------------------------------------------------------------------------------------
 
@@ -241,12 +262,13 @@ class Pipeline(StagedModule):
         """The schedule for such a batch. Collective over the stages, which must have the same kind of batch."""
         # What the layers return may depend on either: under autocast it has 16 bits.
         cast = torch.is_autocast_enabled(self._device.type) and str(torch.get_autocast_dtype(self._device.type))
-        batch = [_kind(leaf) for leaf in tree_leaves((args, dict(inputs), target))]
-        kind = str((trains, microbatches, self.training, cast, batch))
+        batch = [_kind(leaf) for leaf in tree_leaves((args, dict(inputs)))]
+        targets = [_kind(leaf) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in tree_leaves(target)]
+        kind = str((trains, microbatches, self.training, cast, batch, targets))
         for chunk in self._chunks:
             chunk.follow(self.layers)
         seen = [*map(id, self.layers), *((param.requires_grad, param.dtype) for param in self.layers.parameters())]
-        changed, self._seen = seen != self._seen, seen
+        changed, self._seen = seen != self._seen or self._numbers.have_changed(), seen
         digest = list(hashlib.sha256(kind.encode()).digest()[:8])
         copies = self._what_copies_need()
         largest = self._ranks.host.max_of_bytes([*digest, *(255 - byte for byte in digest), changed, *copies])
@@ -263,8 +285,10 @@ class Pipeline(StagedModule):
                     f"{' and '.join(map(repr, others))}: copies of a tied weight would part. Freeze or unfreeze it in "
                     "each of these layers"
                 )
-        if largest[16]:  # what passes between stages needs gradients where it did not, or the other way round
+        # What passes between stages needs gradients where it did not, or the other way round; or has other shapes.
+        if largest[16]:
             self._runs.clear()
+            self._numbers = PlainValues(self.layers)
         if kind not in self._runs:
             assert self._in_order is not None
             while len(self._runs) >= _MOST_RUNS:  # the same on all stages, which have had the same batches
@@ -301,7 +325,8 @@ class Pipeline(StagedModule):
             if not isinstance(value, Tensor):
                 return value
             tensor = own.contiguous() if is_last else torch.empty(value.shape, dtype=value.dtype, device=self._device)
-            dist.broadcast(tensor, group=self._in_order, group_src=last)
+            sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            dist.broadcast(sent, group=self._in_order, group_src=last)
             return tensor
 
         return tree_map(receive, known[0], output if is_last else known[0])
@@ -392,6 +417,17 @@ def _stages_and_tensor_ranks(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh |
     return mesh[names[0]], mesh[names[1]]
 
 
+def _check_loss(loss: Any) -> None:
+    """Raises ValueError for a loss that has something to train: only the last stage computes it, and all have it."""
+    params = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if name := next((name for name, param in params if param.requires_grad), None):
+        raise ValueError(
+            f"the loss is a {type(loss).__name__} with a parameter {name!r} that is trained: every stage would have "
+            "one of its own, and they would part. Make it a part of the last layer, which may return a tuple of all "
+            "that the loss needs, or freeze it (requires_grad_(False))"
+        )
+
+
 def _find_copies(layers: Sequence[nn.Module], plan: StagePlan, order: Sequence[int]) -> list[Copies]:
     """The parameters that layers of several ranks share, in the order of the layers. ``order``: by place among the
     stages, the ranks of the group."""
@@ -417,4 +453,8 @@ def _batch_size(values: Any) -> int:
 
 
 def _kind(leaf: Any) -> object:
-    return (tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf).__name__
+    """Returns all that the shapes of a layer's output may depend on: of a tensor not its values, of a number its
+    value."""
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), str(leaf.dtype), leaf.requires_grad
+    return repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf).__name__

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..core import FollowsStages
 from .plan import SCHEDULES, StagePlan
+from .stage import Stage
 
 
 class Chunk(nn.Module):
@@ -28,6 +29,7 @@ class Chunk(nn.Module):
         super().__init__()
         self.layers, self._numbers = nn.ModuleList(layers.values()), list(layers)
         self._inputs = [inputs.get(number, ()) for number in layers]
+        self.last_layer = f"layer {self._numbers[-1]} ({type(self.layers[-1]).__name__})"
 
     def follow(self, layers: nn.ModuleList) -> None:
         """Takes the layers that somebody has put in the places of its own, as conversions of batch norms do."""
@@ -46,55 +48,6 @@ class Chunk(nn.Module):
     def input_names(self) -> set[str]:
         """The names that some layer gets."""
         return {name for names in self._inputs for name in names}
-
-
-class _Stage(PipelineStage):
-    """A stage whose backwards the engine hears of.
-
-    torch's learns the shapes of what passes between stages from one microbatch more, which it runs before the first.
-    Here that leaves the batch and the module's buffers (statistics of a batch norm) as they were, and has no backward:
-    a gradient has the shape of what it is of. What would come from another stage is zeros then, not memory that nobody
-    has written: of indices that would be anything.
-
-    Attributes:
-        before_backward: called with the stage and what a backward starts from.
-    """
-
-    before_backward: Callable[[_Stage, Any], None] | None = None
-
-    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        if self.is_first:
-            args = tree_map(_copy, args)
-        else:
-            for arg in args:
-                getattr(arg, "_local_tensor", arg).detach().zero_()
-        outputs = self._as_sent(module(*args, **tree_map(_copy, kwargs)))
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        return outputs
-
-    def _compute_input_grads(
-        self, outputs: list[Tensor], all_fwd_inputs: list[Tensor], grad_outputs: list[Tensor | None] | None = None
-    ) -> tuple[None, ...]:
-        return (None,) * len(all_fwd_inputs)
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_sent(super().forward_maybe_with_nosync(*args, **kwargs))
-
-    def _as_sent(self, outputs: Any) -> Any:
-        """A transposed output, say, with its elements in the order in which they are sent."""
-        if self.is_last:
-            return outputs
-        return tree_map(lambda t: t.contiguous() if isinstance(t, Tensor) else t, outputs)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        if self.before_backward is not None:
-            self.before_backward(self, bwd_kwargs["stage_output"])
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
 class Run:
@@ -121,7 +74,7 @@ class Run:
         loss: Callable[[Any, Tensor], Tensor] | None,
     ) -> None:
         self._stages = [
-            _Stage(chunk, number, plan.num_stages, device, group=group)
+            Stage(chunk, number, plan.num_stages, device, group=group, last_layer=chunk.last_layer)
             for chunk, number in zip(chunks, plan.stages_of(group.rank()), strict=True)
         ]
         self._chunks = chunks
@@ -129,7 +82,7 @@ class Run:
         params = [id(param) for chunk in chunks for param in chunk.parameters()]
         self._has_shared = len(params) > len(set(params))
         self.is_first, self.is_last = self._stages[0].is_first, self._stages[-1].is_last
-        self._mean = scaled = None if loss is None else _Mean(loss, microbatches)
+        self._mean = scaled = None if loss is None else _Mean(loss, microbatches, self._stages[-1])
         if SCHEDULES[schedule] == 1:
             kind: Any = ScheduleGPipe if loss is None else get_schedule_class(schedule)
             self._schedule = kind(self._stages[0], microbatches, loss_fn=scaled, scale_grads=False)
@@ -143,7 +96,7 @@ class Run:
         """Forwards and backwards of a batch. Returns the mean loss on the last stage, else None."""
         left = dict.fromkeys(self._stages, self._microbatches)
 
-        def before_backward(stage: _Stage, outputs: Any) -> None:
+        def before_backward(stage: Stage, outputs: Any) -> None:
             left[stage] -= 1
             # A parameter that two stages of this rank share gets gradients until both are done.
             is_last = not any(left.values()) if self._has_shared else left[stage] == 0
@@ -163,8 +116,25 @@ class Run:
         return torch.stack([loss.detach() for loss in losses]).sum() if self.is_last else None
 
     def evaluate(self, args: tuple[Any, ...], inputs: Mapping[str, Any]) -> Any:
-        """Returns the output of a batch on the last stage, else None."""
-        return self._step(args, inputs)
+        """Returns the output of a batch on the last stage, else None, and None where there is a problem."""
+        outputs, last = list[Any](), self._stages[-1]
+        last.finish_microbatch = outputs.append
+        try:
+            self._step(args, inputs)
+        finally:
+            last.finish_microbatch = last.output = None
+        if not self.is_last or self.problem:
+            return None
+        try:
+            return merge(outputs)
+        except ValueError as error:
+            last.problem = f"{self._chunks[-1].last_layer} is the last layer and {error}"
+            return None
+
+    @property
+    def problem(self) -> str:
+        """Why what the schedule gave is of no use, as far as this rank knows; empty if it is right."""
+        return next((stage.problem for stage in self._stages if stage.problem), "")
 
     def _step(self, args: tuple[Any, ...], inputs: Mapping[str, Any], **options: Any) -> Any:
         names = set().union(*(chunk.input_names for chunk in self._chunks))
@@ -176,11 +146,11 @@ class _Mean:
     """The loss of a microbatch as a part of the batch's.
 
     torch's schedules divide a target that is one tensor. A target may be a tree of them here, so what they divide is
-    the microbatches' numbers.
+    the microbatches' numbers. Its output may be a tree as well, which the stage keeps.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Tensor], microbatches: int) -> None:
-        self._loss, self._microbatches = loss, microbatches
+    def __init__(self, loss: Callable[[Any, Any], Tensor], microbatches: int, stage: Stage) -> None:
+        self._loss, self._microbatches, self._stage = loss, microbatches, stage
         self._targets: list[Any] = []
 
     def take(self, target: Any) -> Tensor:
@@ -191,19 +161,62 @@ class _Mean:
     def drop(self) -> None:
         self._targets = []
 
-    def __call__(self, output: Any, number: Tensor) -> Tensor:
-        return scalar(self._loss(output, self._targets[int(number)])) / self._microbatches
+    def __call__(self, carrier: Tensor, number: Tensor) -> Tensor:
+        """``carrier``: what torch knows of the output."""
+        stage = self._stage
+        output, stage.output = stage.output, None
+        if not stage.is_refused:
+            loss = self._loss(output, self._targets[int(number)])
+            try:
+                return scalar(loss) / self._microbatches
+            except ValueError as error:
+                stage.problem = str(error)
+        return carrier.sum() if carrier.requires_grad else torch.zeros((), requires_grad=True)
 
 
-def scalar(loss: Tensor) -> Tensor:
+def scalar(loss: Any) -> Tensor:
     """Returns the loss, one number.
 
     Raises:
-        ValueError: if it is several.
+        ValueError: if it is several, or no real number.
     """
+    if not isinstance(loss, Tensor) or loss.is_complex():
+        what = "a complex number" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(
+            f"the pipeline's loss function returned {what}: expected a tensor of one number, a mean. Return that only"
+        )
     if loss.numel() != 1:
         raise ValueError(f"the pipeline's loss function returned {list(loss.shape)} numbers: expected one, a mean")
     return loss
+
+
+def merge(outputs: Sequence[Any]) -> Any:
+    """Returns the output of a batch, from those of its microbatches: tensors are joined along the first dimension,
+    numbers and tensors without dimensions are averaged where they are floating, and else have to be equal.
+
+    Raises:
+        ValueError: if they cannot be, in words.
+    """
+    flat = [tree_flatten(output) for output in outputs]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise ValueError("returned outputs of different structures for the microbatches of a batch")
+    return tree_unflatten([_merged(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1])
+
+
+def _merged(leaves: Sequence[Any]) -> Any:
+    first = leaves[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(leaves))
+    if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
+        return torch.stack(list(leaves)).mean(0)
+    if type(first) is float:
+        return sum(leaves) / len(leaves)
+    if any(type(leaf) is not type(first) or bool(leaf != first) for leaf in leaves):
+        raise ValueError(
+            f"returned {first!r} for one microbatch of a batch and another value for another one, which cannot be "
+            "joined: return tensors with a row for each sample"
+        )
+    return first
 
 
 def split(values: Any, count: int) -> list[Any]:
@@ -212,7 +225,3 @@ def split(values: Any, count: int) -> list[Any]:
         tree_map(lambda t: t.tensor_split(count)[n] if isinstance(t, Tensor) and t.dim() else t, values)  # noqa: B023
         for n in range(count)
     ]
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

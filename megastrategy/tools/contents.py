@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import CheckpointError, is_directory_checkpoint
-from .folders import SHARDED, SavedFile, read_folder
+from ..core import is_directory_checkpoint
+from .folders import SHARDED, SavedFile, read_folder, read_weights_file
+from .foreign import check_readable, is_safetensors
 from .parts import Parts, read_directory_parts, read_file
 
 
@@ -95,11 +96,12 @@ def inspect_checkpoint(path: Path, trust: bool = False) -> Contents:
     Raises:
         CheckpointError: if it is none, is not complete, or needs ``trust``.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path} is not there: check the path")
+    check_readable(path)
     if path.is_dir():
         read = read_directory_parts if is_directory_checkpoint(path) else read_folder
         parts = read(path, trust)
+    elif is_safetensors(path) or path.name.endswith(".index.json"):
+        parts = read_weights_file(path)
     else:
         parts = read_file(path, trust)
     files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
@@ -125,6 +127,10 @@ def loads_with(contents: Contents) -> list[tuple[str, str]]:
     resume = "trainer.fit(..., ckpt_path=PATH)" if parts.writer == "Trainer" else "fabric.load(PATH, state)"
     if parts.kind == "folder":
         return _folder_loads_with(parts)
+    if parts.writer == "safetensors":
+        if parts.path.name.endswith(".index.json"):
+            return [("Transformers", "AutoModel.from_pretrained(FOLDER); an index names several files")]
+        return [("any strategy", "module.load_state_dict(safetensors.torch.load_file(PATH)), before training")]
     # bare weights or a bare optimizer state, which no strategy's resume finds under its keys
     if set(parts.models) == {""} or "" in parts.optimizers:
         resume = "module.load_state_dict" if parts.models else "optimizer.load_state_dict"

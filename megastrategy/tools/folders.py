@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core import CheckpointError, is_directory_checkpoint
+from .foreign import describe_folder
 from .parts import MAIN_PARAMS_KEY, Parts, read_directory_parts, read_object
 
 SHARDED = "megatron_ddp"
@@ -78,14 +79,26 @@ def read_folder(path: Path, trust: bool = False) -> Parts:
             parts.extra[file.name] = SavedFile(file.stat().st_size)
     # told as a broken directory, which it is if its save was cut off; else one of those below is meant
     if not parts.models and not parts.optimizers:
-        raise CheckpointError(
-            f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last{_below(path)}"
+        what = describe_folder(path) or (
+            f"is no complete sharded checkpoint: it has no .metadata, which is written last{_below(path)}"
         )
+        raise CheckpointError(f"{path} {what}")
     parts.main_params |= {_key("optimizer", str(number or "")): params for number, params in main_params.items()}
     if parts.writer == "transformers":
         state = _json(path / _TRAINER)
         parts.extra |= {key: state[key] for key in ("epoch", "global_step") if key in state}
     return parts
+
+
+def read_weights_file(path: Path) -> Parts:
+    """The parts of a file of safetensors, or of the index of several files, in the folder of which they are.
+
+    Raises:
+        CheckpointError: if a file is broken, or is not there.
+    """
+    is_index = path.name.endswith(".index.json")
+    weights = _weights(path, trust=False) if is_index else dict(_header_of(path))
+    return Parts(path, "file", "safetensors", models={"": weights})
 
 
 def _key(kind: str, number: str | None) -> str:
@@ -95,6 +108,8 @@ def _key(kind: str, number: str | None) -> str:
 def _weights(file: Path, trust: bool) -> Mapping[str, Any]:
     if file.name.endswith(".index.json"):
         names = dict.fromkeys(_json(file).get("weight_map", {}).values())
+        if missing := next((part for part in names if not (file.parent / part).is_file()), None):
+            raise CheckpointError(f"{file} names {missing}, which is not there: download or copy it, too")
         return {name: value for part in names for name, value in _weights(file.parent / part, trust).items()}
     content = dict(_header_of(file)) if file.suffix == ".safetensors" else read_object(file, trust)
     if not isinstance(content, Mapping):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._checkpoints.files import load_file
 from ..core import EXTRA_FILE, NOT_TENSORS, CheckpointError, describe_hole, is_directory_checkpoint
+from .foreign import check_readable, describe_file
 from .trusting import directory_reader, load_planner, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
@@ -44,7 +45,8 @@ class Parts:
     Attributes:
         path: it is from.
         kind: "file", "directory", or "folder" of several files.
-        writer: "Trainer", or "other": Fabric's files and plain torch's are the same. Of a folder the library.
+        writer: "Trainer", or "other": Fabric's files and plain torch's are the same. Of a folder the library;
+            "safetensors" of files in that format.
         models: the weights, by key: "model" of a Trainer; "" if the file is nothing but weights.
         optimizers: torch's state_dict by key ("optimizer_0", ... of a Trainer), of which ``params`` and ``state`` have
             numbers in a file, and parameter names in a directory.
@@ -54,7 +56,7 @@ class Parts:
 
     path: Path
     kind: Literal["file", "directory", "folder"]
-    writer: Literal["Trainer", "other", "accelerate", "transformers"]
+    writer: Literal["Trainer", "other", "accelerate", "transformers", "safetensors"]
     models: dict[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     optimizers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     main_params: dict[str, Mapping[str, Tensor]] = dataclasses.field(default_factory=dict)
@@ -70,6 +72,9 @@ def read_file(path: Path, trust: bool = False) -> Parts:
     Raises:
         CheckpointError: if it is none, or if ``trust`` is needed to load it.
     """
+    check_readable(path)
+    if what := describe_file(path):
+        raise CheckpointError(f"{path} {what}")
     content = read_object(path, trust)
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not a dictionary: it is no checkpoint")

@@ -62,6 +62,7 @@ def _header(contents: Contents) -> Iterator[RenderableType]:
         "other": "Fabric or plain torch",
         "accelerate": "Accelerator.save_state",
         "transformers": "transformers.Trainer",
+        "safetensors": "safetensors",
     }[parts.writer]
     yield Text(f"{parts.path}: {kind}, by {writer}", style="bold")
     counters = [f"{key} {parts.extra[key]}" for key in ("epoch", "global_step") if key in parts.extra]

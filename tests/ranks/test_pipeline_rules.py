@@ -412,7 +412,7 @@ SAID = {
     "kinds": "the stages were given batches of different kinds",
     "not wrapped": "wrap the module that has it",
     "elsewhere": "this layer is on another rank",
-    "outside": "parameter 'scale' is trained and lies outside of the pipeline",
+    "outside": "parameter 'scale' is trained and is outside of the pipeline",
     "empty": "has Identity, Identity, and no parameter",
 }
 

@@ -36,7 +36,7 @@ LIVES_IN = {
     "torch._compile": "_disable_dynamo",
     "torch._C._distributed_c10d": "_DEFAULT_FIRST_BUCKET_BYTES",
     "torch.autograd.variable": "_execution_engine",
-    "torch.utils._pytree": "tree_leaves tree_map tree_map_only",
+    "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
     "torch._subclasses.fake_tensor": "FakeTensorMode",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.UntypedStorage": "_cdata",

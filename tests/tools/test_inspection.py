@@ -218,7 +218,7 @@ def test_a_directory_runs_no_code_unless_it_is_trusted(
         (b"plain text", "torch.save did not write it"),
         ([1, 2], "holds a list, not a dictionary"),
         (None, "is not there: check the path"),
-        ("directory", "is no complete sharded checkpoint: it has no .metadata"),
+        ("directory", "is an empty folder: check the path"),
     ],
 )
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, content: Any, message: str) -> None:

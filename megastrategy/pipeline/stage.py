@@ -1,0 +1,285 @@
+"""One stage of a pipeline under torch's schedules: what it sends to the next one, and how its shapes are watched.
+
+[Note: schedules end on all stages]
+torch's schedules send tensors whose shapes every stage has learned once, from one microbatch more. A stage that raised
+in the middle would leave the others waiting, and one that sent another size would end their processes. So a stage that
+returns what cannot be sent, or another shape than before, notes it (:attr:`Stage.problem`), sends zeros of the shape
+that is expected, and goes on. All stages share their problems when the schedule has ended, and raise or begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Slot(NamedTuple):
+    """One element of what a stage sends, as it was in the first microbatch.
+
+    Attributes:
+        kind: of a tensor "tensor", else the name of the number's type, or "None", of which nothing is sent.
+        shape, dtype: of a tensor.
+        value: of a number.
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    value: float | None = None
+
+
+class Stage(PipelineStage):
+    """A stage whose backwards the engine hears of; see [Note: schedules end on all stages].
+
+    torch's learns the shapes of what passes between stages from one microbatch more, which it runs before the first.
+    Here that leaves the batch and the module's buffers (statistics of a batch norm) and numbers as they were, and has
+    no backward: a gradient has the shape of what it is of. What would come from another stage is zeros then, not memory
+    that was never written: of indices that would be anything.
+
+    Args:
+        last_layer: of this stage, in words.
+        others: as for torch's.
+
+    Attributes:
+        before_backward: called with the stage and what a backward starts from.
+        problem: why what the schedule gives is of no use; empty if it is right.
+        output: of the last stage the output of the last microbatch, which torch's code does not see: it may be
+            anything that the loss takes.
+        finish_microbatch: called with it, on the last stage.
+        is_refused: whether this stage or one before it returned in its first microbatch what cannot be sent.
+    """
+
+    before_backward: Callable[[Stage, Any], None] | None = None
+    output: Any = None
+    finish_microbatch: Callable[[Any], None] | None = None
+
+    def __init__(self, *others: Any, last_layer: str, **options: Any) -> None:
+        super().__init__(*others, **options)
+        self.problem = ""
+        self._last_layer = last_layer
+        self._sent: list[Slot] | None = None
+        self._received: list[Slot] | None = None
+        self.is_refused = False
+
+    # --- the first microbatch, of which shapes are learned -----------------------------------------------------------
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
+        if self.is_refused:
+            return self._instead(args)
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        numbers = PlainValues(module)
+        if self.is_first:
+            args = tree_map(_copy, args)
+        else:
+            for arg in args:
+                getattr(arg, "_local_tensor", arg).detach().zero_()
+        output = module(*self._from_slots(args, is_first_time=True), **tree_map(_copy, kwargs))
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        numbers.restore()
+        if self.is_last:
+            self.output = output
+            return torch.zeros(1, device=self.device)
+        values = output if isinstance(output, tuple) else (output,)
+        try:
+            self._sent = [_slot(value) for value in values]
+            if not any(slot.kind != "None" for slot in self._sent):
+                raise TypeError("nothing but None")
+        except TypeError as error:
+            self.problem = (
+                f"{self._last_layer} is the last layer of its stage and returned {error}. Tensors, numbers and None "
+                "pass from stage to stage, one or a tuple of them: return these, or keep the layer together with the "
+                "next one (split_spec, keep_together)"
+            )
+            self.is_refused = True
+            return self._instead(args)
+        return self._to_send(values)
+
+    def _compute_input_grads(
+        self, outputs: list[Tensor], all_fwd_inputs: list[Tensor], grad_outputs: list[Tensor | None] | None = None
+    ) -> tuple[None, ...]:
+        return (None,) * len(all_fwd_inputs)
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        forward = (self._sent, self.is_refused and self.problem) if dst_stage > self.stage_index else None
+        super()._send_meta((meta, forward), dst_stage)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        meta, forward = super()._recv_meta(src_stage)
+        if forward is not None:
+            self._received, refusal = forward
+            self.problem, self.is_refused = refusal or "", bool(refusal)
+        return meta
+
+    # --- every microbatch --------------------------------------------------------------------------------------------
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_refused:
+            return self._instead(args)
+        output = super().forward_maybe_with_nosync(*self._from_slots(args), **kwargs)
+        if self.is_last:
+            self.output = output
+            if self.finish_microbatch is not None:
+                self.finish_microbatch(output)
+            return torch.zeros(1, device=self.device)
+        values = output if isinstance(output, tuple) else (output,)
+        assert self._sent is not None, "it was learned before"
+        try:
+            slots = [_slot(value) for value in values]
+        except TypeError as error:
+            return self._of_expected_shape(values, str(error))
+        if [slot[:3] for slot in slots] != [slot[:3] for slot in self._sent]:
+            return self._of_expected_shape(values, _described(slots))
+        return self._to_send(values)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if self.before_backward is not None:
+            self.before_backward(self, bwd_kwargs["stage_output"])
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _instead(self, args: Sequence[Any]) -> Tensor:
+        """Returns one number, from which a backward goes back to this stage's inputs."""
+        zero = torch.zeros(1, device=self.device)
+        return zero + _nothing_of(args)
+
+    def _of_expected_shape(self, values: Sequence[Any], found: str) -> Any:
+        assert self._sent is not None
+        self.problem = self.problem or (
+            f"{self._last_layer} is the last layer of its stage and returned {found}, and {_described(self._sent)} in "
+            "the microbatch that its schedule was made for. Shapes may depend on the shapes of a batch, on numbers "
+            "that forward() gets and on numbers that are attributes of layers, and are the same in all microbatches: "
+            "pad to one shape, or keep the layer together with the next one (split_spec, keep_together)"
+        )
+        nothing = _nothing_of(values)
+        template = next((value for value in values if isinstance(value, DTensor)), None)
+        zeros = []
+        for slot in self._sent:
+            if slot.kind == "None":
+                continue
+            zero = torch.zeros(slot.shape, dtype=slot.dtype or _WIRE[slot.kind], device=self.device)
+            if template is not None and slot.kind == "tensor":
+                zero = DTensor.from_local(zero, template.device_mesh, template.placements, run_check=False)
+            zeros.append(zero + nothing.to(zero.dtype) if zero.is_floating_point() else zero)
+        return tuple(zeros) if len(zeros) > 1 else zeros[0]
+
+    # --- numbers beside tensors --------------------------------------------------------------------------------------
+
+    def _to_send(self, values: Sequence[Any]) -> Any:
+        """The tensors of an output, with their elements in the order in which they are sent, and numbers as tensors."""
+        sent = [
+            value.contiguous()
+            if isinstance(value, Tensor)
+            else torch.tensor(value, dtype=_WIRE[type(value).__name__], device=self.device)
+            for value in values
+            if value is not None
+        ]
+        return tuple(sent) if len(sent) > 1 else sent[0]
+
+    def _from_slots(self, args: Sequence[Any], *, is_first_time: bool = False) -> Iterator[Any]:
+        """Yields the output of the stage before, of which the tensors came."""
+        if self._received is None:
+            yield from args
+            return
+        came = iter(args)
+        for slot in self._received:
+            value: Any = None if slot.kind == "None" else next(came)
+            if slot.kind in _WIRE:
+                value = slot.value if is_first_time else _TYPES[slot.kind](value.item())
+            yield value
+
+
+_WIRE = {"bool": torch.int64, "int": torch.int64, "float": torch.float64}
+_TYPES: dict[str, Callable[[Any], Any]] = {"bool": bool, "int": int, "float": float}
+
+
+def _slot(value: Any) -> Slot:
+    """Raises TypeError for what cannot be sent, in words."""
+    if isinstance(value, Tensor):
+        if value.is_complex() or value.layout != torch.strided:
+            raise TypeError(f"a {'complex' if value.is_complex() else 'sparse'} tensor")
+        local = getattr(value, "_local_tensor", value)
+        return Slot("tensor", tuple(local.shape), value.dtype)
+    if value is None:
+        return Slot("None")
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise TypeError(f"the number {value}, which needs more than 64 bits")
+    if type(value) in _TYPES.values():
+        return Slot(type(value).__name__, value=value)
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _described(slots: Sequence[Slot]) -> str:
+    return " and ".join(
+        f"{list(slot.shape)} of {str(slot.dtype).removeprefix('torch.')}" if slot.kind == "tensor" else f"{slot.kind}"
+        for slot in slots
+    )
+
+
+def _nothing_of(values: Sequence[Any]) -> Tensor:
+    """Returns zero, from which a backward goes back to all values."""
+    tensors = [getattr(v, "to_local", lambda v=v: v)() for v in values if isinstance(v, Tensor) and v.requires_grad]
+    zeros = [torch.zeros((), device=tensor.device, dtype=tensor.dtype) * tensor.sum() for tensor in tensors]
+    return torch.stack([zero.float() for zero in zeros]).nan_to_num().sum() if zeros else torch.zeros(())
+
+
+class PlainValues:
+    """Numbers and the like that are attributes of a module, of its submodules and of objects that these have, a
+    configuration for one: shapes may depend on them. Finds them once, and reads them in a fraction of the time.
+
+    They are noted when a batch is over, so that a layer which counts its calls is not taken for one that was changed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._numbers: list[tuple[dict[str, Any], str]] = []
+        self._objects: list[tuple[dict[str, Any], str]] = []
+        seen: set[int] = set()
+        for child in module.modules():
+            self._look_through(vars(child))
+            for name, value in vars(child).items():
+                inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+                is_module = isinstance(value, nn.Module | Tensor | type)
+                if isinstance(inside, dict) and not is_module and id(inside) not in seen:
+                    seen.add(id(inside))
+                    self._objects.append((vars(child), name))
+                    self._look_through(inside)
+        self._noted = self._read()
+
+    def _look_through(self, attributes: dict[Any, Any]) -> None:
+        for name, value in attributes.items():
+            each = value if isinstance(value, tuple | list) else (value,)
+            # What is trained or evaluated is known elsewhere.
+            if name != "training" and isinstance(name, str) and all(isinstance(one, _PLAIN) for one in each):
+                self._numbers.append((attributes, name))
+
+    def note(self) -> None:
+        self._noted = self._read()
+
+    def have_changed(self) -> bool:
+        """Whether any is another one than when they were noted."""
+        return self._read() != self._noted
+
+    def _read(self) -> list[Any]:
+        values = [attributes.get(name) for attributes, name in self._numbers]
+        values = [tuple(value) if isinstance(value, list) else value for value in values]
+        return values + [id(attributes.get(name)) for attributes, name in self._objects]
+
+    def restore(self) -> None:
+        """Sets them to the noted values; the elements of lists stay."""
+        for (attributes, name), value, now in zip(self._numbers, self._noted, self._read(), strict=False):
+            if now != value and not isinstance(attributes.get(name), list):
+                attributes[name] = value
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

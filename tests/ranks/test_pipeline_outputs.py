@@ -1,0 +1,442 @@
+"""What layers of a pipeline return: shapes that change, numbers and None; all else is refused on all stages at once."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy.errors import StageError
+from megastrategy.pipeline import Pipeline
+from tests.support.pipelines import answers
+from tests.support.processes import run_processes
+
+SAMPLES, LENGTH, WIDTH = 4, 6, 8
+
+
+class Crop(nn.Module):
+    """Keeps the first columns: as many as an argument, an attribute or a configuration says."""
+
+    kept_by_class = LENGTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.keep, self.sizes = nn.Linear(WIDTH, WIDTH), LENGTH, [LENGTH]
+        self.config = types.SimpleNamespace(keep=LENGTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor, keep: int = LENGTH, ratio: float = 1.0) -> Tensor:
+        self.calls += 1
+        asked = min(keep, self.keep, self.config.keep, self.kept_by_class, self.sizes[0], int(ratio * LENGTH))
+        return self.linear(x)[:, :asked]
+
+
+class Mean(nn.Module):
+    """Ends a chain, and takes any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).mean(1)
+
+
+class Returns(nn.Module):
+    """A layer that returns anything of its activation."""
+
+    def __init__(self, make: Callable[[Tensor], Any], width: int = WIDTH) -> None:
+        super().__init__()
+        self.linear, self.make = nn.Linear(WIDTH, width), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.linear(x))
+
+
+class Takes(nn.Module):
+    """A layer that takes what comes with an activation, and uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(WIDTH, 3), []
+
+    def forward(self, x: Tensor, nothing: None, count: int, factor: float, flag: bool, scalar: Tensor) -> Tensor:
+        self.seen.append((nothing, count, factor, flag, tuple(scalar.shape)))
+        return self.linear(x[:, :count]).mean(1) * factor * scalar
+
+
+def whole(layers: Sequence[nn.Module], x: Any, **inputs: Any) -> Any:
+    for number, layer in enumerate(layers):
+        named = inputs if number == 0 else {}
+        x = layer(*x, **named) if isinstance(x, tuple) else layer(x, **named)
+    return x
+
+
+class Both:
+    """A pipeline on a mesh, and the same layers in one process."""
+
+    def __init__(self, mesh: DeviceMesh, layers: list[nn.Module], loss: Any = functional.mse_loss, **options: Any):
+        self.alone, self.loss = copy.deepcopy(layers), loss
+        self.net = Pipeline(layers, [1, 1], loss=loss, microbatches=2, mesh=mesh["pp"], **options)
+        self.model = DistributedDataParallel(self.net, process_group=mesh.get_group("dp"))
+        self.optimizer = DistributedOptimizer(torch.optim.SGD(self.model.parameters(), lr=0.1), self.model)
+        self.x, self.target = torch.randn(SAMPLES, LENGTH, WIDTH), torch.randn(SAMPLES, 3)
+
+    def change(self, do: Callable[[Any], None]) -> None:
+        """Does something to the first layer of both."""
+        for layers in (self.net.layers, self.alone):
+            if isinstance(layers[0], Crop):
+                do(layers[0])
+
+    def trained(self, **inputs: Any) -> float:
+        """How far a loss and the gradients are from one process's."""
+        self.optimizer.zero_grad()
+        found = self.model(self.x.clone(), target=self.target, **inputs)
+        found.backward()
+        for layer in self.alone:
+            layer.zero_grad()
+        expected = self.loss(whole(self.alone, self.x.clone(), **inputs), self.target)
+        expected.backward()
+        named = {f"layers.{name}": param for name, param in nn.ModuleList(self.alone).named_parameters()}
+        apart = [
+            float((self.optimizer.full_grad(param) - named[name].grad).abs().max())  # type: ignore[operator]
+            for name, param in self.net.named_parameters()
+        ]
+        return max([*apart, abs(float(found.detach()) - float(expected.detach()))])
+
+    def evaluated(self, **inputs: Any) -> float:
+        with torch.no_grad():
+            output, loss = self.model(self.x.clone(), **inputs), self.model(self.x, target=self.target, **inputs)
+            expected = whole(self.alone, self.x.clone(), **inputs)
+        return max(float((output - expected).abs().max()), abs(float(loss - self.loss(expected, self.target))))
+
+
+def crops(mesh: DeviceMesh, inputs: Any = None) -> Both:
+    torch.manual_seed(0)
+    return Both(mesh, [Crop(), Mean()], inputs=inputs)
+
+
+def numbers_of_forward(mesh: DeviceMesh) -> list[float]:
+    both = crops(mesh, {0: ("keep", "ratio")})
+    apart = []
+    for keep, ratio in ((6, 1.0), (3, 1.0), (6, 0.5), (4, 1.0), (6, 1.0), (3, 1.0)):
+        apart += [both.evaluated(keep=keep, ratio=ratio), both.trained(keep=keep, ratio=ratio)]
+    both.model.close()
+    return apart
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "an attribute": lambda layer: setattr(layer, "keep", 3),
+    "a list": lambda layer: layer.sizes.__setitem__(0, 2),
+    "a configuration": lambda layer: setattr(layer.config, "keep", 4),
+    "back": lambda layer: (setattr(layer, "keep", LENGTH), layer.sizes.__setitem__(0, LENGTH)),
+}
+
+
+def attributes(mesh: DeviceMesh) -> list[float]:
+    both = crops(mesh)
+    apart = [both.trained(), both.evaluated()]
+    for change in CHANGES.values():
+        both.change(change)
+        apart += [both.trained(), both.evaluated()]
+    both.model.close()
+    return apart
+
+
+def attribute_of_class(mesh: DeviceMesh) -> tuple[list[float], str]:
+    """What no stage compares: an evaluation begins anew, training is refused, and goes on with the next batch."""
+    both = crops(mesh)
+    apart = [both.trained(), both.evaluated()]
+    Crop.kept_by_class = 3
+    with pytest.raises(StageError) as raised:
+        both.trained()
+    apart += [both.trained(), both.evaluated()]
+    Crop.kept_by_class = LENGTH
+    apart += [both.evaluated(), both.trained()]
+    both.model.close()
+    return apart, str(raised.value)
+
+
+def lengths_of_data(mesh: DeviceMesh) -> list[str]:
+    """Each microbatch is cut to its longest sample."""
+    torch.manual_seed(0)
+    both = Both(mesh, [Returns(lambda x: x[:, : int(x[0, 0, 0] > 1e5) + 2]), Mean()])
+    with torch.no_grad():
+        both.net.layers[0].linear.weight.fill_(1.0) if both.net.layers[0].__class__ is Returns else None
+    both.x[SAMPLES // 2 :] = 1e6
+    said = []
+    for run in (both.trained, both.evaluated):
+        with pytest.raises(StageError) as raised:
+            run()
+        said.append(str(raised.value))
+    both.x.fill_(0.1)
+    assert both.evaluated() <= 1e6
+    both.model.close()
+    return said
+
+
+def number_of_forwards(mesh: DeviceMesh) -> list[int]:
+    both = crops(mesh, {0: "keep"})
+    layer, counts, forwards = both.net.layers[0], [], []
+    layer.register_forward_hook(lambda *_: forwards.append(1))
+    for keep in (6, 6, 3, 6):
+        before, calls = len(forwards), getattr(layer, "calls", 0)
+        if isinstance(layer, Crop):
+            both.model(both.x, target=both.target, keep=keep)
+            assert layer.calls - calls == 2, "the one more is taken back"
+        else:
+            both.model(both.x, target=both.target, keep=keep)
+        counts.append(len(forwards) - before)
+    both.model.close()
+    return counts
+
+
+def numbers_between_stages(mesh: DeviceMesh) -> tuple[list[float], list[Any]]:
+    torch.manual_seed(0)
+
+    def make(x: Tensor) -> tuple[Any, ...]:
+        return x, None, 4, 0.5, True, x.square().sum((1, 2))[:1].mean() * 0 + 2.0
+
+    both = Both(mesh, [Returns(make), Takes()])
+    apart = [both.trained(), both.evaluated(), both.trained()]
+    seen = list(getattr(both.net.layers[1], "seen", []))
+    both.model.close()
+    return apart, seen
+
+
+def gradient_of_a_scalar(mesh: DeviceMesh) -> float:
+    """A tensor without dimensions has a gradient, which comes back."""
+    torch.manual_seed(0)
+
+    class Scaled(Mean):
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) * scale
+
+    class Scale(Mean):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return self.linear(x), self.scale * 1.0
+
+    both = Both(mesh, [Scale(), Scaled()])
+    apart = max(both.trained(), both.trained())
+    both.model.close()
+    return apart
+
+
+ENDS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
+    "a dictionary": (lambda x: {"logits": x.mean(1), "nothing": None, "number": 3}, None),
+    "None": (lambda x: None, None),
+    "a number": (lambda x: 7, None),
+    "a tensor without dimensions": (lambda x: x.mean(), None),
+    "a tuple": (lambda x: (x, x.mean(), "text", True), None),
+    "complex": (lambda x: torch.complex(x, x), None),
+}
+
+
+def outputs_of_the_last_layer(mesh: DeviceMesh) -> dict[str, bool]:
+    found = {}
+    for name, (make, _) in ENDS.items():
+        torch.manual_seed(0)
+        both = Both(mesh, [nn.Linear(WIDTH, WIDTH), Returns(make)])
+        with torch.no_grad():
+            output, expected = both.model(both.x), whole(both.alone, both.x)
+        found[name] = same(output, expected)
+        both.model.close()
+    torch.manual_seed(0)
+    head = Returns(lambda x: {"logits": x.mean(1), "aux": x.square().mean(), "nothing": None}, 3)
+    loss = lambda out, target: functional.mse_loss(out["logits"], target) + out["aux"]  # noqa: E731
+    both = Both(mesh, [nn.Linear(WIDTH, WIDTH), head], loss)
+    found["trained on a dictionary"] = both.trained() <= 1e-6 and both.trained() <= 1e-6
+    both.model.close()
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "a dict": lambda x: {"x": x},
+    "a list": lambda x: [x, x],
+    "a str": lambda x: (x, "text"),
+    "a complex tensor": lambda x: torch.complex(x, x),
+    "a tuple": lambda x: (x, (x, x)),
+    "nothing but None": lambda x: None,
+    "the number 9223372036854775808": lambda x: (x, 2**63),
+}
+
+
+def refused_between_stages(mesh: DeviceMesh) -> dict[str, list[str]]:
+    found = {}
+    for name, make in REFUSED.items():
+        both = Both(mesh, [Returns(make), Mean()])
+        found[name] = [message(lambda both=both: both.model(both.x, target=both.target))]
+        with torch.no_grad():
+            found[name].append(message(lambda both=both: both.model(both.x)))
+        both.model.close()
+    return found
+
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "a tuple": lambda out, target: (functional.mse_loss(out, target), out),
+    "a float": lambda out, target: 0.5,
+    "a dict": lambda out, target: {"loss": functional.mse_loss(out, target)},
+    "a complex number": lambda out, target: torch.complex(out.sum(), out.sum()),
+    "[2, 3] numbers": lambda out, target: (out - target)[:2],
+}
+
+
+def refused_losses(mesh: DeviceMesh) -> dict[str, list[str]]:
+    found = {}
+    for name, loss in LOSSES.items():
+        both = Both(mesh, [nn.Linear(WIDTH, WIDTH), Mean()], loss)
+        found[name] = [message(lambda both=both: both.model(both.x, target=both.target))]
+        with torch.no_grad():
+            found[name].append(message(lambda both=both: both.model(both.x, target=both.target)))
+        both.model.close()
+    return found
+
+
+def message(run: Callable[[], Any]) -> str:
+    with pytest.raises(StageError) as caught:
+        run()
+    return str(caught.value)
+
+
+class Weighted(nn.Module):
+    def __init__(self, *, is_frozen: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=not is_frozen)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target).square() * self.weight).mean()
+
+
+def losses_with_parameters(mesh: DeviceMesh) -> tuple[str, float, list[str], str]:
+    layers = [nn.Linear(WIDTH, WIDTH), Mean()]
+    with pytest.raises(ValueError, match="loss") as raised:
+        Both(mesh, layers, Weighted(is_frozen=False))
+    torch.manual_seed(0)
+    both = Both(mesh, layers, Weighted(is_frozen=True))
+    net = both.net
+
+    def apart() -> float:
+        both.optimizer.zero_grad()
+        found = both.model(both.x, target=both.target)
+        found.backward()
+        return abs(float(found.detach()) - float(both.loss(whole(both.alone, both.x), both.target).detach()))
+
+    far = apart()
+    both.optimizer.step()
+    state = both.optimizer.state_dict()
+    names = [name for name in net.state_dict() if "weight" in name and "layers" not in name]
+    both.model.close()
+    in_one_process = [*nn.ModuleList(both.alone).parameters(), both.loss.weight]
+    if dist.get_rank() == 0:
+        assert state["param_groups"][0]["params"] == list(range(len(in_one_process)))
+    net._loss.requires_grad_(True)
+    with pytest.raises(ValueError, match="outside") as later:
+        DistributedDataParallel(net, process_group=mesh.get_group("dp"))
+    return str(raised.value), far, names, str(later.value)
+
+
+ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
+    numbers_of_forward,
+    attributes,
+    attribute_of_class,
+    lengths_of_data,
+    number_of_forwards,
+    numbers_between_stages,
+    gradient_of_a_scalar,
+    outputs_of_the_last_layer,
+    refused_between_stages,
+    refused_losses,
+    losses_with_parameters,
+)
+
+
+@pytest.fixture(scope="module")
+def answered() -> list[dict[str, Any]]:
+    """By rank, of two stages times two data-parallel ranks."""
+    return run_processes(4, answers, ASKED, 2, timeout_s=200.0)
+
+
+def test_shapes_follow_numbers_that_forward_gets(answered: list[dict[str, Any]]) -> None:
+    assert max(max(answer["numbers_of_forward"]) for answer in answered) <= 1e-6
+
+
+def test_shapes_follow_numbers_that_layers_have(answered: list[dict[str, Any]]) -> None:
+    assert max(max(answer["attributes"]) for answer in answered) <= 1e-6
+
+
+def test_shapes_that_change_with_anything_else_are_refused_on_all_stages(answered: list[dict[str, Any]]) -> None:
+    for apart, said in (answer["attribute_of_class"] for answer in answered):
+        assert max(apart) <= 1e-6
+        assert "layer 0 (Crop) is the last layer of its stage and returned [2, 3, 8] of float32" in said
+        assert "[2, 6, 8] of float32 in the microbatch that its schedule was made for" in said
+    for said in (answer["lengths_of_data"] for answer in answered):
+        assert all("layer 0 (Returns) is the last layer of its stage and returned [2, " in text for text in said)
+
+
+def test_a_batch_of_a_known_kind_has_one_forward_a_microbatch(answered: list[dict[str, Any]]) -> None:
+    """And one more where a schedule is made. A layer that counts its calls changes nothing about it."""
+    assert [answer["number_of_forwards"] for answer in answered] == [[3, 2, 3, 2]] * 2 + [[0] * 4] * 2
+
+
+def test_numbers_and_none_pass_between_stages(answered: list[dict[str, Any]]) -> None:
+    for rank, (apart, seen) in enumerate(answer["numbers_between_stages"] for answer in answered):
+        assert max(apart) <= 1e-6
+        assert set(seen) == ({(None, 4, 0.5, True, ())} if rank >= 2 else set())
+    assert max(answer["gradient_of_a_scalar"] for answer in answered) <= 1e-6
+
+
+def test_the_last_layer_returns_what_it_returns_in_one_process(answered: list[dict[str, Any]]) -> None:
+    for answer in answered:
+        assert answer["outputs_of_the_last_layer"] == dict.fromkeys([*ENDS, "trained on a dictionary"], True)
+
+
+def test_what_cannot_pass_is_refused_on_all_stages_at_once(answered: list[dict[str, Any]]) -> None:
+    for answer in answered:
+        for name, said in answer["refused_between_stages"].items():
+            assert all(f"layer 0 (Returns) is the last layer of its stage and returned {name}" in t for t in said)
+            assert all("keep the layer together with the next one" in text for text in said)
+
+
+def test_a_loss_that_is_no_number_is_refused_on_all_stages_at_once(answered: list[dict[str, Any]]) -> None:
+    for answer in answered:
+        for name, said in answer["refused_losses"].items():
+            assert all(f"the pipeline's loss function returned {name}: expected" in text for text in said), said
+
+
+def test_parameters_of_a_loss_are_refused_if_they_are_trained(answered: list[dict[str, Any]]) -> None:
+    for at_once, apart, names, later in (answer["losses_with_parameters"] for answer in answered):
+        assert at_once.startswith("the loss is a Weighted with a parameter 'weight' that is trained")
+        assert apart <= 1e-6
+        assert names == ["_loss.weight"]
+        assert later.startswith("parameter '_loss.weight' is trained and is outside of the pipeline's layers")
+
+
+def test_one_process_trains_parameters_of_a_loss() -> None:
+    """There is one of each."""
+    net = Pipeline([nn.Linear(WIDTH, 3)], [1], loss=Weighted(is_frozen=False), microbatches=2)
+    net(torch.ones(4, WIDTH), target=torch.zeros(4, 3)).backward()
+    assert net._loss.weight.grad is not None
+    assert not dist.is_initialized()
