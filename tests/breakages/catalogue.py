@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .breakage import Breakage
 from .rooms import ROOMS
+from .shared_models import SHARED_MODELS
 
 BREAKAGES = (
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -384,4 +385,5 @@ BREAKAGES = (
         "tests/ranks/test_relayout.py",
     ),
     *ROOMS,
+    *SHARED_MODELS,
 )
