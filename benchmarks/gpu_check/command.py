@@ -194,14 +194,18 @@ class _Report:
         self._content["sections"].append({"letter": letter, "about": section.about, "seconds": round(seconds, 1)})
 
     def summary(self) -> str:
-        """The last line."""
+        """The last lines: what failed, what was left out, and how many lines there are of each kind."""
         self._content["is_complete"] = True
         self._content["seconds"] = round(time.monotonic() - self.began, 1)
         self._write()
+        lines = self._content["lines"]
+        names = {
+            Verdict.FAIL.value: [line["name"] for line in lines if line["verdict"] == Verdict.FAIL.value],
+            LEFT_OUT: [line["name"] for line in lines if line["detail"].startswith(LEFT_OUT)],
+        }
         counts = ", ".join(f"{self.counts[verdict]} {verdict.value}" for verdict in Verdict)
-        done = f"--- {counts} in {self._content['seconds']} s"
-        left_out = [line["name"] for line in self._content["lines"] if line["detail"].startswith(LEFT_OUT)]
-        return f"--- {LEFT_OUT}: {', '.join(left_out)}\n{done}" if left_out else done
+        listed = [f"--- {what}: {', '.join(found)}" for what, found in names.items() if found]
+        return "\n".join([*listed, f"--- {counts} in {self._content['seconds']} s"])
 
     def _write(self) -> None:
         if self._path is None:

@@ -76,6 +76,8 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Faults:
 @pytest.mark.fresh
 def test_the_exit_status_says_whether_a_line_failed(faults: Faults) -> None:
     assert "statuses 1 1 0" in faults.printed
+    [failed, *_] = [text for text in faults.printed.splitlines() if text.startswith("--- FAIL: ")]
+    assert {"B.inside", "C.section", "H.killed"} <= set(failed.removeprefix("--- FAIL: ").split(", "))
 
 
 @pytest.mark.fresh
