@@ -70,7 +70,7 @@ class PreparedModels(Generic[Model]):
             ValueError: if there are several, and it would have to be sharded.
         """
         wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        owned = [(model, wanted & {id(param) for param in model.module.parameters()}) for model in self.open()]
+        owned = [(model, wanted & set(map(id, model.engine.named_params().values()))) for model in self.open()]
         some = [model for model, ids in owned if ids]
         owners = [model for model, ids in owned if ids and ids == wanted][:1] or some
         if len(owners) > 1 and not all(model.engine.steps_params_themselves for model in owners):

@@ -36,8 +36,10 @@ class WholeOptimizers:
 
     def add_or_shard(self, optimizer: Optimizer, model: DistributedDataParallel) -> Optimizer:
         """Shards the optimizer if it has any parameter of ``model``, which is the only one; else adds it."""
-        own = {id(param) for param in model.module.parameters()}
-        if own.isdisjoint(id(param) for group in optimizer.param_groups for param in group["params"]):
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if params and params <= model.engine.ignored_params():
+            return optimizer
+        if params.isdisjoint(map(id, model.engine.named_params().values())):
             return self.add(optimizer)
         return DistributedOptimizer(optimizer, model)
 

@@ -23,7 +23,7 @@ def named_grad_norms(model: object, norm_type: float) -> dict[str, Tensor]:
     by_param = dict(zip(model.engine.params, model.grad_norms(norm_type), strict=True))
     found = {
         f"grad_{norm_type}_norm/{name}": by_param[param]
-        for name, param in model.module.named_parameters()
+        for name, param in model.engine.named_params().items()
         if param in by_param and param.grad is not None
     }
     # without a gradient Lightning's has no total either

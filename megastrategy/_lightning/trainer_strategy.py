@@ -255,17 +255,24 @@ class TrainerStrategy(
     # --- training ----------------------------------------------------------------------------------------------------
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Shows the loss to the engine; in manual optimization it is not an output of the wrapped forward."""
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.watch_backward(closure_loss)
+        """Shows the loss to the engine; in manual optimization no forward of the wrapper has prepared its backward."""
+        module, wrapped = self.lightning_module, self.model
+        if module is None or not isinstance(wrapped, DistributedDataParallel):
+            return
+        if module.automatic_optimization:
+            wrapped.engine.reducer.watch(closure_loss)
+        else:
+            wrapped.watch_backward(closure_loss)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Leaves module buffers each rank's own in manual optimization, as "ddp" does: it broadcasts them before the
         first forward alone."""
         module, wrapped = self.lightning_module, self.model
-        outputs = super().training_step(*args, **kwargs)
-        if module is not None and isinstance(wrapped, DistributedDataParallel) and not module.automatic_optimization:
-            wrapped.leave_buffers_apart()
+        if module is None or module.automatic_optimization or not isinstance(wrapped, DistributedDataParallel):
+            return super().training_step(*args, **kwargs)
+        with wrapped.engine.reducer.backwards_inside_forward():
+            outputs = super().training_step(*args, **kwargs)
+        wrapped.leave_buffers_apart()
         return outputs
 
     def post_backward(self, closure_loss: Tensor) -> None:

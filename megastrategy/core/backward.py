@@ -38,6 +38,45 @@ class BackwardPhase(enum.Enum):
     """The ranks agree, and wait for what was launched. IDLE afterwards, also after an error."""
 
 
+@dataclasses.dataclass
+class Preparation:
+    """Forwards of the wrapped model since the last backward whose gradients were sent; see reducer's [Note: which
+    backward synchronises].
+
+    Attributes:
+        syncs: whether one of them trained and ended outside ``no_sync``.
+        accumulates: whether one trained under ``no_sync``.
+        inside_forward: whether one is under way whose backwards are inside of it (Lightning's manual optimization).
+    """
+
+    syncs: bool = False
+    accumulates: bool = False
+    inside_forward: bool = False
+
+    def add(self, *, syncs: bool) -> None:
+        """A forward that trains has ended."""
+        if syncs:
+            self.syncs = True
+        else:
+            self.accumulates = True
+
+    def replace(self, *, syncs: bool) -> None:
+        """The next backward was decided about by itself."""
+        self.syncs, self.accumulates = syncs, not syncs
+
+    def clear(self) -> None:
+        """The backward that was prepared is over."""
+        self.syncs = self.accumulates = False
+
+    def __bool__(self) -> bool:
+        return self.syncs or self.accumulates or self.inside_forward
+
+    @property
+    def decision(self) -> bool | None:
+        """Whether the next backward is synchronised; None where that is asked when it starts."""
+        return None if self.inside_forward else self.syncs
+
+
 class FollowsBackwards(Protocol):
     """A reducer."""
 

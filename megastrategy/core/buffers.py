@@ -263,6 +263,11 @@ class GradBuffers(ABC):
         self.params[param].grad = None
         return late
 
+    def holds_unreduced(self, param: int) -> bool:
+        """Whether ``.grad`` has anything that this rank has not reduced, after a backward that was not prepared."""
+        grad = self.params[param].grad
+        return grad is not None and (not isinstance(grad, ReducedGrad) or grad.pending is not None)
+
     def adopt_written(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is the truth
         """Takes in what the user did to ``.grad`` after a reduce-scatter: a tensor written there, or None."""
 

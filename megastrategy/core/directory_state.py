@@ -96,5 +96,5 @@ def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], Non
 def _tensor_parts(impl: ShardedStep) -> TensorParts:
     """The parameters of which each tensor rank has a part, by their names in the whole model."""
     local_parts = impl.engine.local_parts
-    named = impl.engine.module.named_parameters()
+    named = impl.engine.named_params().items()
     return TensorParts(local_parts.cut_params({local_parts.name_in_whole(name): param for name, param in named}))

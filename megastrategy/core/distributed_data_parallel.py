@@ -23,6 +23,7 @@ from .loss_tokens import read_count
 from .rebucketing.relayout import relayout
 from .reduced_grad import inside_backward
 from .replicas import check_replicas
+from .whole_grads import full_grad, grad_norms
 
 
 class DistributedDataParallel(nn.Module):
@@ -190,7 +191,7 @@ class DistributedDataParallel(nn.Module):
         """Whether the backward that starts now is synchronised.
 
         Args:
-            decision: of the last forward; None if no forward of this object has ended since the last backward began.
+            decision: what forwards have prepared; None for a backward inside of a forward.
         """
         return self.require_backward_grad_sync if decision is None else decision
 
@@ -203,11 +204,12 @@ class DistributedDataParallel(nn.Module):
         refuse_join("join_hook")
 
     def watch_backward(self, outputs: Any) -> None:
-        """Tells the engine that a backward may start from these tensors, where they are not what ``forward`` returns.
+        """Prepares the next backward, which starts from these tensors, as a forward that returned them would.
 
-        Needed only for re-entrant checkpoints, with a loss that the forward did not return.
+        For a loss that no forward of this object returned, such as one of the module's own methods: its backward is
+        synchronised outside of :meth:`no_sync`. Without this call it is not, as under torch DDP.
         """
-        self.engine.reducer.watch(outputs)
+        self.engine.reducer.prepare(outputs, self.require_backward_grad_sync)
 
     def finish_param_gather(self) -> None:
         """Waits for the parameters that the last step left on their way, with ``overlap_param_gather="forward"``.
@@ -285,7 +287,7 @@ class DistributedDataParallel(nn.Module):
         Raises:
             ValueError: if the parameter is not one of the wrapped module's trainable parameters.
         """
-        return self.engine.full_grad(param)
+        return full_grad(self.engine, param)
 
     def grad_norms(self, norm_type: float = 2.0) -> Tensor:
         """The norm of each trainable parameter's gradient: 1-D, fp64, in the order of ``layout.params``, 0 where it has
@@ -293,7 +295,7 @@ class DistributedDataParallel(nn.Module):
 
         After a synchronised backward the same bits on every rank, and collective with reduce-scatter.
         """
-        return self.engine.grad_norms(norm_type)
+        return grad_norms(self.engine, norm_type)
 
     def check_replicas(self) -> None:
         """Compares the weights of all ranks that should hold the same: for a look every few hundred steps.
@@ -305,7 +307,7 @@ class DistributedDataParallel(nn.Module):
         """
         self.finish_param_gather()
         self.engine.collectives.wait_for_device(self.engine.device, "all-gather")
-        check_replicas(self.module, self.engine.local_parts, self.engine.collectives)
+        check_replicas(self.engine.named_params(), self.engine.local_parts, self.engine.collectives)
 
     def _check_replicas_if_due(self) -> None:
         if self._num_synced_forwards and self._num_synced_forwards % self.ddp_config.check_replicas_every_n_steps == 0:

@@ -54,6 +54,7 @@ from .shown_state import ShownState, own_state_of
 from .stage_state import is_staged
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
 from .trials.step_arguments import StepArguments
+from .whole_grads import full_grad
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -325,7 +326,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """The whole reduced gradient of a parameter, in memory of its own; None if it has none. Collective."""
-        return self._impl.engine.full_grad(param)
+        return full_grad(self._impl.engine, param)
 
     def unscale_grads_(self, inv_scale: Tensor) -> Tensor:
         """For gradient scalers: multiplies the gradients by ``inv_scale``; (1,) fp32, 1.0 on all ranks if any is not

@@ -9,13 +9,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NoReturn, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from .buffers import GradBuffers
-from .clip_grads import norms_of, norms_over_owners, zero_norms
 from .collectives import Collectives, end_with, make_collectives, second_collectives
 from .collectives.instanced import shard_collectives
 from .collectives.process_groups import num_own_groups, private_group
@@ -29,7 +27,16 @@ from .layout import BufferLayout, build_layout
 from .local_parts import LocalParts, dtensors_of
 from .main_grads import declare_main_grads, withdraw_main_grads
 from .memory import describe_setup
-from .module_checks import agree_on_layout, check_memory_is_own, check_module, common_device, option_rows, param_spec
+from .module_checks import (
+    agree_on_layout,
+    check_are_equal,
+    check_memory_is_own,
+    check_module,
+    common_device,
+    option_rows,
+    param_spec,
+)
+from .module_params import broadcast_params, ignored_names, named_buffers, named_params
 from .module_watch import ModuleWatch
 from .owners import Owners
 from .param_buffers import ParamBuffers
@@ -101,7 +108,8 @@ class Engine:
         self.all_reduce_option = all_reduce_option
         # before any collective: a rank that refuses its module must not leave others waiting in one for it alone
         check_module(self.module, type(wrapper))
-        self.device = common_device(self.module)
+        self._ignored = ignored_names(self.module)
+        self.device = common_device(self.named_params())
         self.staged_module = find_staged(self.module)
         self.local_parts = _find_local_parts(self.module, process_group, self.staged_module)
         self.local_parts.check(self.module)
@@ -113,7 +121,7 @@ class Engine:
         self._listener = listener
         self.params: list[Parameter] = []
         self.index_by_id: dict[int, int] = {}
-        self.watch = ModuleWatch(self._modules)
+        self.watch = ModuleWatch(self._modules, self._ignored)
         self.layout = self._plan()
         self.owners = Owners(self.layout, {})
         # after the ranks agreed on the layout: broadcasts of other modules would not match one another
@@ -133,7 +141,7 @@ class Engine:
             if (
                 config.overlap_param_gather == "forward"
                 and config.broadcast_buffers
-                and next(self.module.buffers(), None) is not None
+                and named_buffers(self.module, self._ignored)
             ):
                 self._buffer_collectives = second_collectives(collectives, self.device)
                 self._buffer_collectives.connect(self.device, exchanges=False)
@@ -208,15 +216,29 @@ class Engine:
 
     def is_as_wrapped(self) -> bool:
         """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
-        present = {id(param) for param in self.module.parameters()}
+        present = {id(param) for param in self.named_params().values()}
         return all(
             id(param) in present and param.dtype == spec.dtype and tuple(self.local_parts.of(param).shape) == spec.shape
             for param, spec in zip(self.params, self.layout.params, strict=True)
         )
 
+    def named_params(self) -> dict[str, Parameter]:
+        """The module's parameters, frozen ones too, without those that are each rank's own."""
+        return named_params(self.module, self._ignored)
+
+    def ignored_params(self) -> set[int]:
+        """The parameters that are each rank's own, by id."""
+        if not self._ignored:
+            return set()
+        return set(map(id, named_params(self.module).values())) - set(map(id, self.named_params().values()))
+
     def broadcast_all(self) -> None:
-        """The module's parameters, frozen ones too, and buffers become rank 0's. Collective."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
+        """The module's parameters, frozen ones too, and buffers become rank 0's, but those that are each rank's own.
+        Collective."""
+        params = broadcast_params(self.module, self._ignored)
+        if self.layout.num_shards > 1 and self._ignored:
+            check_are_equal(self.named_params(), params, self.collectives)
+        tensors = [*params, *named_buffers(self.module, self._ignored).values()]
         self.local_parts.broadcast_replicas(tensors)
         self.collectives.broadcast_all([self.local_parts.of(tensor) for tensor in tensors])
 
@@ -266,7 +288,7 @@ class Engine:
     def _plan(self) -> BufferLayout:
         """Adds what is trainable and not known yet to ``params``, and lays it out; all ranks agree on it."""
         known = self.index_by_id
-        others = [(name, param) for name, param in self.module.named_parameters() if id(param) not in known]
+        others = [(name, param) for name, param in self.named_params().items() if id(param) not in known]
         joining = [param for _, param in others if param.requires_grad]
         parts, part_of = self.local_parts, self.local_parts.of
         whole = [param for param in joining if part_of(param) is param]
@@ -284,7 +306,7 @@ class Engine:
         layout = build_layout(specs, self.config, self.collectives.size)
         if joining or not known:
             check_module(self.module, self._kind)
-            common_device(self.module)
+            common_device(self.named_params())
             take_over([(name, param) for name, param in others if param.requires_grad], self.module)
             is_sharded = layout.num_shards > 1
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
@@ -410,51 +432,6 @@ class Engine:
             self.grad_buffers.clear(indices)
         else:
             self.grad_buffers.zero(indices)
-
-    def full_grad(self, param: Parameter) -> Tensor | None:
-        """See :meth:`DistributedDataParallel.full_grad <megastrategy.DistributedDataParallel.full_grad>`."""
-        self.check_open()
-        index = self.index_by_id.get(id(param))
-        if index is None:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is not a trainable parameter of the wrapped module"
-            )
-        grads = self.grad_buffers
-        if not grads.is_sharded(index):
-            return None if param.grad is None else param.grad.detach().clone()
-        grads.adopt_written([index])
-        if not grads.has_grad[index]:
-            return None
-        spec, slot = self.layout.params[index], self.layout.slots[index]
-        full = torch.zeros(spec.numel, dtype=self.layout.buffers[slot.buffer].sum_dtype, device=self.device)
-        owned, own_grad = self.layout.owned_range(index, self.collectives.rank), self.owned_grad(index)
-        in_first_instance = self.collectives.rank < self.layout.num_shards  # others own the same
-        if owned is not None and own_grad is not None and in_first_instance:
-            full[owned[0] - slot.start : owned[1] - slot.start] = own_grad
-        self.collectives.all_reduce(full, 1.0).wait()  # every element is non-zero on one rank at most
-        return self.local_parts.as_grad(param, full.as_strided(spec.shape, spec.stride))
-
-    def grad_norms(self, norm_type: float) -> Tensor:
-        """See :meth:`DistributedDataParallel.grad_norms <megastrategy.DistributedDataParallel.grad_norms>`."""
-        grads, every = self.grad_buffers, range(len(self.params))
-        sharded = [i for i in every if grads.is_sharded(i)]
-        grads.adopt_written(sharded)
-        norms = zero_norms(len(self.params), self.device)
-        own = norms.clone()
-        for index in sharded:
-            if grads.has_grad[index] and (grad := self.owned_grad(index)) is not None:
-                own[index : index + 1] = norms_of([grad], norm_type, own.dtype)
-        if sharded:
-            norms = norms_over_owners(own, norm_type, self.shard_collectives)
-        for index in set(every).difference(sharded):
-            if (local := self.local_parts.grad_of(self.params[index])) is not None:
-                norms[index : index + 1] = norms_of([local], norm_type, norms.dtype)
-        if (tensor_ranks := self.local_parts.tensor_ranks) is not None:
-            for index, param in enumerate(self.params):
-                if not self.local_parts.counts_here(param):
-                    norms[index] = 0.0
-            norms = norms_over_owners(norms, norm_type, tensor_ranks)
-        return norms
 
     def owned_grad(self, index: int) -> Tensor | None:
         """This rank's part of a reduce-scattered gradient, a view; None if all of it is other ranks'."""

@@ -10,7 +10,6 @@ wrong rank, or a seed that differs, does so from the first batch on.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .collectives import Collectives
-from .collectives.tensor_parts import bytes_of
+from .collectives.tensor_parts import digest_of
 from .errors import BatchMismatchError
 
 
@@ -66,7 +65,7 @@ def check_first_batch(
 def _fingerprint(tensor: Tensor) -> tuple[str, str]:
     """Describes a tensor in words, and its elements by a digest."""
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    return kind, hashlib.sha256(bytes_of(tensor)).hexdigest()
+    return kind, digest_of(tensor)
 
 
 def _shown(tensors: Mapping[str, tuple[str, str]], path: str) -> str:
@@ -80,7 +79,7 @@ def _random_states(device: torch.device) -> dict[str, str]:
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return {kind: hashlib.sha256(bytes_of(state)).hexdigest() for kind, state in states.items()}
+    return {kind: digest_of(state) for kind, state in states.items()}
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -180,7 +180,10 @@ def dtensors_of(module: nn.Module, *, each_name: bool = False) -> dict[str, Any]
     """
     # Importing it here would cost everybody; a class that nobody has imported has no instances.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-    named = module.named_parameters(remove_duplicate=not each_name)
+    if not kind:
+        return {}
+    # The class's own walk: an override of the module's may have another signature, or hide some.
+    named = nn.Module.named_parameters(module, remove_duplicate=not each_name)
     return {name: param for name, param in named if isinstance(param, kind)}
 
 

@@ -26,12 +26,13 @@ import enum
 import math
 import struct
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .backward import Preparation
 from .buffers import GradBuffers
 from .collectives import Collectives
 from .errors import LossTokensError
@@ -52,6 +53,7 @@ class Counting(enum.IntEnum):
     IN_PART = 2
     AFTER_A_SYNC = 3
     DROPPED_IN_PART = 4
+    UNPREPARED = 5
 
 
 _WHAT = {
@@ -59,6 +61,7 @@ _WHAT = {
     Counting.COUNTED: "counted all of its losses",
     Counting.IN_PART: "counted some of its losses and not others",
     Counting.AFTER_A_SYNC: "ran a backward after a synchronised one, whose gradients were not used or dropped",
+    Counting.UNPREPARED: "ran a backward that no forward of the wrapped model prepared, after loss_tokens(n)",
     Counting.DROPPED_IN_PART: "dropped the gradients of some parameters between two microbatches, and kept others",
 }
 
@@ -85,14 +88,15 @@ class LossTokens:
 
     Args:
         dp_rank: whose shards are corrected.
+        prepared: whether the next backward is one of the training; others are not counted.
 
     Attributes:
         is_used: whether a count was ever given.
     """
 
-    def __init__(self, dp_rank: int) -> None:
+    def __init__(self, dp_rank: int, prepared: Preparation) -> None:
         self.is_used = False
-        self._dp_rank = dp_rank
+        self._dp_rank, self._prepared = dp_rank, prepared
         self._buffers: GradBuffers
         self._index_by_id: dict[int, int] = {}
         self._given: float | None = None  # of the next backward
@@ -140,6 +144,8 @@ class LossTokens:
 
     def _weigh(self, index: int, grad: Tensor) -> Tensor | None:
         if not self._in_backward:
+            if not self._prepared:
+                return None
             self._begin_backward()
         self._joined[index] = True
         if self._count is None or self._count == self._unit:
@@ -205,6 +211,15 @@ class LossTokens:
             self._tokens += self._count
             self._num_losses += 1
             self._count = None
+
+    def meet_unprepared(self, found: Iterable[bool]) -> None:
+        """Gradients are about to be used that no forward prepared; a count that was given for them has weighed nothing.
+
+        Args:
+            found: by gradient of such a backward, whether it is still there.
+        """
+        if self._given is not None and any(found):
+            self._given, self._counting = None, Counting.UNPREPARED
 
     def drop(self) -> None:
         """A backward broke off, and all gradients were dropped. A count that was given since is of the next one."""

@@ -149,7 +149,7 @@ def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[st
 
 def _cut_by_saved_name(impl: ShardedStep) -> dict[str, CutParam]:
     """The parameters that are cut, by either name that their main params may be saved under."""
-    cut = impl.engine.local_parts.cut_params(dict(impl.engine.module.named_parameters()))
+    cut = impl.engine.local_parts.cut_params(impl.engine.named_params())
     return cut | {name + REMAINDER: part for name, part in cut.items()}
 
 

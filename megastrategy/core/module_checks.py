@@ -12,10 +12,12 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .collectives import Collectives
+from .collectives.tensor_parts import digest_of
 from .config import DistributedDataParallelConfig
 from .errors import LayoutMismatchError
 from .layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, digest
 from .local_parts import LocalParts
+from .module_params import IGNORED, named_buffers, named_params
 from .strides import dense_stride
 from .weight_chunks import ChunkPlace
 
@@ -44,7 +46,7 @@ def check_memory_is_own(
     graph use its memory too; ``all_reduce_option`` is then the way out."""
     joining = {id(param) for param in params}
     spans: list[tuple[int, int, str, bool]] = []
-    for name, whole in (*module.named_parameters(), *module.named_buffers()):
+    for name, whole in (*named_params(module).items(), *named_buffers(module).items()):
         tensor = parts.of(whole)
         if tensor.numel() > 0 and tensor.layout == torch.strided:
             # The farthest element, whatever the strides: an expanded tensor reaches less far than its numel.
@@ -99,11 +101,11 @@ def param_spec(
     return ParamSpec(name, tuple(part.shape), stride, part.dtype, grad_dtype, chunk)
 
 
-def common_device(module: nn.Module) -> torch.device:
-    """The device of all parameters; the CPU if there is none. Raises ValueError where they cannot be laid out."""
+def common_device(named: Mapping[str, Parameter]) -> torch.device:
+    """The device of all these parameters; the CPU if there is none. Raises ValueError where they cannot be laid out."""
     device: torch.device | None = None
     first = ""
-    for name, param in module.named_parameters():
+    for name, param in named.items():
         # Without a shape it has no place, and on meta it has no memory that could move there.
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"parameter {name!r} is uninitialised: run one forward (dry run) before wrapping")
@@ -136,6 +138,17 @@ def agree_on_layout(
         specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
         return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
     raise _first_difference(descriptions)
+
+
+def check_are_equal(named: Mapping[str, Parameter], broadcast: Sequence[Parameter], collectives: Collectives) -> None:
+    """Raises LayoutMismatchError, on all ranks, if any of the parameters that are not broadcast, and would be sharded,
+    differs between ranks. Collective if there are any."""
+    sent = {id(param) for param in broadcast}
+    left = [(name, param) for name, param in named.items() if id(param) not in sent and param.requires_grad]
+    rows = [[name, digest_of(param)] for name, param in left]
+    if rows:
+        what = f"values of parameters that {IGNORED} names and torch DDP reduces (it leaves '.{left[0][0]}' alone)"
+        check_all_agree({what: rows}, collectives)
 
 
 def option_rows(config: DistributedDataParallelConfig) -> list[list[object]]:

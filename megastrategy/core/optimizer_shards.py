@@ -283,7 +283,7 @@ class OptimizerShards(ShardHolder):
 
     def names_by_id(self) -> dict[int, str]:
         """By ``id``, the names of the model's parameters, frozen ones too, and of strangers."""
-        return {id(param): name for name, param in self.engine.module.named_parameters()} | self.strangers.names_by_id()
+        return {id(param): name for name, param in self.engine.named_params().items()} | self.strangers.names_by_id()
 
     def param_indices(self) -> list[int]:
         """The layout's indices of this optimizer's parameters."""

@@ -34,6 +34,11 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != NO_TASK)
 
 
+def inside_node() -> bool:
+    """Whether a node of a graph is running on this thread: at the end of a graph, whether that is nested in another."""
+    return torch._C._current_autograd_node() is not None
+
+
 class StoodFor:
     """One reduced gradient, until it is dropped. There is one stand-in for it, and copies where it was detached.
 

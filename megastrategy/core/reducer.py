@@ -15,22 +15,27 @@ same mean, nothing lost. From then on this rank launches that bucket only at the
 is fixed is what makes this a local decision.
 
 [Note: which backward synchronises]
-As in torch DDP the last forward decides (``no_sync`` around forward and backward). A backward that no forward of the
-wrapper has ended before (Lightning's manual optimization runs them inside one) is decided when it starts. Pooled
-gradients cannot accumulate on a rank, so that with them every backward synchronises.
+As in torch DDP it is the first one after a forward of the wrapper that trains and ends outside ``no_sync``, whatever
+comes in between: a forward under ``no_sync``, or a validation. The backwards that follow, until the next such forward,
+are not. Where the wrapper's forwards were under ``no_sync``, gradients accumulate in the buffers, and a sharded step
+reduces them; pooled ones cannot accumulate on a rank, and are sent. A backward that no forward of the wrapper prepared
+(of the module by itself for a saliency map, of a loss for the second time) belongs to user code, perhaps on one rank
+only. The engine leaves its gradients in ``.grad`` as autograd does, a stand-in's aside, and sends nothing. The next
+backward that is prepared takes in what is still there, and so does a sharded step: all ranks step the mean.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from .agreement import Agreement, Reasons, describe_broken_promise, name_of
-from .backward import BackwardPhase, BackwardWatch
+from .backward import BackwardPhase, BackwardWatch, Preparation
 from .buffers import GradBuffers
 from .collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
@@ -43,7 +48,7 @@ from .loss_tokens import PAST_AUTOGRAD, TOO_LATE, LossTokens
 from .nonfinite import FiniteCheck
 from .profiler_ranges import profiler_range
 from .rebucketing.planner import BucketPlanner
-from .reduced_grad import inside_backward
+from .reduced_grad import inside_backward, inside_node
 
 
 class Reducer:
@@ -56,7 +61,7 @@ class Reducer:
         collectives: all ranks, which agree on what was used.
         shard_collectives: how buckets are reduced.
         config: the options.
-        should_sync: asked when a backward starts, with what the last forward decided (None: there was none to decide).
+        should_sync: asked when a backward starts, with what forwards have prepared.
         listener: gets every event, or None.
         planner: watches the first synchronised backward for better buckets; None where none are wanted.
         tensor_ranks: the ranks that hold the parts of a tensor-parallel model; they refuse a backward together.
@@ -87,7 +92,8 @@ class Reducer:
 
         self._phase = BackwardPhase.IDLE
         self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
-        self._forward_decision: bool | None = None
+        self._prepared = Preparation()
+        self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
         self._backwards = BackwardWatch(self)
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
@@ -109,7 +115,7 @@ class Reducer:
         self._has_local_grads = False
         self._ends_window = True  # whether the last backward's gradients are final when they are reduced
         self._has_agreed = False
-        self._tokens = LossTokens(collectives.rank)
+        self._tokens = LossTokens(collectives.rank, self._prepared)
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
@@ -158,16 +164,18 @@ class Reducer:
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def prepare_for_backward(self, _: Any) -> None:
-        """Forgets what the forward decided about the next backward, as torch's does."""
+        """The next backward is synchronised, as after torch's method of this name."""
         self.before_forward()
+        self._prepared.replace(syncs=True)
 
     def before_forward(self) -> None:
         """A forward starts."""
+        if self._phase is not BackwardPhase.IDLE:
+            self._prepared.clear()  # for a backward that broke off, and is not tried again
         self.drop_unfinished()
         self._hooks.stay_last()
         self._accumulators.follow_stream()
         self._backwards.forget()
-        self._forward_decision = None
 
     def follow_swaps(self) -> None:
         """Watches parameters again inside of which torch has put another tensor since the last forward."""
@@ -189,9 +197,24 @@ class Reducer:
 
     def after_forward(self, outputs: Any, sync: bool) -> None:
         """A forward ended whose backward shall be synchronised or not."""
-        self._forward_decision = sync
+        self._prepared.add(syncs=sync)
         if not inside_backward():  # a checkpoint's forward starts the inner graph, which ends too early
             self.watch(outputs)
+
+    def prepare(self, outputs: Any, sync: bool) -> None:
+        """The next backward starts from tensors in ``outputs``, and shall be synchronised or not."""
+        self._prepared.replace(syncs=sync)
+        self.watch(outputs)
+
+    @contextlib.contextmanager
+    def backwards_inside_forward(self) -> Iterator[None]:
+        """Every backward in the block is one of the training; afterwards, none is prepared."""
+        self._prepared.inside_forward = True
+        try:
+            yield
+        finally:
+            self._prepared.inside_forward = False
+            self._prepared.clear()
 
     def watch(self, outputs: Any) -> None:
         """A backward may start from tensors in ``outputs``."""
@@ -209,6 +232,10 @@ class Reducer:
     def on_grad_accumulated(self, index: int, param: Tensor) -> None:
         bucket = self._bucket_of[index]
         if self._phase is BackwardPhase.IDLE:
+            # A layer that adds to the buffer itself has done so, prepared or not.
+            if not (self._prepared or self.buffers.main_grads):
+                self._unprepared.add(index)
+                return
             self._begin_backward()
         elif param.grad is not self.buffers.views[index]:  # create_graph, a sealed bucket, or .grad = None before
             if self._phase is BackwardPhase.SYNCHRONISING and bucket < len(self._handles):  # on the wire
@@ -228,7 +255,7 @@ class Reducer:
                 self._launch_ready()
 
     def _begin_backward(self) -> None:
-        self._ends_window = self._should_sync(self._forward_decision)
+        self._ends_window = self._should_sync(self._prepared.decision)
         syncs = self._ends_window or self.buffers.reduces_every_backward
         self._phase = BackwardPhase.SYNCHRONISING if syncs else BackwardPhase.ACCUMULATING
         self._epoch += 1
@@ -239,6 +266,7 @@ class Reducer:
         deferred = {self._bucket_of[index] for index in self._deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
         self._has_local_grads = True
+        self._unprepared.clear()
         if syncs and self._planner is not None and not self._has_synced:
             self._planner.start()
         self.buffers.open()
@@ -255,6 +283,8 @@ class Reducer:
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
         self._tokens.end_backward()
         if synced:
+            if not inside_node():  # else the rest of the backward around this graph is synchronised as well
+                self._prepared.clear()
             self._is_unfinished = True
             self._end_synchronised()
         else:
@@ -297,6 +327,7 @@ class Reducer:
 
     def finish_on_this_rank(self) -> None:
         """Makes gradients final that are about to be used although no backward has reduced them."""
+        self._tokens.meet_unprepared(self.is_local(index) for index in self._unprepared)
         self._tokens.finish_on_this_rank()
 
     # --- reduction ---------------------------------------------------------------------------------------------------
@@ -315,6 +346,8 @@ class Reducer:
             CollectiveError: if a reduction failed, most often because another rank ended.
             UnusedParameterError: if a parameter has no gradient against what the configuration promises.
         """
+        if self._unprepared:
+            self._take_in_unprepared()
         if not self._has_local_grads:
             return
         self._check_promises()
@@ -350,6 +383,22 @@ class Reducer:
         if self._ends_window or not self.buffers.reduces_every_backward:
             self._tokens.become_final()
         self._is_unfinished = False
+
+    def is_local(self, index: int) -> bool:
+        """Whether a backward that no forward prepared has left a gradient of the parameter on this rank."""
+        return index in self._unprepared and self.buffers.holds_unreduced(index)
+
+    def _take_in_unprepared(self) -> None:
+        local = [index for index in self._unprepared if self.is_local(index)]
+        self._tokens.meet_unprepared(map(bool, local))
+        self._unprepared.clear()
+        if not local:
+            return
+        self.buffers.open()
+        self._epoch += 1
+        for index in local:
+            self.buffers.has_grad[index], self._kept[index], self._seen[index] = True, False, self._epoch
+        self._has_local_grads = True
 
     def _launch_ready(self) -> None:
         while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:

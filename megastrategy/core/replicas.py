@@ -7,27 +7,25 @@ on each tensor rank. The loss goes down all the same, and nobody notices for lon
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, nn
+from torch.nn import Parameter
 
 from .collectives import Collectives
-from .collectives.tensor_parts import bytes_of
+from .collectives.tensor_parts import digest_of
 from .errors import ReplicaMismatchError
 from .local_parts import LocalParts
 
 
-def check_replicas(module: nn.Module, parts: LocalParts, collectives: Collectives) -> None:
-    """Returns if the weights are equal to the bit wherever they should be. Collective over all ranks of the mesh.
+def check_replicas(named: Mapping[str, Parameter], parts: LocalParts, collectives: Collectives) -> None:
+    """Returns if these weights are equal to the bit wherever they should be. Collective over all ranks of the mesh.
 
     Raises:
         ReplicaMismatchError: on all of them, with the first parameter that differs.
     """
     if collectives.size == 1 and not parts.model_groups:
         return
-    named = dict(module.named_parameters())
-    own = {name: _digest(parts.of(param)) for name, param in named.items()}
+    own = {name: digest_of(parts.of(param)) for name, param in named.items()}
     found = _first_difference(collectives.all_gather_objects(own), "data-parallel rank")
     for kind, ranks, names in parts.replicas(named):
         everybody = ranks.all_gather_objects((found, {common: own[name] for name, common in names.items()}))
@@ -41,10 +39,6 @@ def check_replicas(module: nn.Module, parts: LocalParts, collectives: Collective
             f"{found}. Weights are written on all ranks alike, or not at all; and a module that has a part of the "
             "sequence on each tensor rank is named in parallelize_module's plan (SequenceParallel())"
         )
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 def _first_difference(digests: Sequence[Mapping[str, str]], kind: str) -> str | None:

@@ -43,7 +43,7 @@ class StagedReducer(Reducer):
 
     def decide_next_backward(self, outputs: Any, *, sync: bool) -> None:
         """A backward is about to start from ``outputs``, to be synchronised or not."""
-        self._forward_decision = sync
+        self._prepared.replace(syncs=sync)
         self._backwards.forget()
         self.watch(outputs)
 

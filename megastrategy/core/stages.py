@@ -33,6 +33,7 @@ from .collectives.process_groups import private_group, subgroup
 from .first_batch import check_first_batch
 from .local_parts import LocalParts, dtensors_of
 from .module_checks import check_all_agree
+from .module_params import named_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +209,7 @@ class StageParts(LocalParts):
         super().check(module)
         outside = [
             name
-            for name, param in module.named_parameters()
+            for name, param in named_params(module).items()
             if param.requires_grad and not name.startswith(f"{self._prefix}{self._staged.layers_name}.")
         ]
         if outside:

@@ -1,7 +1,8 @@
 """Strangers are an optimizer's parameters that the wrapped model has not: a loss's head beside it, a frozen guide.
 
 [Note: strangers]
-Nobody reduces their gradients. Those that never get one need nothing. The others are stepped whole on every rank, each
+Nobody reduces their gradients. What the module names in ``_ddp_params_and_buffers_to_ignore`` is among them, and gives
+no warning. Those that never get one need nothing. The others are stepped whole on every rank, each
 with its own gradient, as under torch DDP, where their values part from rank to rank too: one warning names them. A
 checkpoint has rank 0's state of them, as there. A gradient norm has to be one number on all ranks, or shards of one
 parameter would be clipped differently: strangers enter it with the mean over the ranks of their norms' powers, which is
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Strangers:
         self._engine = engine
         self._is_told = engine.collectives.size == 1  # where a gradient is whole as it is
         self._places: list[tuple[int, int]] = []  # group, place in the group
+        self._ignored: set[int] = set()  # by id: the module itself asks to leave them to each rank
         self.params: list[Tensor] = []
 
     def find(self) -> None:
@@ -45,12 +47,17 @@ class Strangers:
             ValueError: if none of the parameters is the model's, or one is another wrapped model's.
         """
         groups = self._optimizer.param_groups
-        known = {id(param) for param in self._engine.module.parameters()}
+        known = {id(param) for param in self._engine.named_params().values()}
+        self._ignored = self._engine.ignored_params()
         places = [(number, place) for number, group in enumerate(groups) for place in range(len(group["params"]))]
         found = [(n, p) for n, p in places if id(groups[n]["params"][p]) not in known]
         kind = type(self._optimizer).__name__
         # All of them: almost certainly the optimizer was built before the model was copied, moved or prepared.
-        if found and len(found) == len(places):
+        if (
+            found
+            and len(found) == len(places)
+            and not any(id(groups[n]["params"][p]) in self._ignored for n, p in found)
+        ):
             raise ValueError(
                 f"no parameter of this {kind} is one of the wrapped model's, so the model would not be trained (the "
                 f"first is {_describe(groups, found[0])}). Pass model.parameters() of the model that was wrapped"
@@ -106,13 +113,14 @@ class Strangers:
         if self._is_told or not self.grads():
             return
         self._is_told = True
-        text = describe_unreduced(self._optimizer)
+        text = describe_unreduced(self._optimizer, self._ignored)
         if text is not None and self._engine.collectives.is_rank_zero:
             warnings.warn(text, stacklevel=2)
 
 
-def describe_unreduced(optimizer: torch.optim.Optimizer) -> str | None:
-    """A warning that names an optimizer's parameters that have a gradient and no wrapped model; None if there are none.
+def describe_unreduced(optimizer: torch.optim.Optimizer, ignored: Collection[int] = ()) -> str | None:
+    """A warning that names an optimizer's parameters that have a gradient and no wrapped model, without those of these
+    ids; None if there are none.
 
     Its groups hold the Parameters themselves.
     """
@@ -121,7 +129,7 @@ def describe_unreduced(optimizer: torch.optim.Optimizer) -> str | None:
         (number, place)
         for number, group in enumerate(groups)
         for place, param in enumerate(group["params"])
-        if param.grad is not None and not is_wrapped(param)
+        if param.grad is not None and not is_wrapped(param) and id(param) not in ignored
     ]
     if not places:
         return None

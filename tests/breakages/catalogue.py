@@ -5,6 +5,7 @@ from __future__ import annotations
 from .breakage import Breakage
 from .rooms import ROOMS
 from .shared_models import SHARED_MODELS
+from .user_code import USER_CODE
 
 BREAKAGES = (
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -386,4 +387,5 @@ BREAKAGES = (
     ),
     *ROOMS,
     *SHARED_MODELS,
+    *USER_CODE,
 )

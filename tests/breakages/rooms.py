@@ -356,27 +356,6 @@ ROOMS = (
         "tests/doors/test_lightning_clipping.py",
     ),
     Breakage(
-        "the broadcast of module buffers is seen by autograd",
-        "core/engine.py",
-        "[buffer.data for buffer in",
-        "[buffer for buffer in",
-        "tests/ranks/test_version_counters.py",
-    ),
-    Breakage(
-        "a step of shards is not seen by autograd",
-        "core/sharded_step.py",
-        "        torch.autograd.graph.increment_version([engine.params[index] for index in begun.with_grads])\n",
-        "",
-        "tests/ranks/test_version_counters.py",
-    ),
-    Breakage(
-        "a gradient's view that was given other memory comes back with its old content",
-        "core/contiguous_buffers.py",
-        "        self._bring_moved_back()\n",
-        "",
-        "tests/ranks/test_moved_grads.py",
-    ),
-    Breakage(
         "weights in several files are taken for the first of them",
         "tools/folders.py",
         "(?:_(\\d+))?\\.(?:safetensors|bin)(?:\\.index\\.json)?",

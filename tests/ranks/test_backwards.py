@@ -132,7 +132,8 @@ def test_a_bucket_that_was_late_once_waits_from_then_on() -> None:
             model.zero_grad()
             hidden = torch.tanh(module[0](batch(rank, number)))
             hidden.register_hook(lambda _: second_backward(module))
-            module[2](hidden).square().sum().backward()
+            model.watch_backward(loss := module[2](hidden).square().sum())
+            loss.backward()
             counts.append(len(collectives.named("reduce_scatter")) - len(model.layout.buckets))
         model.close()
         return counts
@@ -150,8 +151,9 @@ def test_a_gradient_in_flight_is_an_error_where_the_ranks_do_not_agree() -> None
         model.zero_grad()
         hidden = torch.tanh(module[0](batch(rank)))
         hidden.register_hook(lambda _: second_backward(module))
+        model.watch_backward(loss := module[2](hidden).square().sum())
         with pytest.raises(BucketInFlightError, match=r"'2\.weight'.*static_graph off"):
-            module[2](hidden).square().sum().backward()
+            loss.backward()
 
     run_ranks(2, run)
 

@@ -24,7 +24,7 @@ ENGINES: dict[str, Mapping[str, Any]] = {
         "use_contiguous_buffers": False,
         "overlap_grad_reduce": False,
     },
-    "pooled": {"grad_buffer": "pooled", "bucket_size": 1},
+    "pooled": {"grad_buffer": "pooled"},
 }
 each_engine = pytest.mark.parametrize(
     ("options", "size"),

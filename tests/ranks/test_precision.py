@@ -194,8 +194,9 @@ def test_a_parameter_whose_dtype_changed_is_named(sharded: bool) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
         module[2].double()
+        model.watch_backward(loss := module[2](torch.ones(1, 33, dtype=torch.float64)).sum())
         with pytest.raises(ParameterChangedError, match=r"'2\.(weight|bias)' was torch.float32.*now torch.float64"):
-            model.module[2](torch.ones(1, 33, dtype=torch.float64)).sum().backward()
+            loss.backward()
 
     run_ranks(2, run)
 

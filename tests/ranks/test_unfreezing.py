@@ -278,8 +278,9 @@ def test_promises_about_unused_parameters_are_of_those_that_require_gradients(op
         module[0].requires_grad_(False)
         model(batch(rank, 0)).sum().backward()
         model.zero_grad()
+        model.watch_backward(loss := module[6](torch.ones(4, 13)).sum())
         with pytest.raises(UnusedParameterError, match=r"4 parameter\(s\) received no gradient.*'2\.weight'"):
-            module[6](torch.ones(4, 13)).sum().backward()
+            loss.backward()
 
     run_ranks(2, rank_main)
 

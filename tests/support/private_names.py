@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "design" / "private_names.md"
 LIVES_IN = {
     "torch._C": (
         "_autograd _current_graph_task_id _disabled_torch_function_impl _set_throw_on_mutable_data_ptr "
-        "_storage_Use_Count"
+        "_storage_Use_Count _current_autograd_node"
     ),
     "torch._C._autograd": "_profiler_enabled",
     "torch._C._VariableFunctions": (
@@ -44,7 +44,8 @@ LIVES_IN = {
     "torch.utils._python_dispatch": "TorchDispatchMode",
     "torch.utils.data.dataloader": "_BaseDataLoaderIter",
     "torch.nn.parallel.distributed": (
-        "_accum_grad_hooks _active_ddp_module _bucket_config _comm_hooks _ddp_sink_clone _delay_all_reduce_all_params "
+        "_accum_grad_hooks _active_ddp_module _bucket_config _comm_hooks _ddp_params_and_buffers_to_ignore "
+        "_ddp_sink_clone _delay_all_reduce_all_params "
         "_delay_all_reduce_params _delay_grad_buffer _delay_grad_views _has_rebuilt_buckets _join_config "
         "_lazy_init_ran _module_parameters _require_manual_backward_finalization "
         "_static_graph_delay_allreduce_enqueued _use_python_reducer"

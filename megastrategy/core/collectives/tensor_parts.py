@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 
@@ -93,6 +94,11 @@ def chunks_by_dtype(tensors: Sequence[Tensor], max_bytes: int) -> list[list[Tens
         if current:
             chunks.append(current)
     return chunks
+
+
+def digest_of(tensor: Tensor) -> str:
+    """The SHA-256 of a tensor's elements, row by row."""
+    return hashlib.sha256(bytes_of(tensor)).hexdigest()
 
 
 def bytes_of(tensor: Tensor) -> bytearray:

@@ -1,0 +1,289 @@
+"""The parameters and buffers that are reduced and broadcast are torch DDP's, whatever a module says of itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import LayoutMismatchError, ParameterChangedError
+from tests.support.ranks import run_ranks
+
+ENGINES: dict[str, Mapping[str, Any]] = {
+    "sharded": {"bucket_size": 1},
+    "forward": {"overlap_param_gather": "forward"},
+    "all-reduce": {"use_distributed_optimizer": False, "bucket_size": 1},
+    "pooled": {"grad_buffer": "pooled"},
+}
+each_engine = pytest.mark.parametrize(
+    ("options", "size"),
+    [pytest.param(options, size, id=f"{name}-{size}") for name, options in ENGINES.items() for size in (1, 2)],
+)
+
+
+# It works still, and so do modules that were saved so.
+pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning")
+
+
+def every_param(module: nn.Module) -> list[nn.Parameter]:
+    return [param for _, param in nn.Module.named_parameters(module)]
+
+
+def filled(module: nn.Module, seed: int = 3) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in every_param(module):
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+    return module
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.norm(self.body(x)))) * self.scale
+        return out
+
+
+class OldSignature(Net):
+    """As a LightningModule that leaves its callbacks' parameters out."""
+
+    def named_parameters(  # type: ignore[override]
+        self, with_callbacks: bool = True, prefix: str = "", recurse: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(prefix=prefix, recurse=recurse)
+
+    def parameters(self, with_callbacks: bool = True, recurse: bool = True) -> Iterator[nn.Parameter]:  # type: ignore[override]
+        yield from (param for _, param in self.named_parameters(with_callbacks, recurse=recurse))
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Tensor]]:  # type: ignore[override]
+        yield from super().named_buffers(prefix=prefix, recurse=recurse)
+
+
+class HidesItsHead(Net):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from (pair for pair in super().named_parameters(*args, **kwargs) if not pair[0].startswith("head"))
+
+
+class HidesAll(Net):
+    """And shows its children's and its own to who asks for them one by one."""
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
+        yield from super().named_parameters(prefix, recurse=False)
+
+
+class ScriptsItsBody(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.jit.script(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)))
+
+
+class TracesItsHead(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.jit.trace(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 3)), torch.ones(2, 5))
+
+
+def scripted() -> nn.Module:
+    made: nn.Module = torch.jit.script(Net())
+    return made
+
+
+KINDS: list[Callable[[], nn.Module]] = [
+    OldSignature,
+    HidesItsHead,
+    HidesAll,
+    ScriptsItsBody,
+    TracesItsHead,
+    scripted,
+]
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def trained(
+    module: Any, rank: int, group: ProcessGroup, options: Mapping[str, Any] | None, steps: int = 3, lr: float = 0.1
+) -> tuple[Any, Any]:
+    """The module after some steps of SGD on all of its parameters: the wrapped model and its optimizer."""
+    inner = torch.optim.SGD(every_param(module), lr=lr, momentum=0.9)
+    if options is None:
+        model: Any = TorchDDP(module, process_group=group)
+        optimizer: Any = inner
+    else:
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+        optimizer = DistributedOptimizer(inner, model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def weights(module: nn.Module) -> list[Tensor]:
+    return [
+        tensor.detach().clone() for tensor in (*every_param(module), *dict(nn.Module.named_buffers(module)).values())
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@each_engine
+def test_what_a_module_says_of_its_parameters_hides_none(
+    kind: Callable[[], nn.Module], size: int, options: Mapping[str, Any]
+) -> None:
+    made = [[filled(kind()) for _ in range(size)] for _ in range(2)]  # scripting is not for threads
+
+    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor]:
+        module = made[options is None][rank]
+        model, optimizer = trained(module, rank, group, options)
+        if options is not None:
+            optimizer.state_dict()
+            model.close()
+        return weights(module)
+
+    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
+    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
+    for mine, reference in zip(ours, theirs, strict=True):
+        # torch.jit fuses a function after a few calls, and rounds otherwise then.
+        torch.testing.assert_close(mine, reference, rtol=0, atol=1e-5 if kind is scripted else 0.0)
+
+
+@each_engine
+def test_a_parameter_of_a_scripted_module_that_is_replaced_is_named(size: int, options: Mapping[str, Any]) -> None:
+    made = [filled(ScriptsItsBody()) for _ in range(size)]
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        model, _ = trained(made[rank], rank, group, options, steps=1)
+        scripted: Any = getattr(made[rank].body, "0")
+        scripted.weight = nn.Parameter(torch.ones(4, 6))
+        with pytest.raises(ParameterChangedError, match=r"body\.0\.weight"):
+            model(batch(rank, 1))
+        model.close()
+
+    run_ranks(size, run)
+
+
+# --- _ddp_params_and_buffers_to_ignore -------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A table of each rank's own length, a tensor that two names share, and a buffer."""
+
+    seen: Tensor
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.full((3 + rank,), 1.0 + rank))
+        self.register_buffer("seen", torch.zeros(2) + rank)
+
+
+class HasItsOwn(Net):
+    def __init__(self, rank: int, *ignored: str) -> None:
+        super().__init__()
+        self.own = Own(rank)
+        self._ddp_params_and_buffers_to_ignore = ["own.table", "own.seen", *ignored]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.own.seen += x.detach().mean()
+        return super().forward(x) + self.own.table.square().sum()
+
+
+@each_engine
+def test_ignored_parameters_and_buffers_are_each_ranks_own(size: int, options: Mapping[str, Any]) -> None:
+    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor]:
+        module = HasItsOwn(rank)
+        filled(module.body)
+        filled(module.head)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model, _ = trained(module, rank, group, options)
+        if options is not None:
+            model.check_replicas()
+            module.own.table.requires_grad_(False)
+            model(batch(rank, 7)).sum().backward()
+            module.own.table.requires_grad_(True)
+            model(batch(rank, 8)).sum().backward()
+            assert len(model.layout.params) == len(list(module.parameters())) - 1
+            model.close()
+        else:
+            model(batch(rank, 7))
+            model(batch(rank, 8))
+        return weights(module)
+
+    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
+    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert all(map(torch.equal, mine, reference))
+    assert size == 1 or (ours[0][1].shape != () and not torch.equal(ours[0][-1], ours[1][-1]))
+
+
+@each_engine
+def test_names_of_the_outermost_modules_own_parameters(size: int, options: Mapping[str, Any]) -> None:
+    """torch DDP leaves "scale" out of its broadcast, and ".scale" out of its reduction."""
+
+    def run(
+        rank: int, group: ProcessGroup, options: Mapping[str, Any] | None, names: list[str], start: float
+    ) -> list[Tensor]:
+        module = filled(Net())
+        module.scale.data.fill_(start)
+        module._ddp_params_and_buffers_to_ignore = names
+        model, _ = trained(module, rank, group, options)
+        if options is not None:
+            model.close()
+        return weights(module)
+
+    for names in (["scale"], [".scale"], ["scale", ".scale"]):
+        for apart in (0.0, 1.0):
+            starts = [1.0 + apart * rank for rank in range(size)]
+            theirs = run_ranks(size, lambda r, group, n=names, s=starts: run(r, group, None, n, s[r]))
+            if names == ["scale"] and size > 1 and apart and options.get("use_distributed_optimizer", True):
+
+                def refused(rank: int, group: ProcessGroup, names: list[str] = names, s: list[float] = starts) -> None:
+                    with pytest.raises(LayoutMismatchError, match=r"'\.scale'.*\['scale', "):
+                        run(rank, group, options, names, s[rank])
+
+                run_ranks(size, refused)
+                continue
+            ours = run_ranks(size, lambda r, group, n=names, s=starts: run(r, group, options, n, s[r]))
+            for mine, reference in zip(ours, theirs, strict=True):
+                assert all(map(torch.equal, mine, reference)), (names, apart)
+
+
+@each_engine
+def test_an_optimizer_of_ignored_parameters_alone_and_a_checkpoint(size: int, options: Mapping[str, Any]) -> None:
+    """A checkpoint has rank 0's state of them, as under torch DDP, and may be loaded where shapes are the same."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = HasItsOwn(0)
+        module.own.table.data.add_(rank)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+        rest = [param for name, param in module.named_parameters() if name != "own.table"]
+        shared = DistributedOptimizer(torch.optim.Adam(rest, lr=0.1), model)
+        own = DistributedOptimizer(torch.optim.Adam([module.own.table], lr=0.1 + rank), model)
+        everything = DistributedOptimizer(torch.optim.Adam(module.parameters(), lr=0.1), model)
+        for step in range(2):
+            module.zero_grad()
+            before = module.own.table.detach().clone()
+            model(batch(rank, step)).square().mean().backward()
+            shared.step()
+            own.step()
+            # Adam's first step is of the learning rate.
+            assert step or ((before - module.own.table).abs() - (0.1 + rank)).abs().max() < 0.05 * (1 + rank)
+            everything.step()
+        for optimizer in (own, everything):
+            every = model.engine.collectives.all_gather_objects(optimizer.state_dict())
+            optimizer.load_state_dict(every[0])
+        model.close()
+
+    run_ranks(size, run)
