@@ -173,6 +173,11 @@ def is_on_meta(module: Module) -> bool:
     return any(tensor.is_meta for tensor in itertools.chain(module.parameters(), module.buffers()))
 
 
+def has_cut_parameters(module: Module) -> bool:
+    """Whether a parameter of the module is a DTensor."""
+    return any(hasattr(param, "placements") for param in module.parameters())
+
+
 def give_memory(module: Module, device: torch.device) -> None:
     """Gives what is on meta memory; warns of classes that cannot give it values."""
     if without := materialise(module, device):

@@ -24,6 +24,7 @@ from .meshes import (
     check_precision_of_pipeline,
     empty_init_context,
     give_memory,
+    has_cut_parameters,
     is_loss_parallel,
     is_on_meta,
     is_pipeline,
@@ -110,10 +111,10 @@ class TensorParallelStrategy(TrainerStrategy):
         if self._whole_averages is not None:
             self._whole_averages.close()
             self._whole_averages = None
-        # A module whose configure_model raised is on meta still. Lightning moves it to the host here, which cannot be,
-        # and that error would stand in the place of the user's.
+        # Lightning moves the module to the host here. On meta there is nothing to move, and torch refuses for DTensors
+        # that the graph of a failed step still refers to: such an error would hide the user's.
         module = self._lightning_module
-        if self._device_mesh is not None and module is not None and is_on_meta(module):
+        if self._device_mesh is not None and module is not None and (is_on_meta(module) or has_cut_parameters(module)):
             self._lightning_module = None
         try:
             super().teardown()

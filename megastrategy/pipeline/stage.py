@@ -36,6 +36,18 @@ class Slot(NamedTuple):
     value: float | None = None
 
 
+class _Learned(NamedTuple):
+    """The description of a stage's output that goes to the next stage with the first microbatch on torch 2.11."""
+
+    sent: list[Slot] | None
+    problem: str
+    is_refused: bool
+
+
+def _tensors_alone(values: Any) -> Any:
+    return tuple(value for value in values or () if not isinstance(value, _Learned))
+
+
 class Stage(PipelineStage):
     """A stage whose backwards the engine hears of; see [Note: schedules end on all stages].
 
@@ -106,8 +118,8 @@ class Stage(PipelineStage):
 
     def _compute_input_grads(
         self, outputs: list[Tensor], all_fwd_inputs: list[Tensor], grad_outputs: list[Tensor | None] | None = None
-    ) -> tuple[None, ...]:
-        return (None,) * len(all_fwd_inputs)
+    ) -> tuple[Tensor | None, ...]:
+        return tuple(value.detach() if value.requires_grad else None for value in all_fwd_inputs)
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         forward = (self._sent, self.is_refused and self.problem) if dst_stage > self.stage_index else None
@@ -119,6 +131,32 @@ class Stage(PipelineStage):
             self._received, refusal = forward
             self.problem, self.is_refused = refusal or "", bool(refusal)
         return meta
+
+    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        """Does the same on torch 2.11, which calls the layers itself here and sends all that they return."""
+        layers = self.submod
+
+        def learn(*values: Any, **inputs: Any) -> Any:
+            if values and isinstance(values[-1], _Learned):
+                *values, (self._received, self.problem, self.is_refused) = values  # type: ignore[assignment]
+            output = self._compute_outputs(*values, module=layers, **inputs)
+            outputs = output if isinstance(output, tuple) else (output,)
+            learned = _Learned(self._sent, self.problem if self.is_refused else "", self.is_refused)
+            return outputs if self.is_last else (*outputs, learned)
+
+        self.submod = learn  # type: ignore[assignment]
+        try:
+            found = super()._shape_inference(args, kwargs)  # type: ignore[misc]
+        finally:
+            self.submod = layers
+        self.inputs_meta: Any = _tensors_alone(self.inputs_meta)
+        return found
+
+    def _configure_outputs_meta(self, outputs_meta: Any) -> None:
+        super()._configure_outputs_meta(_tensors_alone(outputs_meta))  # type: ignore[misc]
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Does nothing: torch 2.11 would refuse a batch that is a view of a larger tensor."""
 
     # --- every microbatch --------------------------------------------------------------------------------------------
 

@@ -367,17 +367,38 @@ class NotCut(LitModel):
         raise LookupError("no plan for this model")
 
 
-def one_step() -> pl.Trainer:
+def one_step(max_steps: int = 1) -> pl.Trainer:
     return pl.Trainer(
         strategy=MegatronDDPStrategy(tensor_parallel_size=2),
         accelerator="cpu",
         devices=4,
-        max_steps=1,
+        max_steps=max_steps,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+class RaisesInStep(LitModel):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == 1:
+            raise LookupError(f"in the second step, with {type(loss.grad_fn).__name__}")
+        return loss
+
+
+def raised_in_step() -> str:
+    module = RaisesInStep()
+    with pytest.raises(LookupError) as caught:
+        one_step(max_steps=3).fit(module, loader(BATCH_SIZE))
+    one_step().fit(LitModel(), loader(BATCH_SIZE))  # the processes go on
+    return str(caught.value)
+
+
+def test_an_error_of_a_step_is_the_users(mesh: Ranks) -> None:
+    """While its graph refers to the parameters, which torch would not move to the host then."""
+    assert all(text.startswith("in the second step, with ") for text in mesh.run(raised_in_step))
 
 
 def raised_on_meta() -> str:

@@ -52,6 +52,17 @@ class Transposed(nn.Module):
         return self.linear(x).transpose(1, 2)
 
 
+class Narrowed(nn.Module):
+    """Returns a part of what it computes, which is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, :3]
+
+
 class InPlace(nn.Module):
     """Writes into the batch that it gets."""
 
@@ -75,16 +86,16 @@ def far_from_one_process(mesh: DeviceMesh, layers: list[nn.Module], x: Tensor, l
     net = Pipeline(layers, [1, 1], loss=loss, microbatches=2, mesh=mesh["pp"])
     model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    found = model(x.clone(), target=target)
+    found = model(copy.deepcopy(x), target=target)
     found.backward()
     grads = {name: optimizer.full_grad(p) for name, p in net.named_parameters() if p.requires_grad}
     with torch.no_grad():
-        output = model(x.clone())
+        output = model(copy.deepcopy(x))
     model.close()
-    expected = loss(whole(alone, x.clone()), target)
+    expected = loss(whole(alone, copy.deepcopy(x)), target)
     apart = [
         abs(float(found) - float(expected.detach())),
-        float((output - whole(alone, x.clone())).abs().max().detach()),
+        float((output - whole(alone, copy.deepcopy(x))).abs().max().detach()),
     ]
     expected.backward()
     named = {f"layers.{name}": param for name, param in nn.ModuleList(alone).named_parameters()}
@@ -104,6 +115,13 @@ def transposed_between_stages(mesh: DeviceMesh) -> float:
     torch.manual_seed(0)
     layers = [Transposed(), Transposed()]
     return far_from_one_process(mesh, layers, torch.randn(4, 8, 8), functional.mse_loss, torch.zeros(4, 8, 8))
+
+
+def views_in_and_out(mesh: DeviceMesh) -> float:
+    """A batch without its last column, as of tokens, and an output without the columns that fill it up."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 9)[:, :8]
+    return far_from_one_process(mesh, [nn.Linear(8, 8), Narrowed()], x, functional.mse_loss, torch.zeros(4, 3))
 
 
 def written_batch(mesh: DeviceMesh) -> float:
@@ -265,6 +283,7 @@ def optimizers(mesh: DeviceMesh) -> tuple[list[str] | None, list[str], str]:
 ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
     indices_between_stages,
     transposed_between_stages,
+    views_in_and_out,
     written_batch,
     tree_of_targets,
     evaluated_with_and_without_autocast,
@@ -285,7 +304,7 @@ def answered() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "what",
-    [indices_between_stages, transposed_between_stages, written_batch, tree_of_targets],
+    [indices_between_stages, transposed_between_stages, views_in_and_out, written_batch, tree_of_targets],
     ids=lambda f: f.__name__,
 )
 def test_it_trains_and_evaluates_as_one_process_does(answered: list[dict[str, Any]], what: Callable[..., Any]) -> None:

@@ -50,7 +50,6 @@ LIVES_IN = {
         "_lazy_init_ran _module_parameters _require_manual_backward_finalization "
         "_static_graph_delay_allreduce_enqueued _use_python_reducer"
     ),
-    "torch.autograd.graph": "_saved_self",
     "torch.distributed.algorithms.join": "_JoinConfig",
     "torch.distributed.ProcessGroup": (
         "_allgather_base _device_types _get_backend _get_sequence_number_for_group _reduce_scatter_base "
@@ -96,11 +95,15 @@ LIVES_IN = {
 }
 """The object or module that has the names, or in whose source they are."""
 
-NOT_YET = {"_require_manual_backward_finalization": "2.15"}
+NOT_YET = {"_bucket_config": "2.12", "_require_manual_backward_finalization": "2.15"}
 """Names that torch has since a later version: a prepared model answers for them on older ones, too."""
 
-NOT_THEIRS = {"_exit", "_current_frames", "_getframe", "_extra_state", "_megatron_ddp", "_notebook", "_norm_total"}
-"""Python's own; a key of torch's state_dicts; marks, endings of names and members of ours."""
+NOT_THEIRS = {
+    *("_exit", "_current_frames", "_getframe"),
+    *("_extra_state", "_saved_self"),
+    *("_megatron_ddp", "_notebook", "_norm_total"),
+}
+"""Python's own; a key of torch's state_dicts and a saved tensor of a graph, both documented; names of ours."""
 
 
 @functools.cache

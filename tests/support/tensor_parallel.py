@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,6 +22,10 @@ from torch.nn import functional
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
 SEQUENCE = 8
+
+FLATTENS_SEQUENCES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+"""Whether a linear layer that every tensor rank has whole can be given a DTensor cut along its sequence: torch 2.11
+raises "Attempted to flatten multiple dimensions", also without megastrategy (docs/tensor_parallel.md)."""
 
 Mode = Literal["reduce-scatter", "all-reduce", "pooled", "flattened", "forward", "instances"]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,7 +68,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.mix(self.norm(x)))))
+        return x + self.down(functional.gelu(self.up(self.mixed(self.norm(x)))))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        if FLATTENS_SEQUENCES or not isinstance(x, DTensor) or not x.placements[0].is_shard():
+            return self.mix(x)
+        weight = self.mix.weight.to_local(grad_placements=[Partial()])  # type: ignore[operator] # a DTensor
+        return DTensor.from_local(functional.linear(x.to_local(), weight), x.device_mesh, x.placements)
 
 
 class LanguageModel(nn.Module):

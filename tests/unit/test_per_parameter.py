@@ -221,10 +221,15 @@ def test_random_numbers_of_the_program_stay_as_they_are() -> None:
 
 
 class InFloat8(torch.optim.Optimizer):
-    """Momentum in 8 bits, for which torch has no arithmetic; by rows where ``by_rows``."""
+    """Momentum in 8 bits, for which torch has no arithmetic; by rows where ``by_rows``.
 
-    def __init__(self, params: Any, lr: float = 0.1, by_rows: bool = False) -> None:
-        super().__init__(params, {"lr": lr, "by_rows": by_rows})
+    Beyond 448 the conversion makes a NaN before torch 2.13, and 448 since; with ``dtype`` another format or 16 bits.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 0.1, by_rows: bool = False, dtype: torch.dtype = torch.float8_e4m3fn
+    ) -> None:
+        super().__init__(params, {"lr": lr, "by_rows": by_rows, "dtype": dtype})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -235,7 +240,7 @@ class InFloat8(torch.optim.Optimizer):
                 update = kept + param.grad
                 if group["by_rows"] and param.dim() > 1:
                     update /= update.norm(dim=-1, keepdim=True)
-                state["momentum"] = update.to(torch.float8_e4m3fn)
+                state["momentum"] = update.to(group["dtype"])
                 param.sub_(update, alpha=group["lr"])
 
 
@@ -243,3 +248,52 @@ class InFloat8(torch.optim.Optimizer):
 def test_state_of_a_dtype_without_arithmetic_is_compared(by_rows: bool) -> None:
     assert found(InFloat8(params(), by_rows=by_rows)).whole_groups == ({0} if by_rows else set())
     assert found(InFloat8(params(), by_rows=by_rows)).reason is None
+
+
+class Overflows(InFloat8):
+    """State that is ``beyond`` where the momentum is large, and by rows where asked: each tensor's is its own."""
+
+    beyond = float("nan")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                size = param.grad.norm() if group["by_rows"] else param.grad.abs()
+                seen = torch.where(size > 1.0, self.beyond, param.grad)
+                self.state[param]["seen"] = seen.to(group["dtype"])
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+class OverflowsToInfinity(Overflows):
+    beyond = float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float32])
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("kind", [Overflows, OverflowsToInfinity])
+def test_a_state_that_overflows_is_compared_as_what_it_is(
+    kind: type[Overflows], by_rows: bool, dtype: torch.dtype
+) -> None:
+    findings = found(kind(params(), by_rows=by_rows, dtype=dtype))
+    assert findings.reason is None
+    assert findings.whole_groups == ({0} if by_rows else set())
+
+
+class OverflowsTogether(Overflows):
+    """Its NaNs depend on the gradients of all tensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            together = sum(param.grad.norm() for param in group["params"])
+            for param in group["params"]:
+                seen = torch.where(param.grad.abs() > together / 20, self.beyond, param.grad)
+                self.state[param]["seen"] = seen.to(group["dtype"])
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+def test_nans_in_other_places_are_a_difference() -> None:
+    reason = found(OverflowsTogether(params(), dtype=torch.float32)).reason
+    assert reason is not None
+    assert "state 'seen'" in reason

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from .known_params import why_not_others
 from .step_arguments import StepArguments
-from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, double_of, tensors_in, values_of, with_arithmetic
+from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, distances, double_of, tensors_in, values_of
 
 _NUM_STEPS, _NUM_MORE_STEPS = 6, 12  # RAdam's first five are not yet its own
 _RELATIVE = 1e-5
@@ -294,8 +294,7 @@ class GroupProbe:
         if (size := whole.sizes.get((number, name))) is None:  # whole numbers
             return torch.equal(cut(expected, span), value)
         tolerance = max(_RELATIVE, 4 * torch.finfo(value.dtype).eps)  # 16-bit states round to another neighbour
-        difference = with_arithmetic(cut(expected, span)) - with_arithmetic(value)
-        return bool((difference.abs() <= tolerance * cut(size, span)).all())
+        return bool((distances(cut(expected, span), value) <= tolerance * cut(size, span)).all())
 
     def _otherwise(self, name: str, whole: Any, piece: Any) -> str:
         one, other = _in_words(whole), _in_words(piece)
@@ -380,8 +379,10 @@ def _in_words(value: Any) -> str:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have one dtype, shape and content."""
-    return a.dtype == b.dtype and torch.equal(a, b)
+    """Whether two tensors have one dtype, shape and content; a NaN is equal to a NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a, b) or (a.is_floating_point() and not bool(distances(a, b).any()))
 
 
 def equal(a: Any, b: Any, same: Callable[[Tensor, Tensor], bool] = same_bits) -> bool:

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from .elementwise import Findings, GroupProbe, equal, params_of, same_bits
 from .step_arguments import StepArguments
-from .trial import SPIKE, Problem, Trial, random_numbers_of_its_own, seed, tensors_in, with_arithmetic
+from .trial import SPIKE, Problem, Trial, distances, random_numbers_of_its_own, seed, tensors_in, with_arithmetic
 
 _RELATIVE = 1e-5  # as for flat pieces: far less than a coupling changes
 _LARGE = 4_096  # states in blocks begin there
@@ -135,8 +135,8 @@ def _close(a: Tensor, b: Tensor) -> bool:
         return same_bits(a, b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    one, other = with_arithmetic(a), with_arithmetic(b)
-    return bool(((one - other).abs() <= max(_RELATIVE, 4 * torch.finfo(a.dtype).eps) * one.abs().max()).all())
+    largest = with_arithmetic(a).abs().nan_to_num_().max()
+    return bool((distances(a, b) <= max(_RELATIVE, 4 * torch.finfo(a.dtype).eps) * largest).all())
 
 
 def _why_not_saved(state: dict[str, Any]) -> str | None:

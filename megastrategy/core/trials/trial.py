@@ -162,7 +162,8 @@ class Problem:
                 for name, value in trial.state(number).items():
                     # a tensor of another kind may know few operations
                     if type(value) is Tensor and value.shape == param.shape and value.is_floating_point():
-                        size, before = with_arithmetic(value.detach()).abs(), trial.sizes.get((number, name))
+                        size = with_arithmetic(value.detach()).abs().nan_to_num_()
+                        before = trial.sizes.get((number, name))
                         trial.sizes[number, name] = size if before is None else torch.maximum(before, size)
         return trial
 
@@ -209,6 +210,12 @@ class Problem:
 def with_arithmetic(tensor: Tensor) -> Tensor:
     """The tensor in a dtype that torch computes in: it has no sums of 8-bit floats."""
     return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
+
+
+def distances(a: Tensor, b: Tensor) -> Tensor:
+    """Returns how far elements are apart: 0 for two NaNs and for equal infinities, as of a state that overflows."""
+    a, b = with_arithmetic(a), with_arithmetic(b)
+    return (a - b).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
 
 
 def _rows(tensor: Tensor) -> Tensor:
