@@ -32,6 +32,7 @@ from .module_checks import (
     check_are_equal,
     check_memory_is_own,
     check_module,
+    check_no_experts,
     common_device,
     option_rows,
     param_spec,
@@ -307,6 +308,8 @@ class Engine:
         if joining or not known:
             check_module(self.module, self._kind)
             common_device(self.named_params())
+            if self.collectives.size > 1:
+                check_no_experts(self.named_params(), self.local_parts)
             take_over([(name, param) for name, param in others if param.requires_grad], self.module)
             is_sharded = layout.num_shards > 1
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)

@@ -39,6 +39,35 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
             )
 
 
+_MARKS_OF_EXPERTS = {"allreduce": False, "is_expert": True, "expert": True, "skip_allreduce": True}
+"""The attributes by which Megatron-LM and DeepSpeed, Megatron-LM's layers, fairscale and Tutel mark the parameters of
+experts, which differ between ranks."""
+
+
+def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
+    """Raises ValueError for a parameter that is marked as an expert's, and is no DTensor: rank 0's would replace it on
+    all ranks, and gradients of different experts would be averaged."""
+    for name, param in named.items():
+        found = [
+            f"{mark} = {value}" for mark, value in _MARKS_OF_EXPERTS.items() if getattr(param, mark, None) is value
+        ]
+        if not found or parts.of(param) is not param:
+            continue
+        if (group := getattr(param, "group_name", None)) is not None:
+            found.append(f"group_name = {group!r}")
+        holder, _, key = name.rpartition(".")
+        place = f"module.{holder}" if holder else "module"
+        raise ValueError(
+            f"parameter {name!r} is marked as an expert's ({', '.join(found)}), which differ between ranks: it would "
+            "become rank 0's on all ranks, and be averaged. Make it a part of one tensor of all experts, "
+            "on a mesh beside the data-parallel ranks:\n"
+            '    mesh = init_device_mesh(device_type, (dp, ep), mesh_dim_names=("dp", "ep"))\n'
+            f'    {place}.{key} = nn.Parameter(DTensor.from_local({place}.{key}.data, mesh["ep"], [Shard(0)]))\n'
+            'and pass process_group=mesh.get_group("dp"). Or leave it to its rank, which then reduces it by itself: '
+            f"module.{IGNORED} = [{name!r}, ...]. If all ranks have the same, remove the mark"
+        )
+
+
 def check_memory_is_own(
     module: nn.Module, params: Sequence[Parameter], parts: LocalParts, all_reduce_option: str, *, sharded: bool
 ) -> None:

@@ -287,3 +287,59 @@ def test_an_optimizer_of_ignored_parameters_alone_and_a_checkpoint(size: int, op
         model.close()
 
     run_ranks(size, run)
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def marked_as_deepspeed_does(param: Any) -> None:
+    param.allreduce, param.group_name = False, "ep_size_2"
+
+
+def marked_as_megatron_does(param: Any) -> None:
+    param.allreduce = False
+
+
+def marked_as_fairscale_does(param: Any) -> None:
+    param.expert = True
+
+
+def marked_as_tutel_does(param: Any) -> None:
+    param.skip_allreduce = True
+
+
+MARKS = [marked_as_deepspeed_does, marked_as_megatron_does, marked_as_fairscale_does, marked_as_tutel_does]
+
+
+@pytest.mark.parametrize("mark", MARKS, ids=lambda mark: mark.__name__)
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+@each_engine
+def test_a_parameter_that_is_marked_as_an_experts_is_refused(
+    mark: Callable[[Any], None], is_frozen: bool, size: int, options: Mapping[str, Any]
+) -> None:
+    """With both ways out. On one rank it is neither replaced nor averaged; unmarked, or ignored, it is no expert's."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = filled(Net(), seed=rank)
+        before = module.head.weight.detach().clone()
+        mark(module.head.weight)
+        module.head.weight.requires_grad_(not is_frozen)
+        config = DistributedDataParallelConfig(**options)
+        if size > 1:
+            lines = (
+                r"(?s)'head\.weight' is marked as an expert's.*mesh = init_device_mesh\(device_type, \(dp, ep\).*"
+                r"module\.head\.weight = nn\.Parameter\(DTensor\.from_local\(module\.head\.weight\.data, .*"
+                r"_ddp_params_and_buffers_to_ignore = \['head\.weight', "
+            )
+            with pytest.raises(ValueError, match=lines):
+                DistributedDataParallel(module, config, group)
+            assert torch.equal(module.head.weight, before)
+            module._ddp_params_and_buffers_to_ignore = ["head.weight"]
+        model = DistributedDataParallel(module, config, group)
+        model(batch(rank, 0)).sum().backward()
+        model.close()
+        assert torch.equal(module.head.weight, before)
+        module.body.weight.allreduce = True  # what both set on all others
+        DistributedDataParallel(module, config, group).close()
+
+    run_ranks(size, run)
