@@ -242,6 +242,97 @@ def test_a_script_may_ask_for_ranks_that_do_not_exist_by_itself(tmp_path: Path) 
     assert done.stdout.split() == ["4", "1"]
 
 
+UNREACHED = """
+import torch, torch.distributed as dist, megastrategy as m
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.often, self.seldom = torch.nn.Linear(64, 64), torch.nn.Linear(64, 128)
+
+    def forward(self, x):
+        return self.seldom(x) if KIND == "experts" and x.sum() > 1e30 else self.often(x)
+
+def wrapped(kind, net=None):
+    model = m.DistributedDataParallel(net or Experts())
+    return model, m.DistributedOptimizer(kind(model.parameters()), model)
+
+dist.init_process_group("gloo")
+model, optimizer = wrapped(torch.optim.Adam)
+if KIND != "experts":
+    other, seldom = wrapped(torch.optim.Adam if KIND == "generator" else torch.optim.RMSprop, torch.nn.Linear(64, 32))
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    if KIND != "experts" and step % 2:
+        other(torch.ones(2, 64)).sum().backward()
+        seldom.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "unknown", "size"),
+    [
+        ("experts", 2 * (64 * 64 + 64 + 64 * 128 + 128), (), 1),
+        ("experts", 2 * (64 * 64 + 64 + 64 * 128 + 128), (), 2),
+        ("generator", 2 * (64 * 64 + 64 + 64 * 128 + 128 + 64 * 32 + 32), (), 1),
+        ("other class", 2 * (64 * 64 + 64 + 64 * 128 + 128), ("weight", "bias"), 1),
+        ("other class", 2 * (64 * 64 + 64 + 64 * 128 + 128), ("weight", "bias"), 2),
+    ],
+)
+def test_state_of_parameters_that_the_step_did_not_reach_is_counted_or_named(
+    kind: str, state: int, unknown: tuple[str, ...], size: int, tmp_path: Path
+) -> None:
+    """Experts that no token chose, a generator that is stepped every second time."""
+    path, file = tmp_path / "script.py", tmp_path / "step"
+    path.write_text(f"KIND = {kind!r}\n{UNREACHED}")
+    program = ("megastrategy.tools.plan.one_step", str(size), str(file), "shapes")
+    done = run_script(path, cwd=tmp_path, ranks=1, before=program)
+    assert file.exists(), done.stderr
+    step = pickle.loads(file.read_bytes())
+    assert isinstance(step, MeasuredStep), step
+    counters = 4 * 8  # of the parameters that were reached, and none of the others
+    assert 0 <= rank_memory(step).state_bytes * size - 4 * state <= size * (counters + 4 * 64)
+    assert step.unknown == unknown
+
+
+SHARED = """
+import torch, torch.distributed as dist, megastrategy as m
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+dist.init_process_group("gloo")
+"""
+
+
+@pytest.mark.fresh
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mesh = init_device_mesh('cpu', (2, 4), mesh_dim_names=('dp', 'tp'))\n"
+        "parallelize_module(torch.nn.Linear(8, 6), mesh['tp', 'dp'], ColwiseParallel())",
+        "mesh = init_device_mesh('cpu', (2, 4), mesh_dim_names=('pp', 'dp'))\n"
+        "layers = [torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)]\n"
+        "loss = torch.nn.functional.mse_loss\n"
+        "net = m.Pipeline(layers, [1, 1], loss=loss, microbatches=2, mesh=mesh['pp'])\n"
+        "model = m.DistributedDataParallel(net, process_group=mesh.get_group('dp'))\n"
+        "optimizer = m.DistributedOptimizer(torch.optim.Adam(model.parameters()), model)\n"
+        "model(torch.ones(4, 8), target=torch.ones(4, 8)).backward()",
+        "import lightning.pytorch as pl\n"
+        "from lightning.pytorch.demos.boring_classes import BoringModel\n"
+        "pl.Trainer(strategy=m.MegatronDDPStrategy(tensor_parallel_size=3), accelerator='cpu', devices=8).fit(\n"
+        "    BoringModel())",
+    ],
+    ids=["tensor ranks", "stages", "Trainer"],
+)
+def test_scripts_whose_ranks_share_a_model_are_told_so(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SHARED + text)
+    with pytest.raises(PlanError, match=r"Its ranks share a model \(tensor ranks or stages\)") as error:
+        measure_script(str(path), [], [8], is_module=False, computes=True)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.fresh
 @pytest.mark.parametrize(
     ("text", "says"),

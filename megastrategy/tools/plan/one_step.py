@@ -75,6 +75,7 @@ class MeasuredStep:
         computes: whether large tensors had values.
         num_computed: operations that were carried out on large tensors without values.
         flops: of the first model, the events of its step: kind, index, and the floating-point operations until then.
+        unknown: the parameters whose optimizer has made no step, so that its state is not counted.
     """
 
     dp_size: int
@@ -86,6 +87,7 @@ class MeasuredStep:
     computes: bool
     num_computed: int
     flops: tuple[tuple[EventKind, int, float], ...] = ()
+    unknown: tuple[str, ...] = ()
 
 
 class OneStep:
@@ -204,6 +206,7 @@ class OneStep:
         models = [self._plan(number) for number in range(len(self._models))]
         if models:  # of all optimizers, once
             models[0] = dataclasses.replace(models[0], other_state_bytes=self._state_bytes() - sum(map(_told, models)))
+        unknown = self._add_what_was_not_reached(models)
         return MeasuredStep(
             self._dp_size,
             tuple(models),
@@ -214,7 +217,37 @@ class OneStep:
             live.computes,
             live.num_computed,
             tuple(self._flops),
+            unknown,
         )
+
+    def _add_what_was_not_reached(self, models: list[ModelPlan]) -> tuple[str, ...]:
+        """Counts the state of parameters that an optimizer has and that this step did not reach (experts that no token
+        chose, a generator that is stepped every second time), as that of others of the optimizer, or of its class.
+
+        Returns:
+            the names of parameters of which nothing is known, since no optimizer of their class has made a step.
+        """
+        of_class: dict[type, int] = {}
+        missing: list[tuple[int, int, Any]] = []
+        for number, model in enumerate(self._models):
+            kept = models[number].num_kept
+            for holder in (ref() for ref in model.engine.shard_holders):
+                indices: list[int] = getattr(holder, "param_indices", list)()
+                known = max((kept[index] for index in indices if index in kept), default=None)
+                missing += [(number, index, (holder, known)) for index in indices if index not in kept]
+                if known is not None:
+                    kind = type(getattr(holder, "inner", None))
+                    of_class[kind] = max(known, of_class.get(kind, 0))
+        unknown, added = [], [dict(model.num_kept) for model in models]
+        for number, index, (holder, known) in missing:
+            found = of_class.get(type(getattr(holder, "inner", None))) if known is None else known
+            if found is None:
+                unknown.append(models[number].layout.params[index].name)
+            else:
+                added[number][index] = found
+        for number, num_kept in enumerate(added):
+            models[number] = dataclasses.replace(models[number], num_kept=num_kept)
+        return tuple(unknown)
 
     def _plan(self, number: int) -> ModelPlan:
         model, layout = self._models[number], self._layouts[number]
@@ -261,7 +294,9 @@ class OneStep:
     def _num_kept(self, engine: Any) -> dict[int, int]:
         kept: dict[int, int] = {}
         for holder in (ref() for ref in engine.shard_holders):
-            kept |= (holder.num_kept() if holder is not None else None) or {}
+            # What trials have shown of one that has made no step is not in the state that is counted.
+            if id(getattr(holder, "inner", None)) in self._optimizers:
+                kept |= (holder.num_kept() if holder is not None else None) or {}
         # Steps of whole parameters need no trial, so nobody has said what they keep: it is there to be counted.
         stepped = dict(engine.index_by_id)
         for holder in (ref() for ref in engine.shard_holders):

@@ -41,6 +41,11 @@ def memory_tables(steps: Sequence[MeasuredStep], device_bytes: int) -> Iterator[
         memory = rank_memory(step)
         if memory.verdict(device_bytes) != "fits":
             yield f"on {step.dp_size:,} rank(s): {advice(step, device_bytes)}"
+    if unknown := steps[0].unknown:
+        yield (
+            f"not counted: the optimizer state of {len(unknown)} parameter(s) ({unknown[0]}, ...), whose optimizer has "
+            "made no step until another's was complete. Let it step in the first iteration to have it counted"
+        )
     yield how(steps)
 
 
@@ -79,6 +84,7 @@ def memory_json(steps: Sequence[MeasuredStep], device_bytes: int) -> dict[str, A
                 "total_bytes": memory.total_bytes,
                 "verdict": verdict,
                 "free_bytes": device_bytes - memory.total_bytes,
+                "not_counted": list(step.unknown),
                 "changes": [] if verdict == "fits" else [dataclasses.asdict(c) for c in changes(step, device_bytes)],
             }
         )

@@ -90,6 +90,11 @@ _OUT_OF_MEMORY = "This machine's memory does not hold what it makes itself: a sm
 
 _HINTS = (
     # The first that is found in what it said. What comes first is the cause of what follows.
+    (
+        r"parallelize_module\(|/tensor/parallel/|tensor_parallel|pipeline_parallel|megastrategy/pipeline/|/pipelining/",
+        "Its ranks share a model (tensor ranks or stages), and scripts of data-parallel ranks alone are planned: leave "
+        "that out of the script to plan the rest; megastrategy.plan() divides layers into stages",
+    ),
     (r"ModuleNotFoundError: No module named", "Install that into this environment: the script itself is run"),
     (
         r"not compiled with CUDA|no NVIDIA driver|No CUDA GPUs|MPS is not|No supported gpu backend",
