@@ -102,7 +102,7 @@ def no_sync_forward(model: Any, module: Net, rank: int) -> Tensor:
         return model(batch(rank, 94)).square().mean()
 
 
-BETWEEN: list[Callable[[Any, Net, int], Tensor | None]] = [second_forward, validation, inference]
+BETWEEN: list[Callable[[Any, Net, int], Tensor | None]] = [second_forward, validation, inference, no_sync_forward]
 
 
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
