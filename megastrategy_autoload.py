@@ -20,7 +20,6 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
-import itertools
 import logging
 import sys
 from collections.abc import Sequence
@@ -38,7 +37,20 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 string: where an optimizer is refused, it is the way out."""
 
 _ENDINGS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-START_METHODS = {kind + ending: method for kind in _KINDS for ending, method in _ENDINGS.items()}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
+"""Ends of Lightning's names for torch DDP, for those who put "megatron_" in front of the one they have."""
+
+_NAMES = {
+    kind + ending + end: (what, method, {**options, **more})
+    for kind, (what, options) in _KINDS.items()
+    for ending, method in _ENDINGS.items()
+    for end, more in _OPTIONS.items()
+}
+START_METHODS = {name: method for name, (_, method, _) in _NAMES.items()}
 """The names, each with how its processes are started."""
 
 DOORS = {
@@ -75,10 +87,10 @@ def _add_names(module: ModuleType) -> None:
     try:
         registry = getattr(module, _REGISTRIES[module.__name__])
         door = DOORS[module.__name__.removesuffix(".strategies")]
-        for (kind, (what, options)), (ending, start_method) in itertools.product(_KINDS.items(), _ENDINGS.items()):
-            if kind + ending not in registry:
+        for name, (what, start_method, options) in _NAMES.items():
+            if name not in registry:
                 registry.register(
-                    kind + ending,
+                    name,
                     functools.partial(_make_strategy, door),
                     description=f"{what}, started by {start_method!r}",
                     start_method=start_method,

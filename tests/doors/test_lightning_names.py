@@ -33,7 +33,9 @@ def test_a_trainer_takes_the_name(name: str, start_method: str) -> None:
     assert isinstance(theirs.strategy, DDPStrategy)
     assert trainer.strategy._start_method == theirs.strategy._start_method == start_method
     shards = "all_reduce" not in name
-    assert trainer.strategy.config == megastrategy.DistributedDataParallelConfig(use_distributed_optimizer=shards)
+    unused = {"find_unused_parameters": name.endswith("_true")} if "find_unused" in name else {}
+    expected = megastrategy.DistributedDataParallelConfig(use_distributed_optimizer=shards, **unused)
+    assert trainer.strategy.config == expected
     assert "Megatron-LM" in StrategyRegistry[name]["description"]
     assert ("all-reduce" in StrategyRegistry[name]["description"]) == (not shards)
 
