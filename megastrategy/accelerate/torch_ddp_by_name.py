@@ -22,7 +22,6 @@ read four of them). Each has one of three answers, and a test looks for names of
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -48,8 +47,6 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
 class TorchDDPByName(TorchDDP):
     """Comes after the engine's class in the order of look-up, and hides what torch's class would do."""
 
-    _static_graph_is_declared = False
-
     def __init__(self) -> None:
         Module.__init__(self)
 
@@ -58,16 +55,6 @@ class TorchDDPByName(TorchDDP):
 
     def __setstate__(self, state: Any) -> None:
         Module.__setstate__(self, state)
-
-    def _set_static_graph(self) -> None:
-        """Notes the declaration, and switches nothing.
-
-        torch needs it where layers are used twice under re-entrant checkpoints. Here the gradients are right without
-        it, and the same with it.
-        """
-        if self.static_graph:
-            warnings.warn("static_graph is set already: _set_static_graph() has nothing to do", stacklevel=2)
-        self._static_graph_is_declared = True
 
     @property
     def require_forward_param_sync(self) -> bool:
@@ -109,7 +96,7 @@ def _largest_bucket_bytes(model: Any) -> int:
 _ENGINES: dict[str, Callable[[Any], Any]] = {
     "process_group": lambda model: torch.distributed.group.WORLD,  # whose ranks are those of the engine's own groups
     "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,
-    "static_graph": lambda model: model.ddp_config.static_graph or model._static_graph_is_declared,
+    "static_graph": lambda model: model.ddp_config.static_graph or model.static_graph_is_declared,
     "_static_graph_delay_allreduce_enqueued": lambda model: True,  # no first backward has to be prepared
     "forward_sync_buffers": lambda model: model.ddp_config.broadcast_buffers,
     "broadcast_buffers": lambda model: model.ddp_config.broadcast_buffers,

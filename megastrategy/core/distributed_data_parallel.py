@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -20,9 +21,11 @@ from .events import EventKind, Listener
 from .graph_splits import GraphSplits
 from .layout import BufferLayout
 from .loss_tokens import read_count
+from .module_checks import common_device
 from .rebucketing.relayout import relayout
 from .reduced_grad import inside_backward
 from .replicas import check_replicas
+from .torch_ddp_surface import SHOWN, config_with, logging_data, refuse_comm_hook
 from .whole_grads import full_grad, grad_norms
 
 
@@ -38,6 +41,8 @@ class DistributedDataParallel(nn.Module):
         collectives: how to send instead of what fits the group (for tests and measurements).
         listener: called with every :class:`~megastrategy.core.events.Event`.
         all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
+        torch_options: torch DDP's arguments, in the place of ``config``: ``find_unused_parameters``, ``static_graph``,
+            ``broadcast_buffers``, ``bucket_cap_mb`` and the like, and ``device_ids`` with the module's own device.
 
     Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
     gradient is sent.
@@ -71,10 +76,14 @@ class DistributedDataParallel(nn.Module):
         collectives: Collectives | None = None,
         listener: Listener | None = None,
         all_reduce_option: str = "DistributedDataParallelConfig(use_distributed_optimizer=False)",
+        **torch_options: Any,
     ) -> None:
         super().__init__()
         self.module = module
+        if torch_options:
+            config = config_with(config, torch_options, common_device(module))
         self.ddp_config = config or DistributedDataParallelConfig()
+        self.static_graph_is_declared = False
         self.require_backward_grad_sync = True
         self._num_synced_forwards = 0  # that train; counted where replicas are to be checked
         self._buffers_differ = True  # whether module buffers may have changed since they were last broadcast
@@ -92,6 +101,36 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": None}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # A module's own attribute of that name is more likely meant where a subclass shows the module's.
+            if name not in SHOWN or "ddp_config" not in self.__dict__ or hasattr(self.module, name):
+                raise
+            return SHOWN[name](self)
+
+    def _set_static_graph(self) -> None:
+        """Notes the declaration, and switches nothing.
+
+        torch needs it where layers are used twice under re-entrant checkpoints. Here the gradients are right without
+        it, and the same with it.
+        """
+        if self.static_graph:
+            warnings.warn("static_graph is set already: _set_static_graph() has nothing to do", stacklevel=2)
+        self.static_graph_is_declared = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return logging_data(self)
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward broadcasts module buffers."""
+        return self._buffers_differ and self.ddp_config.broadcast_buffers and any(True for _ in self.module.buffers())
+
+    def register_comm_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused, with what takes its place."""
+        refuse_comm_hook()
 
     @property
     def engine(self) -> Engine:

@@ -1,0 +1,94 @@
+"""Answers for what scripts pass to torch DDP's constructor, and read from what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from .collectives.process_groups import world_group
+from .config import DistributedDataParallelConfig, config_from_arguments
+
+
+def config_with(
+    config: DistributedDataParallelConfig | None, options: Mapping[str, Any], device: torch.device
+) -> DistributedDataParallelConfig:
+    """Returns the configuration of a model on ``device``: ``config``, or that of torch DDP's arguments.
+
+    Raises:
+        ValueError: if both are given, or for an argument that cannot have its effect here.
+    """
+    rest = dict(options)
+    for name in ("device_ids", "output_device"):
+        value = rest.pop(name, None)
+        given = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if any(_device(each, device) != device for each in given) or len(given) > 1:
+            raise ValueError(
+                f"{name}={value!r}: the module is on {device}, where it stays, with its outputs. Leave {name} out, or "
+                "move the module first"
+            )
+    if rest.pop("dim", 0) != 0:
+        raise ValueError(f"dim={options['dim']!r}: a rank has one device, and its batch is not split: leave dim out")
+    if config is not None and rest:
+        raise ValueError(
+            f"{', '.join(rest)}: pass torch DDP's arguments or a DistributedDataParallelConfig, which has fields for "
+            "them, not both"
+        )
+    return config_from_arguments(rest) if config is None else config
+
+
+def _device(given: Any, own: torch.device) -> torch.device | None:
+    """The device that is meant; None for a number where devices have none."""
+    if isinstance(given, int):
+        return None if own.type == "cpu" else torch.device(own.type, given)
+    device = torch.device(given)
+    return own if device.type == own.type and device.index is None else device
+
+
+def _index(model: Any) -> int | None:
+    return None if model.device.type == "cpu" else (model.device.index or 0)
+
+
+SHOWN: dict[str, Callable[[Any], Any]] = {
+    "process_group": lambda model: world_group(),  # whose ranks are those of the engine's own groups
+    "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,
+    "static_graph": lambda model: model.ddp_config.static_graph or model.static_graph_is_declared,
+    "broadcast_buffers": lambda model: model.ddp_config.broadcast_buffers,
+    "gradient_as_bucket_view": lambda model: True,
+    "require_forward_param_sync": lambda model: model._buffers_differ,
+    "device_ids": lambda model: None if model.device.type == "cpu" else [_index(model)],
+    "output_device": _index,
+    "device_type": lambda model: model.device.type,
+    "dim": lambda model: 0,
+    "parameters_to_ignore": lambda model: set(getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())),
+    "modules_buffers": lambda model: list(model.module.buffers()),
+    "_module_parameters": lambda model: list(model.module.parameters()),
+    "reducer": lambda model: model.engine.reducer,
+}
+"""torch DDP's attributes that have a meaning here, each with its value."""
+
+
+def logging_data(model: Any) -> dict[str, Any]:
+    """What torch DDP's ``_get_ddp_logging_data()`` reports that exists here, under its names."""
+    layout, collectives = model.layout, model.engine.collectives
+    sizes = [bucket.numel * layout.buffers[bucket.buffer].grad_dtype.itemsize for bucket in layout.buckets]
+    return {
+        "world_size": collectives.size,
+        "rank": collectives.rank,
+        "module_name": type(model.module).__name__,
+        "num_parameter_tensors": len(layout.params),
+        "bucket_sizes": ", ".join(map(str, sizes)),
+        "broadcast_buffers": model.ddp_config.broadcast_buffers,
+        "find_unused_parameters": model.ddp_config.find_unused_parameters,
+        "gradient_as_bucket_view": True,
+    }
+
+
+def refuse_comm_hook() -> NoReturn:
+    """Says what takes the place of a communication hook."""
+    raise NotImplementedError(
+        "register_comm_hook() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Instead of "
+        "fp16_compress_hook or bf16_compress_hook set grad_wire_dtype='fp16' or 'bf16' before the wrap (a field of "
+        "DistributedDataParallelConfig and of the plugin, an argument of the strategy); leave allreduce_hook out"
+    )
