@@ -81,7 +81,7 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         if torch_options:
-            config = config_with(config, torch_options, common_device(module))
+            config = config_with(config, torch_options, common_device(dict(module.named_parameters())))
         self.ddp_config = config or DistributedDataParallelConfig()
         self.static_graph_is_declared = False
         self.require_backward_grad_sync = True
