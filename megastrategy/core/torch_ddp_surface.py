@@ -70,7 +70,7 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
 
 
 def logging_data(model: Any) -> dict[str, Any]:
-    """What torch DDP's ``_get_ddp_logging_data()`` reports that exists here, under its names."""
+    """Returns the entries of torch DDP's ``_get_ddp_logging_data()`` that exist here, under its names."""
     layout, collectives = model.layout, model.engine.collectives
     sizes = [bucket.numel * layout.buffers[bucket.buffer].grad_dtype.itemsize for bucket in layout.buckets]
     return {
