@@ -124,6 +124,11 @@ class DistributedDataParallel(nn.Module):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return logging_data(self)
 
+    @property
+    def buffers_may_differ(self) -> bool:
+        """Whether module buffers may have changed since they were last broadcast."""
+        return self._buffers_differ
+
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts module buffers."""
         return self._buffers_differ and self.ddp_config.broadcast_buffers and any(True for _ in self.module.buffers())

@@ -56,7 +56,7 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
     "static_graph": lambda model: model.ddp_config.static_graph or model.static_graph_is_declared,
     "broadcast_buffers": lambda model: model.ddp_config.broadcast_buffers,
     "gradient_as_bucket_view": lambda model: True,
-    "require_forward_param_sync": lambda model: model._buffers_differ,
+    "require_forward_param_sync": lambda model: model.buffers_may_differ,
     "device_ids": lambda model: None if model.device.type == "cpu" else [_index(model)],
     "output_device": _index,
     "device_type": lambda model: model.device.type,
