@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from .engine import Engine
 from .errors import OptimizerNotShardableError
 from .trials.elementwise import Findings, why_not_in_fp32, why_not_main_params
+from .trials.isolation import CommunicationError, no_communication
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, engine: Engine) -> Findings | None:
@@ -35,6 +39,19 @@ def check_main_params(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
             f"{type(optimizer).__name__} cannot step the fp32 main params of 16-bit weights: {reason}. Keep the "
             "weights in fp32 (autocast for the forward), or use another optimizer"
         )
+
+
+@contextlib.contextmanager
+def sending_nothing(optimizer: torch.optim.Optimizer, engine: Engine, *, is_watched: bool) -> Iterator[None]:
+    """The user's ``step`` may not communicate while this is open; looked at if its code may."""
+    if not is_watched:
+        yield
+        return
+    try:
+        with no_communication():
+            yield
+    except CommunicationError as reason:
+        raise not_shardable(optimizer, engine, str(reason)) from None
 
 
 def not_shardable(optimizer: torch.optim.Optimizer, engine: Engine, reason: str) -> OptimizerNotShardableError:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -36,6 +37,7 @@ from .engine import Engine
 from .errors import CollectiveError, DirectUseError
 from .events import EventKind
 from .holders import collect_garbage
+from .optimizer_checks import sending_nothing
 from .optimizer_shards import OptimizerShards
 from .param_shard import ParamShard, begin_step, drop_remainders, end_step
 from .step_memory import bring_back, copy_kept_grads, is_shared
@@ -78,6 +80,8 @@ class ShardedStep(OptimizerShards):
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
         super().__init__(optimizer, engine, findings)
         self._arguments = StepArguments()  # the arguments of the step that is under way
+        is_watched = findings is not None and findings.may_communicate
+        self._watch = functools.partial(sending_nothing, optimizer, engine, is_watched=is_watched)
         self._later_trials = LaterTrials(optimizer, findings, engine) if findings is not None else None
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -449,7 +453,7 @@ class ShardedStep(OptimizerShards):
                     stepped[run.group] += run.tensors * run.times
                 grads = [tensor.grad for tensor in tensors]
                 try:
-                    with self._groups_of(stepped):
+                    with self._groups_of(stepped), self._watch():
                         yield
                 finally:  # after an error too: the next step is of the same tensors
                     bring_back(tensors, places)

@@ -63,6 +63,27 @@ ROOMS = (
         "tests/ranks/test_listed_twice.py",
     ),
     Breakage(
+        "trial steps advance what the user's steps count in",
+        "core/trials/isolation.py",
+        "        if self._put is not None and _differ(self._first, self._get()):\n",
+        "        if False:\n",
+        "tests/unit/test_isolation.py tests/ranks/test_steps_of_their_own.py",
+    ),
+    Breakage(
+        "an optimizer that counts its calls outside of itself is called for each bucket",
+        "core/trials/isolation.py",
+        "        return any(map(_differ, before, self._random_states())) or any(",
+        "        return False and any(",
+        "tests/ranks/test_steps_of_their_own.py",
+    ),
+    Breakage(
+        "a step that communicates later than trials look averages shards",
+        "core/optimizer_checks.py",
+        "    if not is_watched:\n        yield\n        return\n",
+        "    if True:\n        yield\n        return\n",
+        "tests/ranks/test_steps_of_their_own.py",
+    ),
+    Breakage(
         "a rank whose saved state has no entries goes on without its own",
         "core/model_state.py",
         "            saved = entries_of_rank_zero(saved, every, ranks)\n",

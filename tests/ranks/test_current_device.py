@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import BackendCollectives, GlooCollectives, HostStagedCollectives
 from megastrategy.core.collectives.instanced import BackendInstanceCollectives
-from megastrategy.core.trials.trial import seed
+from megastrategy.core.trials.isolation import seed
 
 from ..support.lazy_device import Event, LazyDevice, Stream
 from ..support.ranks import run_ranks

@@ -26,6 +26,7 @@ from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, momentum, plain_momentum, trained
 from tests.support.narrow_reference import round_states
+from tests.support.notes import Notes
 from tests.support.optimizers import Buffered, CountsCalls
 from tests.support.ranks import run_ranks
 
@@ -180,7 +181,7 @@ def test_in_a_step_few_elements_have_fp32_at_once() -> None:
     """With or without gathers under the step; in pieces that end inside of parameters."""
 
     def run(rank: int, group: ProcessGroup) -> None:
-        seen: list[Any] = []
+        seen = Notes()
 
         class Watching(torch.optim.AdamW):
             def step(self, closure: Any = None) -> Any:

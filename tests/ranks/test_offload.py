@@ -29,6 +29,7 @@ from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, trained
 from tests.support.lazy_device import LazyDevice
+from tests.support.notes import Notes
 from tests.support.ranks import run_ranks
 from tests.support.two_memories import TwoMemories, told_apart
 
@@ -268,7 +269,7 @@ def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(mon
     monkeypatch.setattr(kept_state, "CHUNK_NUMEL", 48)
 
     def run(rank: int, group: ProcessGroup) -> None:
-        seen: list[str] = []
+        seen = Notes()
         on_device = 0
         most = 0
 
@@ -308,11 +309,11 @@ def test_the_next_piece_is_on_its_way_while_one_is_stepped_and_the_last_goes(mon
         seen.clear()
         on_device = most = 0
         ours.train(range(1, 2))
-        num = seen.count("step")
+        num = list(seen).count("step")
         assert num > 5
         assert seen[0] == "fetch"
         steady = ["fetch", "step", "send", "let go"]
-        assert seen == ["fetch", *steady[:3], *steady * (num - 2), *steady[1:], "settle"], seen
+        assert list(seen) == ["fetch", *steady[:3], *steady * (num - 2), *steady[1:], "settle"], seen
         assert most <= 3 * 2 * 64 * 4
         assert on_device == 0
         ours.model.close()
@@ -346,12 +347,12 @@ def test_a_step_waits_for_the_device_once_and_in_bounded_time() -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_step_that_fails_leaves_its_state_on_the_host_and_the_next_one_goes_on(way: dict[str, Any]) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        luck = {"calls": 0, "fails at": 10**9}
+        calls, luck = Notes(), {"fails at": 10**9}
 
         class Fails(torch.optim.AdamW):
             def step(self, closure: Any = None) -> Any:
-                luck["calls"] += 1
-                if luck["calls"] == luck["fails at"]:
+                calls.append(1)
+                if len(calls) == luck["fails at"]:
                     raise RuntimeError("out of luck")
                 return super().step(closure)
 
@@ -359,7 +360,7 @@ def test_a_step_that_fails_leaves_its_state_on_the_host_and_the_next_one_goes_on
             ours = Ours(group, Fails, torch.bfloat16, **way)
             ours.train(range(2))
             file = ours.file()
-            luck["fails at"] = luck["calls"] + 3
+            luck["fails at"] = len(calls) + 3
             with pytest.raises(RuntimeError, match="out of luck"):
                 ours.train(range(2, 3))
             assert all(map(memories.is_pinned, kept(ours)))

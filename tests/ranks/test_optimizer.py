@@ -15,6 +15,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.errors import CheckpointError, OptimizerNotShardableError
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import awkward_model, images, two_layers
+from tests.support.notes import Notes
 from tests.support.optimizers import Lamb
 from tests.support.ranks import run_ranks
 from tests.support.training import Run, assert_same_state, start_ours, train_with_ddp, train_with_ours
@@ -26,7 +27,7 @@ def test_the_users_object_steps_and_shows_the_models_parameters() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         module = two_layers()
         model = DistributedDataParallel(module, SHARDED, group)
-        seen: list[list[Tensor]] = []
+        seen = Notes()
 
         class Noting(torch.optim.AdamW):
             def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -17,6 +17,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
+from tests.support.notes import Notes
 from tests.support.optimizers import Simple
 from tests.support.optimizers_with_methods import ScheduleFree
 from tests.support.prepared_optimizers import CountsOnState
@@ -78,7 +79,7 @@ class BeginsAtZero(Simple):
 class Counting(torch.optim.SGD):
     """Counts the calls of all its copies."""
 
-    calls: list[int]
+    calls: Notes
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         self.calls.append(1)
@@ -206,7 +207,7 @@ def test_with_all_reduce_every_option_is_the_users_affair() -> None:
 
 def test_trials_are_made_for_terms_that_are_new_and_once() -> None:
     def run(rank: int, group: ProcessGroup) -> None:
-        kind = type("Counting", (Counting,), {"calls": []})
+        kind = type("Counting", (Counting,), {"calls": Notes()})
         module = two_layers()
         model = DistributedDataParallel(module, config(), group)
         optimizer = DistributedOptimizer(kind(groups_of(module), lr=0.1, weight_decay=0.1), model)

@@ -16,6 +16,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
+from tests.support.notes import Notes
 from tests.support.optimizers import NeedsClosure, stepped
 from tests.support.ranks import run_ranks
 
@@ -28,7 +29,7 @@ both_modes = pytest.mark.parametrize("sharded", [True, False], ids=["reduce-scat
 class Users(torch.optim.SGD):
     """Notes its calls, and takes more than torch's."""
 
-    calls: list[str]
+    calls: Notes
 
     @torch.no_grad()
     def step(self, closure: Any = None, scale: float = 1.0, *, clip: bool = False, extra: Any = None) -> Any:  # type: ignore[override]
@@ -52,7 +53,7 @@ class Users(torch.optim.SGD):
 
 def users() -> type[Users]:
     """For one rank: it has calls of its own."""
-    return type("Users", (Users,), {"calls": []})
+    return type("Users", (Users,), {"calls": Notes()})
 
 
 def backward(model: Any, rank: int, step: int) -> Tensor:
@@ -227,7 +228,7 @@ def test_arguments_are_tried_once_for_all_numbers() -> None:
 class Fading(torch.optim.SGD):
     """Its ``zero_grad`` keeps a half of each gradient, and takes no argument."""
 
-    calls: list[str]
+    calls: Notes
 
     def zero_grad(self) -> None:  # type: ignore[override]
         self.calls.append("zero_grad")
@@ -250,7 +251,7 @@ def test_an_overridden_zero_grad_is_called(sharded: bool) -> None:
 
 def test_an_overridden_zero_grad_decides_what_becomes_of_gradients() -> None:
     assert_equal_to_ddp(
-        lambda: type("Fading", (Fading,), {"calls": []}), with_zero_grads, use_distributed_optimizer=False
+        lambda: type("Fading", (Fading,), {"calls": Notes()}), with_zero_grads, use_distributed_optimizer=False
     )
 
 

@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
+from .notes import Notes
+
 
 class Many(nn.Module):
     """Small parameters, each used alone: ``forward`` takes the numbers of those that it shall use."""
@@ -35,7 +37,7 @@ class Setup:
     ) -> None:
         self.module = module
         self.model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
-        self.stepped: list[list[list[Tensor]]] = []  # by call, by group
+        self.stepped = Notes()  # by call, by group
         inner = make(self.model.parameters())
         step = type(inner).step
 

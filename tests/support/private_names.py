@@ -75,7 +75,7 @@ LIVES_IN = {
     "torch.distributed.checkpoint._fsspec_filesystem": "FileSystem FsspecReader FsspecWriter",
     "torch.distributed.checkpoint.metadata": "_MEM_FORMAT_ENCODING",
     "torch.serialization": "_get_layout",
-    "torch._dynamo.eval_frame": "_orig_mod",
+    "torch._dynamo.eval_frame": "_orig_mod _torchdynamo_orig_callable",
     "lightning.pytorch.trainer.trainer": "_run_stage _signal_connector",
     "lightning.pytorch.trainer.connectors.signal_connector": "_sigterm_notifier_fn _slurm_sigusr_handler_fn",
     "lightning.pytorch.loops.training_epoch_loop": "_batches_that_stepped _broadcast_sigterm_tensor",

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megastrategy.core.trials.elementwise import Findings
-from megastrategy.core.trials.per_parameter import PerParameterProbe, trial_shapes
+from megastrategy.core.trials.per_parameter import trial_shapes
 from megastrategy.core.trials.probe import probe
-from megastrategy.core.trials.step_arguments import StepArguments
 from tests.support import optimizers
 
 CPU = torch.device("cpu")
@@ -215,8 +214,7 @@ def test_random_numbers_of_the_program_stay_as_they_are() -> None:
             param.sub_(grad / grad.norm() + torch.randn(()), alpha=0.1)
 
     before = torch.get_rng_state()
-    whole = PerParameterProbe(Noisy(params()), [0], CPU, torch.float32, StepArguments()).findings()
-    assert whole.reason is not None
+    assert probe(Noisy(params()), CPU, torch.float32).reason is not None
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .isolation import Isolation
 from .known_params import why_not_others
 from .step_arguments import StepArguments
 from .trial import FALLBACK_LR, Problem, StateAtStart, Trial, cut, distances, double_of, tensors_in, values_of
@@ -49,6 +50,7 @@ class Findings:
         whole_groups: the numbers of groups whose shards would not be, but whose parameters are stepped each by itself,
             so that they can be divided among ranks as a whole.
         whole_tensors: how many numbers the optimizer keeps for each element of those, at most.
+        may_communicate: whether the code of its step names torch.distributed.
     """
 
     reason: str | None
@@ -57,6 +59,7 @@ class Findings:
     changed_entries: frozenset[str] = frozenset()
     whole_groups: frozenset[int] = frozenset()
     whole_tensors: int = 0
+    may_communicate: bool = False
 
 
 def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
@@ -134,9 +137,14 @@ class GroupProbe:
     others = "flat tensors"
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, number: int, problem: Problem, arguments: StepArguments
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        problem: Problem,
+        arguments: StepArguments,
+        isolation: Isolation,
     ) -> None:
-        self.optimizer, self.problem, self.arguments = optimizer, problem, arguments
+        self.optimizer, self.problem, self.arguments, self.isolation = optimizer, problem, arguments, isolation
         self.group = optimizer.param_groups[number]
         self.where = f"parameter group {number}"
         self._state_at_start: StateAtStart | None = None
@@ -171,6 +179,7 @@ class GroupProbe:
 
     def _double(self, lr: float | None) -> torch.optim.Optimizer:
         # Made anew for each trial: an optimizer that keeps something outside of its state would carry it into the next.
+        self.isolation.restore()
         double = double_of(self.optimizer, self.group, lr, self.arguments)
         if self._state_at_start is not None:
             double.state = self._state_at_start.copy()
@@ -325,11 +334,15 @@ class GroupProbe:
         # It counts its calls somewhere, and would count each part of a step as one.
         if not equal(before, dict(values_of(whole.optimizer))):
             return False
+        found: list[Trial] = []
+        double = self._double(lr)
         try:
             # Compared to the bit: the caller splits a step only for the cache's sake, and promises the same weights.
-            parts = self.problem.rerun_in_parts(self._double(lr), whole)
+            if self.isolation.counts_calls(lambda: found.append(self.problem.rerun_in_parts(double, whole))):
+                return False
         except Exception:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
             return False
+        (parts,) = found
         states = all(equal(whole.state(number), parts.state(number)) for number in range(len(whole.params)))
         is_same = states and all(map(torch.equal, whole.params, parts.params))
         return is_same and equal(before, dict(values_of(parts.optimizer)))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from .isolation import Isolation
 from .trial import double_of
 
 
@@ -101,7 +102,7 @@ def _asked_for(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[s
     param = torch.ones(6, 10, device=like.device).as_subclass(Asked)
     param.grad = torch.ones(6, 10, device=like.device)
     # Whatever an unknown optimizer raises on such a tensor, the other trials have plain ones; names up to there count.
-    with contextlib.suppress(Exception):
+    with Isolation(optimizer, like.device).open(), contextlib.suppress(Exception):
         double = double_of(optimizer, group)
         double.param_groups[0]["params"] = [param]
         double.step()

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .isolation import Isolation
 from .optimizer_double import TRIAL_SHAPE, Call, Contents, Double, Found, NotForShardsError, holds, in_words
-from .trial import enter_training, random_numbers_of_its_own
+from .trial import enter_training
 
 _STEPS = 3  # state has then grown from zero, and sums differ from the last gradient
 _LR = 0.01  # weights of size 1 move by more than rounding hides
@@ -52,7 +53,7 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
     Raises:
         NotForShardsError: if that cannot be found out.
     """
-    with _without_trace(device):
+    with _without_trace(optimizer, device):
         double = Double(optimizer, _fresh_contents(optimizer, device, dtype))
         double.make(call)
         if double.is_for_later and ("state" in double.touches or double.num_operations):
@@ -66,10 +67,18 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
 
 
 @contextlib.contextmanager
-def _without_trace(device: torch.device) -> Iterator[None]:
-    # The user's next random number must not depend on whether an optimizer was tried.
-    with random_numbers_of_its_own(device), torch.no_grad():
-        yield
+def _without_trace(optimizer: Optimizer, device: torch.device) -> Iterator[Isolation]:
+    """Enters an isolation, in which nothing is sent and of which nothing stays.
+
+    Raises:
+        NotForShardsError: at the end, if it would have.
+    """
+    isolation = Isolation(optimizer, device)
+    with isolation.open(), torch.no_grad():
+        yield isolation
+        reason = isolation.why_not()
+    if reason is not None:
+        raise NotForShardsError(reason)
 
 
 def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torch.dtype) -> Effect:
@@ -86,10 +95,11 @@ def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torc
     # On an optimizer without any step, which costs least: most calls read or set an option.
     if not looks_at_tensors(optimizer, call, device, dtype):
         return Effect.NONE
-    with _without_trace(device):
+    with _without_trace(optimizer, device) as isolation:
         stepped = _stepped(optimizer, _fresh_contents(optimizer, device, dtype))
         whole, bare = (Double(optimizer, stepped.copied(grads=grads)) for grads in (True, False))
         for double in (whole, bare):
+            isolation.restore()
             double.make(call)
         if whole.error is not None:
             raise NotForShardsError(f"a trial of it raised {whole.error}")
@@ -104,15 +114,16 @@ def try_call(optimizer: Optimizer, call: Call, device: torch.device, dtype: torc
         # It did look, in the groups alone, as at a parameter's shape; whole Parameters answer that as well.
         if not ("state" in bare.touches or bare.has_moved):
             return Effect.NONE
-        _check_pieces([Double(optimizer, piece) for piece in stepped.cut()], bare, call)
+        _check_pieces([Double(optimizer, piece) for piece in stepped.cut()], bare, call, isolation)
         # A sum over state that is returned, say: on a rank it would be the sum of its own part.
         if bare.num_operations and not bare.has_changed:
             raise NotForShardsError("it computes with state, of which each rank has its part, and changes nothing")
         return Effect.ELEMENTS if bare.num_operations else Effect.STATE
 
 
-def _check_pieces(pieces: Sequence[Double], whole: Double, call: Call) -> None:
+def _check_pieces(pieces: Sequence[Double], whole: Double, call: Call, isolation: Isolation) -> None:
     for piece in pieces:
+        isolation.restore()
         piece.make(call)
         if piece.error is not None:
             raise NotForShardsError(f"a trial of it on flat pieces of tensors raised {piece.error}")

@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .elementwise import Findings, GroupProbe, equal, params_of, same_bits
+from .isolation import Isolation, seed
 from .step_arguments import StepArguments
-from .trial import SPIKE, Problem, Trial, distances, random_numbers_of_its_own, seed, tensors_in, with_arithmetic
+from .trial import SPIKE, Problem, Trial, distances, tensors_in, with_arithmetic
 
 _RELATIVE = 1e-5  # as for flat pieces: far less than a coupling changes
 _LARGE = 4_096  # states in blocks begin there
@@ -57,6 +58,7 @@ class PerParameterProbe(GroupProbe):
         numbers: of groups with these options; the first one's are used.
         device, dtype: of the tensors that it will step.
         arguments: what its ``step`` is called with, but for a closure.
+        isolation: of the optimizer.
     """
 
     others = "one tensor alone"
@@ -68,10 +70,11 @@ class PerParameterProbe(GroupProbe):
         device: torch.device,
         dtype: torch.dtype,
         arguments: StepArguments,
+        isolation: Isolation,
     ) -> None:
         groups = [optimizer.param_groups[number] for number in numbers]
         shapes = trial_shapes([tuple(param.shape) for group in groups for param in group["params"]] or [(12, 33)])
-        super().__init__(optimizer, numbers[0], Problem(device, dtype, shapes=shapes), arguments)
+        super().__init__(optimizer, numbers[0], Problem(device, dtype, shapes=shapes), arguments, isolation)
         self._spikes = Problem(device, dtype, shapes=shapes, scale=SPIKE)
         self._device = device
 
@@ -83,14 +86,13 @@ class PerParameterProbe(GroupProbe):
                 return Findings(
                     f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone"
                 )
-        with random_numbers_of_its_own(self._device):
-            seed(self._device)  # the same on all ranks, which have to find the same
-            found = super().findings()
-            if found.reason is None:
-                self.problem = self._spikes
-                reason = self.early_reason()
-                return found if reason is None else Findings(reason)
-            return found
+        seed(self._device)  # the same on all ranks, which have to find the same
+        found = super().findings()
+        if found.reason is None:
+            self.problem = self._spikes
+            reason = self.early_reason()
+            return found if reason is None else Findings(reason)
+        return found
 
     def _rerun(self, whole: Trial, lr: float | None) -> list[Trial]:
         return self.problem.rerun_alone(lambda: self._double(lr), whole)

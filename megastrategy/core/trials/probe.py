@@ -7,6 +7,7 @@ itself (:mod:`.per_parameter`) is stepped as whole parameters, each by an owner.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from .elementwise import Findings, GroupProbe, equal, trial_lr, why_not_trialled
+from .isolation import Isolation
 from .known_params import why_not_others
 from .per_parameter import PerParameterProbe
 from .step_arguments import StepArguments
@@ -38,7 +40,17 @@ def probe(
         arguments: what its ``step`` is called with, but for a closure.
     """
     with _STANCE, _uncompiled():
-        return _probe(optimizer, device, dtype, arguments)
+        # Before any copy is stepped: these steps would reach the model's own weights, or call what is the user's.
+        if (reason := why_not_trialled(optimizer) or arguments.why_not_for_shards()) is not None:
+            return Findings(reason)
+        isolation = Isolation(optimizer, device)
+        with isolation.open():
+            findings = _probe(optimizer, device, dtype, arguments, isolation)
+            # First: whatever else was found, it was found by steps that could not do their work.
+            reason = isolation.why_not()
+        if reason is not None:
+            return Findings(reason)
+        return dataclasses.replace(findings, may_communicate=isolation.may_communicate)
 
 
 def _uncompiled() -> contextlib.AbstractContextManager[Any]:
@@ -52,11 +64,13 @@ def _uncompiled() -> contextlib.AbstractContextManager[Any]:
 
 
 def _probe(
-    optimizer: torch.optim.Optimizer, device: torch.device, dtype: torch.dtype, arguments: StepArguments
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    dtype: torch.dtype,
+    arguments: StepArguments,
+    isolation: Isolation,
 ) -> Findings:
-    # Before any copy is stepped: these steps would reach the model's own weights, or call what is the user's.
-    reason = why_not_trialled(optimizer) or arguments.why_not_for_shards() or why_not_others(optimizer)
-    if reason is not None:
+    if (reason := why_not_others(optimizer)) is not None:
         return Findings(reason)
     small, problem = Problem(device, dtype, is_small=True, scale=SPIKE), Problem(device, dtype)
     others = Problem(device, dtype, shapes=[*PROPORTIONS], cuts=[*PROPORTIONS.values()])
@@ -66,14 +80,18 @@ def _probe(
     for numbers in _alike(optimizer.param_groups):
         # What keeps a matrix of a flat tensor's elements would take gigabytes and minutes for the larger one. And what
         # clips by a norm shows with large gradients alone.
-        reason = GroupProbe(optimizer, numbers[0], small, arguments).early_reason()
-        found = Findings(reason) if reason else GroupProbe(optimizer, numbers[0], problem, arguments).findings()
-        if found.reason is None and (reason := GroupProbe(optimizer, numbers[0], others, arguments).early_reason()):
+        reason = GroupProbe(optimizer, numbers[0], small, arguments, isolation).early_reason()
+        found = (
+            Findings(reason) if reason else GroupProbe(optimizer, numbers[0], problem, arguments, isolation).findings()
+        )
+        if found.reason is None and (
+            reason := GroupProbe(optimizer, numbers[0], others, arguments, isolation).early_reason()
+        ):
             found = Findings(reason)
         if found.reason is None:
             flat.append(found)
             continue
-        whole.append(PerParameterProbe(optimizer, numbers, device, dtype, arguments).findings())
+        whole.append(PerParameterProbe(optimizer, numbers, device, dtype, arguments, isolation).findings())
         whole_groups.update(numbers)
         if whole[-1].reason is not None:
             if whole[-1].reason == found.reason:  # said once

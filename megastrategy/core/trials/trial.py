@@ -21,7 +21,6 @@ What a trial can see depends on its tensors and gradients:
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .isolation import is_generator
 from .step_arguments import StepArguments
 
 _SHAPES = ((160, 128), (12, 3, 5, 7))
@@ -313,24 +313,6 @@ def _state_at_construction(
     return dict(another.state.get(param, {}))
 
 
-@contextlib.contextmanager
-def random_numbers_of_its_own(device: torch.device) -> Iterator[None]:
-    """Leaves the program's next random number as it is, on the host and on the device, whatever is drawn in it."""
-    others = [] if device.type == "cpu" else [device]
-    # torch asks for a kind of device, also where none is to be forked
-    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
-        yield
-
-
-def seed(device: torch.device) -> None:
-    """Has what is drawn on the device begin anew, the same on every rank."""
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(0)
-    else:
-        # By its state: manual_seed() of a device's module is for the current device, which need not be this one.
-        torch.get_device_module(device).set_rng_state(torch.Generator(device).manual_seed(0).get_state(), device)
-
-
 def enter_training(optimizer: torch.optim.Optimizer) -> None:
     """Calls ``train()`` where the optimizer has modes (Schedule-Free's ``train()`` and ``eval()``): one that begins in
     evaluation refuses to step."""
@@ -355,7 +337,7 @@ def own(value: Any, memo: dict[int, Any] | None = None) -> Any:
             copied[key] = own(item, memo)
     elif isinstance(value, list | set):
         copied = type(value)(own(item, memo) for item in value)
-    elif hasattr(value, "__dict__"):
+    elif hasattr(value, "__dict__") and not is_generator(value):
         try:
             copied = memo[id(value)] = copy.copy(value)
         except Exception:  # noqa: BLE001 - what cannot be copied is shared: a group, a file, a lock

@@ -1,0 +1,462 @@
+"""Keeps trial steps to themselves: they leave no trace in the program, and send nothing.
+
+[Note: traces of trial steps]
+A copy of an optimizer has tensors, state and plain attributes of its own. Everything else is the program's: random
+generators, class attributes, globals, objects behind a function. A step may count in any of them (a schedule that
+falls after 60 calls), so they are put back before each trial, and at the end. Everything that the code of the
+optimizer's class can reach is looked through for that: attributes, the class, its methods' closures, and globals by the
+names in their code.
+
+What steps change outside of the copy is changed by a call, and not by a tensor. So such an optimizer is called once a
+step. What cannot be put back, an iterator that was advanced, is a reason not to shard.
+
+[Note: steps that communicate]
+An optimizer that averages in its step (all-reduces weights, sends them to a neighbour) would average shards, which are
+other elements on each rank, or wait for a rank that steps nothing. Trials would not show it: they are alike on all
+ranks. So each call of torch.distributed raises in a trial before it sends anything. One that communicates in every
+hundredth step does not do so in a trial: where the code names torch.distributed, and nothing is compiled, its steps of
+shards are watched, too.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import itertools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_OF_COLLECTIVES = "c10d"
+"""In the namespaces of torch.distributed's operators: its functions, and methods of process groups, come to them."""
+_MOST_OBJECTS = 5_000
+_MOST_ITEMS = 10_000
+_MOST_NUMEL = 2**20
+_FOREIGN = {"torch", "numpy", "megastrategy", "lightning", "pytorch_lightning", "accelerate", "transformers"}
+"""Packages whose classes and functions keep nothing that a step of a user's optimizer counts in."""
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class CommunicationError(Exception):
+    """A trial step called a collective, or sent or received."""
+
+
+class _NoCommunication(TorchDispatchMode):
+    """Raises for every operator that communicates.
+
+    Attributes:
+        called: the first one's name, "" if none was called. The step may have caught the error.
+    """
+
+    called = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _OF_COLLECTIVES in getattr(func, "namespace", ""):
+            self.called = self.called or func.__name__.split(".")[0].strip("_")
+            raise CommunicationError(f"it communicates ({self.called})")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_communication() -> Iterator[None]:
+    """Lets a step of shards send nothing.
+
+    Raises:
+        CommunicationError: if it would, with the reason not to shard, also where the step has caught it.
+    """
+    mode = _NoCommunication()
+    try:
+        with mode:
+            yield
+    finally:
+        if mode.called:
+            raise CommunicationError(_communicates(mode.called))
+
+
+def _communicates(called: str) -> str:
+    return (
+        f"its step() communicates ({called} of torch.distributed), and ranks would exchange shards of different "
+        "parameters"
+    )
+
+
+class Isolation:
+    """The part of the program that an optimizer's steps can reach, as it was; see [Note: traces of trial steps].
+
+    Args:
+        optimizer: the user's.
+        device: on which it steps.
+
+    Attributes:
+        may_communicate: whether its code names torch.distributed, so that steps of shards have to be watched.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._device = device
+        self._generators = _generators(device)
+        self._random = self._random_states()
+        self._places: list[_Place] = []
+        self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        self._mode = _NoCommunication()
+        self.may_communicate = False
+        if not self._is_torchs:  # whose steps change nothing but what a copy has
+            walk = _Walk()
+            self._places = list(walk.of_optimizer(optimizer))
+            # Under a dispatch mode, which watches, functions that torch.compile has made would run uncompiled.
+            self.may_communicate = walk.names_distributed and not walk.is_compiled
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Steps are trial steps while this is open. Random numbers begin anew, the same on every rank."""
+        try:
+            self._seed()
+            with contextlib.nullcontext() if self._is_torchs else self._mode:
+                yield
+        finally:
+            self.restore()
+            for (_, put), state in zip(self._generators, self._random, strict=True):
+                put(state)
+
+    def restore(self) -> None:
+        """Puts back what has changed, but for random numbers, which go on to the end."""
+        for place in self._places:
+            place.restore()
+
+    def counts_calls(self, steps: Callable[[], Any]) -> bool:
+        """Whether ``steps`` change what is outside, or draw random numbers: as often as they are called."""
+        before = self._random_states()
+        for place in self._places:
+            place.note()
+        steps()
+        return any(map(_differ, before, self._random_states())) or any(place.has_changed() for place in self._places)
+
+    def why_not(self) -> str | None:
+        """Why the steps that were tried may not be steps of shards, in words; None if they may."""
+        if self._mode.called:
+            return _communicates(self._mode.called)
+        for place in self._places:
+            if place.is_lost():
+                return f"trial steps advanced {place.where}, which cannot be put back"
+        return None
+
+    def _random_states(self) -> list[Any]:
+        return [get() for get, _ in self._generators]
+
+    def _seed(self) -> None:
+        random.seed(0)
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.seed(0)
+        for device in {torch.device("cpu"), self._device}:
+            seed(device)
+
+
+def _generators(device: torch.device) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """By generator of the process, what gets its state, and what sets it."""
+    found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+        (random.getstate, random.setstate),
+        (torch.get_rng_state, torch.set_rng_state),
+    ]
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        found.append((numpy.get_state, numpy.set_state))
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        get, put = module.get_rng_state, module.set_rng_state
+        found.append((functools.partial(get, device), lambda state: put(state, device)))
+    return found
+
+
+def seed(device: torch.device) -> None:
+    """Has what is drawn on the device begin anew, the same on every rank."""
+    if device.type in ("cpu", "meta"):
+        torch.default_generator.manual_seed(0)
+    else:
+        # By its state: manual_seed() of a device's module is for the current device, which need not be this one.
+        torch.get_device_module(device).set_rng_state(torch.Generator(device).manual_seed(0).get_state(), device)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if a is b:
+        return False
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() != b.keys() or any(_differ(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) != len(b) or any(map(_differ, a, b))
+    if type(a).__module__ == "numpy":
+        return bool((a != b).any()) if hasattr(a, "any") else bool(a != b)
+    return type(a) is not type(b) or not isinstance(a, _PLAIN) or (a != b and a == a)
+
+
+# --- what is reachable -----------------------------------------------------------------------------------------------
+
+
+class _Place:
+    """Something that a step may change in place.
+
+    Args:
+        where: in words.
+        get: what is there, in a form that a change does not reach.
+        put: sets it; None where nothing can.
+    """
+
+    def __init__(self, where: str, get: Callable[[], Any], put: Callable[[Any], None] | None) -> None:
+        self.where, self._get, self._put = where, get, put
+        self._first = self._noted = get()
+
+    def note(self) -> None:
+        self._noted = self._get()
+
+    def has_changed(self) -> bool:
+        return _differ(self._noted, self._get())
+
+    def restore(self) -> None:
+        if self._put is not None and _differ(self._first, self._get()):
+            self._put(self._first)
+
+    def is_lost(self) -> bool:
+        return self._put is None and _differ(self._first, self._get())
+
+
+def _of_dict(where: str, values: dict[Any, Any]) -> _Place:
+    def put(before: dict[Any, Any]) -> None:
+        dict.clear(values)
+        dict.update(values, before)
+
+    return _Place(where, lambda: dict(dict.items(values)), put)
+
+
+def _of_type(where: str, kind: type) -> _Place:
+    def get() -> dict[str, Any]:
+        return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+
+    def put(before: dict[str, Any]) -> None:
+        for name in get().keys() - before.keys():
+            delattr(kind, name)
+        for name, value in before.items():
+            if vars(kind).get(name) is not value:
+                setattr(kind, name, value)
+
+    return _Place(where, get, put)
+
+
+def _of_list(where: str, values: list[Any]) -> _Place:
+    def put(before: list[Any]) -> None:
+        values[:] = before
+
+    return _Place(where, lambda: list(values), put)
+
+
+def _of_bag(where: str, values: set[Any] | collections.deque[Any]) -> _Place:
+    def put(before: list[Any]) -> None:
+        values.clear()
+        (values.update if isinstance(values, set) else values.extend)(before)
+
+    return _Place(where, lambda: list(values), put)
+
+
+def _of_cell(where: str, cell: types.CellType) -> _Place:
+    def put(before: Any) -> None:
+        cell.cell_contents = before
+
+    return _Place(where, lambda: cell.cell_contents, put)
+
+
+def _of_names(where: str, values: dict[str, Any], names: set[str]) -> _Place:
+    def put(before: dict[str, Any]) -> None:
+        for name in names:
+            if name in before:
+                values[name] = before[name]
+            else:
+                values.pop(name, None)
+
+    return _Place(where, lambda: {name: values[name] for name in names if name in values}, put)
+
+
+def _of_slots(where: str, value: Any, names: list[str]) -> _Place:
+    def put(before: dict[str, Any]) -> None:
+        for name, kept in before.items():
+            setattr(value, name, kept)
+
+    return _Place(where, lambda: {name: getattr(value, name) for name in names if hasattr(value, name)}, put)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it draws random numbers: a copy would hide how often."""
+    return _methods_of_generator(value) is not None
+
+
+def _methods_of_generator(value: Any) -> tuple[str, str] | None:
+    pairs = ("getstate", "setstate"), ("get_state", "set_state")
+    return next((pair for pair in pairs if all(callable(getattr(value, name, None)) for name in pair)), None)
+
+
+def _of_generator(where: str, value: Any) -> _Place | None:
+    """A generator of random numbers: torch's, numpy's or Python's."""
+    if (names := _methods_of_generator(value)) is not None:
+        return _Place(where, getattr(value, names[0]), getattr(value, names[1]))
+    if (bits := getattr(value, "bit_generator", None)) is not None:
+        return _Place(where, lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+    return None
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
+def _is_foreign(module: str | None) -> bool:
+    root = (module or "").partition(".")[0]
+    return root in _FOREIGN or root in sys.stdlib_module_names
+
+
+def _of_tensor(where: str, tensor: Tensor) -> list[tuple[_Place | None, list[Any]]]:
+    def put(before: Tensor) -> None:
+        with torch.no_grad():
+            tensor.copy_(before)
+
+    is_small = tensor.numel() <= _MOST_NUMEL
+    return [(_Place(where, lambda: tensor.detach().clone(), put), [])] if is_small else []
+
+
+def _of_class(where: str, kind: type) -> list[tuple[_Place | None, list[Any]]]:
+    if _is_foreign(kind.__module__):
+        return []
+    return [(_of_type(f"an attribute of {kind.__name__}", kind), list(vars(kind).values()))]
+
+
+def _of_container(where: str, values: Any) -> list[tuple[_Place | None, list[Any]]]:
+    if len(values) > _MOST_ITEMS:
+        return []
+    if isinstance(values, dict):
+        return [(_of_dict(where, values), list(dict.values(values)))]
+    return [((_of_list if isinstance(values, list) else _of_bag)(where, values), list(values))]
+
+
+def _of_running_generator(
+    where: str, generator: types.GeneratorType[Any, Any, Any]
+) -> list[tuple[_Place | None, list[Any]]]:
+    def get() -> Any:
+        frame = generator.gi_frame
+        return None if frame is None else (frame.f_lasti, [repr(value)[:200] for value in frame.f_locals.values()])
+
+    return [(_Place(where, get, None), [])]
+
+
+def _of_iterator(where: str, iterator: Any) -> list[tuple[_Place | None, list[Any]]]:
+    # How far it has come: it says so where it is pickled.
+    return [(_Place(where, lambda: repr(iterator.__reduce__())[-200:], None), [])]
+
+
+_BUILT_IN_ITERATORS: tuple[type, ...] = (
+    itertools.count,
+    itertools.cycle,
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+)
+
+_KINDS: tuple[tuple[Any, Callable[[str, Any], list[tuple[_Place | None, list[Any]]]]], ...] = (
+    (types.ModuleType, lambda where, value: []),  # by the names that code has of it
+    (Tensor, _of_tensor),
+    (types.MethodType, lambda where, value: [(None, [value.__self__, value.__func__])]),
+    (functools.partial, lambda where, value: [(None, [value.func, *value.args, *value.keywords.values()])]),
+    ((staticmethod, classmethod), lambda where, value: [(None, [value.__func__])]),
+    (property, lambda where, value: [(None, [value.fget])]),
+    (type, _of_class),
+    ((tuple, frozenset), lambda where, value: [(None, list(value)[:_MOST_ITEMS])]),
+    ((dict, list, set, collections.deque), _of_container),
+    (types.GeneratorType, _of_running_generator),
+    (_BUILT_IN_ITERATORS, _of_iterator),
+)
+
+
+class _Walk:
+    """Goes through what an optimizer's code can reach, each object once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # kept, as an id is given again
+        self.names_distributed = self.is_compiled = False
+
+    def of_optimizer(self, optimizer: Optimizer) -> Iterator[_Place]:
+        """The places that the steps of an optimizer's class can change, and a copy of it shares."""
+        for group in optimizer.param_groups:
+            yield _of_dict("a parameter group", group)
+        yield _of_dict("its attributes", optimizer.__dict__)
+        for name, value in optimizer.__dict__.items():
+            if name not in ("state", "param_groups", "defaults", "step") and not name.endswith("_hooks"):
+                yield from self.places(f"its attribute {name!r}", value)
+        for kind in type(optimizer).__mro__:
+            yield from self.places(kind.__name__, kind)
+
+    def places(self, where: str, value: Any) -> Iterator[_Place]:
+        """The places in a value, and in what it leads to."""
+        if isinstance(value, (*_PLAIN, Parameter, Module, Optimizer)) or id(value) in self._seen:
+            return
+        if len(self._seen) >= _MOST_OBJECTS:
+            return
+        self._seen[id(value)] = value
+        for place, inner in self._within(where, value):
+            if place is not None:
+                yield place
+            for item in inner:
+                yield from self.places(where, item)
+
+    def _within(self, where: str, value: Any) -> Iterator[tuple[_Place | None, list[Any]]]:
+        for kinds, within in _KINDS:
+            if isinstance(value, kinds):
+                return iter(within(where, value))
+        if isinstance(value, types.FunctionType):
+            return self._of_function(where, value)
+        if (place := _of_generator(where, value)) is not None:
+            return iter([(place, [])])
+        return self._of_object(where, value)
+
+    def _of_function(self, where: str, function: types.FunctionType) -> Iterator[tuple[_Place | None, list[Any]]]:
+        if _is_foreign(function.__module__):
+            return
+        for cell in function.__closure__ or ():
+            if cell != types.CellType():
+                yield _of_cell(f"a variable of {function.__qualname__}", cell), [cell.cell_contents]
+        yield _of_dict(f"an attribute of {function.__qualname__}", function.__dict__), []
+        yield None, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        names = _names_in(function.__code__)
+        found = {name: function.__globals__[name] for name in names if name in function.__globals__}
+        yield _of_names(f"a global of {function.__module__}", function.__globals__, names), list(found.values())
+        modules = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in found.values()}
+        named = any(str(name).startswith("torch.distributed") for name in modules | names)
+        self.names_distributed |= named or {"torch", "distributed"} <= names
+        compiled = any(hasattr(value, "_torchdynamo_orig_callable") for value in found.values())
+        self.is_compiled |= compiled or "compile" in names
+        for module in found.values():
+            if isinstance(module, types.ModuleType) and not _is_foreign(module.__name__):
+                values = [vars(module)[name] for name in names if name in vars(module)]
+                yield _of_names(f"a global of {module.__name__}", vars(module), names), values
+
+    def _of_object(self, where: str, value: Any) -> Iterator[tuple[_Place | None, list[Any]]]:
+        kind = type(value)
+        in_module = kind.__module__
+        if in_module == "numpy" and hasattr(value, "fill") and value.size <= _MOST_NUMEL:
+            yield _Place(where, value.copy, lambda before: value.__setitem__(..., before)), []
+        if _is_foreign(in_module) and in_module not in ("types", "argparse") and "torch.optim" not in in_module:
+            return
+        if isinstance(values := getattr(value, "__dict__", None), dict):
+            yield _of_dict(where, values), list(values.values())
+        slots = [vars(one).get("__slots__", ()) for one in kind.__mro__]
+        named = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
+        if names := [name for name in named if name not in ("__dict__", "__weakref__")]:
+            found = [getattr(value, name) for name in names if hasattr(value, name)]
+            yield _of_slots(where, value, names), found
+        if callable(call := vars(kind).get("__call__")):
+            yield None, [call]
+        yield None, [kind]
