@@ -91,6 +91,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"expected a torch.optim.Optimizer that is not distributed yet, got {type(optimizer).__name__}"
             )
+        if not issubclass(type(optimizer), torch.optim.Optimizer):  # whose __class__ says that it is
+            raise ValueError(
+                f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}, which says it is one and is not "
+                "derived from it: derive it from torch.optim.Optimizer, or pass the optimizer that is inside of it"
+            )
         members = forwarding_members(type(optimizer), cls)
         kind = type(cls.__name__, (cls, type(optimizer)), {"__module__": cls.__module__, **members})
         return object.__new__(kind)
