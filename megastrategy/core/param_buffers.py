@@ -115,13 +115,21 @@ class ParamBuffers:
             ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
         """
         self._local_parts.refresh(self._parts, self.params)
+        moved: list[int] = []
         for index, part in enumerate(self._parts):
-            # Compared, since nothing tells of p.data = x. An empty tensor has no address to compare.
+            # Compared, since p.data = x leaves no other trace. An empty tensor has no address to compare.
             if part.data_ptr() != self._addresses[index] and part.numel() > 0:
                 check_unchanged(part, self.layout.params[index])
-                self._move_in(index)
+                moved.append(index)
             elif index in self._copies:
                 self._copies[index].copy_(part.detach())
+        # Hazard: after a.data, b.data = b.data, a.data each has its value in the other's place, and the first that
+        # moves back would overwrite the second's. So values that are in the buffers are copied before any moves.
+        for index in moved:
+            if self._is_inside(self._parts[index]):
+                self._parts[index].data = self._parts[index].detach().clone(memory_format=torch.preserve_format)
+        for index in moved:
+            self._move_in(index)
 
     @property
     def has_readers_elsewhere(self) -> bool:
@@ -136,18 +144,21 @@ class ParamBuffers:
 
     def restore(self) -> None:
         """Gives every parameter that lies here memory of its own, with the present values and strides."""
-        # By address: a parameter that was moved out from outside (module.double()) keeps what it has.
-        spans = [(flat.data_ptr(), flat.data_ptr() + flat.nbytes) for flat in self.flats]
         copies = {name: storage.clone() for name, storage in self._chunks.items()}
         self._local_parts.refresh(self._parts, self.params)
         for part, spec in zip(self._parts, self.layout.params, strict=True):
-            if any(start <= part.data_ptr() < end for start, end in spans):
+            if self._is_inside(part):
                 # A copy, or the flat buffer would live as long as any parameter that looks into it.
                 if spec.chunk is not None:
                     part.data = _in_chunk(part.detach(), copies[spec.chunk.name], spec.chunk, spec.shape)
                 else:
                     part.data = part.detach().clone(memory_format=torch.preserve_format)
         self.flats, self._chunks, self._copies = [], {}, {}
+
+    def _is_inside(self, part: Tensor) -> bool:
+        """Whether the memory of a parameter is in the buffers: not where user code has moved it out
+        (``module.double()``)."""
+        return any(flat.data_ptr() <= part.data_ptr() < flat.data_ptr() + flat.nbytes for flat in self.flats)
 
     def _move_in(self, index: int) -> None:
         part, view = self._parts[index], self._view(index)
