@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ..support.comparison import assert_equal
 from .accelerate_loops import Worlds
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 

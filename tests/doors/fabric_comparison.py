@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from .matrix import MODES, assert_equal
+from ..support.comparison import assert_equal
+from .matrix import MODES
 from .rank_processes import Ranks
 
 CLIP_NORM = 0.5

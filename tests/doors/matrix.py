@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 MODES = {
@@ -31,8 +27,8 @@ class Feature:
         area: the heading it stands under.
         name: what a user would call it.
         job: ``job(strategy_name, strategy_options, **options)`` runs on both ranks, and on one alone, and returns what
-            to compare: weights, losses, metrics, what callbacks saw. Picklable; :func:`assert_equal` says what can be
-            compared.
+            to compare: weights, losses, metrics, what callbacks saw. Picklable; ``assert_equal`` of
+            tests/support/comparison.py says what can be compared.
         options: more arguments for the job.
         rtol: the relative tolerance with reduce-scatter, where the order of a sum differs; 0 is equality of the bits.
         refused: with reduce-scatter it is refused instead, and this stands in the error's message.
@@ -73,34 +69,6 @@ def collect() -> tuple[list[Feature], list[Beyond]]:
         features += getattr(module, "FEATURES", [])
         beyond += getattr(module, "BEYOND", [])
     return features, beyond
-
-
-def assert_equal(actual: Any, expected: Any, rtol: float = 0.0, where: str = "result") -> None:
-    """Tensors, numbers, strings, None, and dataclasses, sequences and mappings of them; fields that a dataclass does
-    not compare are skipped."""
-    assert type(actual) is type(expected), f"{where}: {type(actual)} is not {type(expected)}"
-    if isinstance(expected, Tensor):
-        torch.testing.assert_close(
-            actual, expected, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda text: f"{where}: {text}"
-        )
-    elif dataclasses.is_dataclass(expected):
-        for field in dataclasses.fields(expected):
-            if field.compare:
-                name = f"{where}.{field.name}"
-                assert_equal(getattr(actual, field.name), getattr(expected, field.name), rtol, name)
-    elif isinstance(expected, Mapping):
-        assert list(actual) == list(expected), f"{where}: {list(actual)} are not {list(expected)}"
-        for key, value in expected.items():
-            assert_equal(actual[key], value, rtol, f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected), f"{where}: {len(actual)} items, not {len(expected)}"
-        for index, value in enumerate(expected):
-            assert_equal(actual[index], value, rtol, f"{where}[{index}]")
-    elif isinstance(expected, float):
-        same = actual == expected or (math.isnan(actual) and math.isnan(expected))
-        assert same or math.isclose(actual, expected, rel_tol=rtol, abs_tol=rtol), f"{where}: {actual} != {expected}"
-    else:
-        assert actual == expected, f"{where}: {actual!r} != {expected!r}"
 
 
 def table() -> str:

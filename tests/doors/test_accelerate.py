@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from ..support.comparison import assert_equal
 from .accelerate_loops import Run, Worlds, adamw, groups, sgd, train, weights_of
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 

@@ -13,8 +13,8 @@ import torch
 
 from tests.support.ports import free_port
 
+from ..support.comparison import assert_equal
 from .accelerate_loops import Run, Worlds, adamw, make_accelerator, state_of, weights_of
-from .matrix import assert_equal
 from .python_processes import run_pythons
 from .rank_processes import Failure
 from .test_accelerate_checkpoints import SAVED_AFTER, Counter, read, rest, train_from

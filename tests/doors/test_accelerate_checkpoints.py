@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from megastrategy.accelerate.checkpoint import DIRECTORY, MAIN_PARAMS_FILE
 from megastrategy.core import read_directory
 
+from ..support.comparison import assert_equal
 from .accelerate_loops import Run, Worlds, adamw, groups, make_accelerator, sgd, state_of, weights_of
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 from .rank_processes import Failure
 
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from ..support.comparison import assert_equal
 from .accelerate_loops import Worlds, make_accelerator, weights_of
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 
 both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 NUM_SAMPLES = 30  # 8 batches of 4, the last one short: 4 a rank, and the last one filled up

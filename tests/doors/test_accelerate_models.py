@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
+from ..support.comparison import assert_equal
 from .accelerate_comparison import assert_like_ddp, both_modes, inputs, net_of, with_mode
 from .accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_of, weights_of
-from .matrix import assert_equal
 
 # --- the model -------------------------------------------------------------------------------------------------------
 

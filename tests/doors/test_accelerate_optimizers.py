@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from megastrategy.core.errors import ReducedGradError
 
+from ..support.comparison import assert_equal
 from .accelerate_comparison import assert_like_ddp, both_modes, inputs, net_of, with_mode
 from .accelerate_loops import Worlds, adamw, make_accelerator, sgd, state_of, weights_of
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 
 # --- optimizers ------------------------------------------------------------------------------------------------------
 

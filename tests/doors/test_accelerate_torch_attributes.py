@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy.accelerate.torch_ddp_by_name import _ENGINES, NOT_USED, OF_TORCHS_REDUCER
 
+from ..support.comparison import assert_equal
 from .accelerate_comparison import both_modes, inputs, net_of, with_mode
 from .accelerate_loops import Worlds, make_accelerator, sgd, weights_of
-from .matrix import assert_equal
 
 THE_ENGINES_OWN = {"device", "reducer", "require_backward_grad_sync", "require_forward_param_sync"}
 

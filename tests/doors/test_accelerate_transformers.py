@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..support.comparison import assert_equal
 from .accelerate_loops import Worlds, make_accelerator, weights_of
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 
 NUM_TOKENS, LENGTH, NUM_LABELS = 31, 12, 3
 

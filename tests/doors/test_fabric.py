@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..support.comparison import assert_equal
 from .fabric_comparison import CLIP_NORM, CLIP_VALUE, assert_like_ddp, both_modes
 from .fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, state_of, train, windows
 from .fits import weights_of
-from .matrix import assert_equal
 from .rank_processes import Failure, Ranks
 
 # --- gradients ------------------------------------------------------------------------------------------------------

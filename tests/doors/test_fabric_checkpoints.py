@@ -13,9 +13,10 @@ from torch.nn import functional as F
 
 from megastrategy.fabric import MAIN_PARAMS_KEY
 
+from ..support.comparison import assert_equal
 from .fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, state_of
 from .fits import weights_of
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 from .rank_processes import Ranks
 from .test_lightning_checkpoints import assert_same_value
 

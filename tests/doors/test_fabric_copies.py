@@ -12,11 +12,11 @@ import pytest
 import torch
 from lightning.fabric.wrappers import is_wrapped
 
+from ..support.comparison import assert_equal
 from .fabric_comparison import assert_like_ddp, both_modes
 from .fabric_loops import AwkwardNet, make_fabric, sgd
 from .fabric_steps import step_with
 from .fits import weights_of
-from .matrix import assert_equal
 from .rank_processes import Ranks
 
 

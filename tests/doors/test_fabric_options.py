@@ -14,11 +14,11 @@ import pytest
 
 from megastrategy.fabric import MegatronDDPStrategy
 
+from ..support.comparison import assert_equal
 from ..support.patience import HANG_S
 from .fabric_loops import AwkwardNet, make_strategy, sgd
 from .fabric_steps import step_with
 from .fits import weights_of
-from .matrix import assert_equal
 from .rank_processes import Ranks
 
 

@@ -15,11 +15,12 @@ from torch.nn import functional as F
 
 from megastrategy import DistributedDataParallel
 
+from ..support.comparison import assert_equal
 from .fabric_comparison import assert_like_ddp, both_modes
 from .fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, state_of
 from .fabric_steps import step_with
 from .fits import weights_of
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 from .rank_processes import Ranks
 
 # --- together and apart ---------------------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from megastrategy.core import field_names
 from megastrategy.core.config import _REFUSED_DDP_ARGUMENTS
 from megastrategy.launch import Command
 
+from ..support.comparison import assert_equal
 from ..support.patience import HANG_S
 from ..support.scripts import run_script
-from .matrix import assert_equal
 from .python_processes import run_python
 
 SCRIPT = '''

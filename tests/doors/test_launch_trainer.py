@@ -10,8 +10,8 @@ import torch
 
 from megastrategy.accelerate.checkpoint import MAIN_PARAMS_FILE
 
+from ..support.comparison import assert_equal
 from ..support.scripts import run_script
-from .matrix import assert_equal
 
 SCRIPT = '''
 """Ordinary user code: train.py OUT [CHECKPOINT]"""

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from ..support.comparison import assert_equal
 from .features.callbacks import SameOnEveryRank
 from .features.classifiers import wrap_again
 from .features.watched_fits import Watched, watched
 from .fits import NUM_TOKENS, assert_same_tensors, loader, make_strategy, make_trainer, weights_of
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 from .rank_processes import Failure, Ranks
 
 # --- finetuning ------------------------------------------------------------------------------------------------------

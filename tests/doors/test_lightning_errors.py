@@ -16,10 +16,10 @@ from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy._lightning.signature import ALL_REDUCE_OPTION
 from megastrategy.core.errors import DirectUseError
 
+from ..support.comparison import assert_equal
 from .fabric_loops import make_fabric
 from .features.manual import Manual
 from .fits import AwkwardModule, Fit, fit, loader, make_strategy, make_trainer
-from .matrix import assert_equal
 from .rank_processes import Failure, Ranks
 
 

@@ -17,10 +17,10 @@ from megastrategy.core import CheckpointError
 from megastrategy.tools.conversion import consolidate, convert
 from megastrategy.tools.parts import read_file
 
+from ..support.comparison import assert_equal
 from .accelerate_loops import Worlds, adamw, make_accelerator
 from .fabric_loops import make_fabric
 from .fits import AwkwardModule, loader, make_strategy, make_trainer
-from .matrix import assert_equal
 from .rank_processes import Ranks
 
 SHARDED = {"state_dict_type": "sharded"}

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from .matrix import DOCUMENT, MODES, Beyond, Feature, assert_equal, collect, table
+from ..support.comparison import assert_equal
+from .matrix import DOCUMENT, MODES, Beyond, Feature, collect, table
 from .rank_processes import Failure, Ranks
 
 FEATURES, BEYOND = collect()

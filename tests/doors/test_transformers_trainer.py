@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ..support.comparison import assert_equal
 from .accelerate_loops import Worlds
-from .matrix import MODES, assert_equal
+from .matrix import MODES
 from .transformers_fits import MODELS, Run, accelerators_of, fit, make_trainer, resumes_on_cpus
 
 FITS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megastrategy.accelerate.launch_config import plugin_from_launch
 from megastrategy.accelerate.plugin import MegatronDDPPlugin
 
-from ..doors.matrix import assert_equal
+from ..support.comparison import assert_equal
 from .launched import EXAMPLES, OURS, run_example
 
 SCRIPT = "transformers_trainer.py"

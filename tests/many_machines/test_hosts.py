@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..doors.matrix import assert_equal
+from ..support.comparison import assert_equal
 from ..support.extra_packages import run_or_skip
 from ..support.patience import HANG_S
 from ..support.scripts import outside_of_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..doors.matrix import assert_equal
+from ..support.comparison import assert_equal
 from ..support.extra_packages import python_with
 from ..support.patience import HANG_S
 from ..support.scripts import outside_of_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..doors.matrix import assert_equal
+from ..support.comparison import assert_equal
 from ..support.extra_packages import python_with
 from ..support.patience import HANG_S
 from ..support.scripts import ROOT, outside_of_ranks
