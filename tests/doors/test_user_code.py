@@ -146,7 +146,7 @@ def train_rows(door: str, mode: str, codes: Sequence[UserCode]) -> list[tuple[En
 
 
 def rows_of(door: str, mode: str, size: int) -> Iterator[UserCode]:
-    for code in [r for r in ROWS if "local_backward" not in r.name]:
+    for code in ROWS:
         if code.parts_torch_ddp or (code.needs_whole_grads and mode == "shards" and size > 1):
             continue
         if door == "trainer" and code.drives:

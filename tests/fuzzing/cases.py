@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megastrategy import DistributedDataParallelConfig
 
 from ..support import switches
+from ..support.user_code import ROWS
 
 MAX_RANKS = 4
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
@@ -33,6 +34,20 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "LambWithMoments": {"lr": 0.01},  # steps whole parameters
 }
 
+# Not those that torch DDP's ranks part by, that are refused, or whose numbers are rounded.
+_PLAYED = [
+    code
+    for code in ROWS
+    if not (code.drives or code.parts_torch_ddp or code.refused or code.rounds or code.needs_whole_grads)
+]
+CODE_IN_A_STEP = [code.name for code in _PLAYED if code.place != "after step"]
+CODE_AFTER_A_STEP = [code.name for code in _PLAYED if code.place == "after step"]
+
+NOT_WITH_CODE = {"param_wire_dtype", "optimizer_state_dtype", "static_graph", "check_for_nan_in_grad"} | {
+    "find_unused_parameters"
+}
+"""Options under which the reference is not torch DDP, or used parameters may not change."""
+
 Used = Literal["always", "odd steps", "rank 0", "never"]
 Clip = Literal["no", "value", "norm", "largest"]
 
@@ -40,13 +55,14 @@ Clip = Literal["no", "value", "norm", "largest"]
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """A parameter. ``used``: in which forwards. ``group``: of the optimizer's two, with learning rates of their own.
-    ``tied``: another module has it too, and a forward that uses it uses it twice."""
+    ``tied``: another module has it too, and a forward that uses it uses it twice. ``listed_twice``: in its group."""
 
     shape: tuple[int, ...]
     dtype: str = "float32"
     used: Used = "always"
     group: int = 0
     tied: bool = False
+    listed_twice: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +71,21 @@ class Train:
     :meth:`Case.may_synchronise_each`.
 
     ``clip``: by "norm" measures only, for a norm over many elements is rounded; the norm of order infinity, "largest",
-    is not, and its factor scales. ``infinite``: the rank whose last loss is, so that a scaler's step is skipped."""
+    is not, and its factor scales. ``infinite``: the rank whose last loss is, so that a scaler's step is skipped.
+    ``code``: a row of :mod:`..support.user_code` that is played before the last backward, or after it."""
 
     accumulate: int = 1
     synchronised: bool = False
     clip: Clip = "no"
     infinite: Literal["none", "first", "last"] = "none"
+    code: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """A row of :mod:`..support.user_code` that is played after a step."""
+
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +139,7 @@ class Resume:
     directory: bool = False
 
 
-Action = Train | Drop | Evaluate | Freeze | Thaw | Change | LearningRate | Save | Load | Resume
+Action = Train | Code | Drop | Evaluate | Freeze | Thaw | Change | LearningRate | Save | Load | Resume
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +188,11 @@ class Case:
         return self.is_fp32 and self.config.param_wire_dtype is None and self.config.optimizer_state_dtype is None
 
     @property
+    def plays_code(self) -> bool:
+        """Whether rows of user code mean the same to the reference: as many ranks of torch DDP, without its options."""
+        return not self.scaled and self.is_fp32 and not NOT_WITH_CODE & self.options.keys()
+
+    @property
     def sums_in_fp32(self) -> bool:
         """Gradients have fp32 wherever they are clipped."""
         return self.is_fp32 or (self.config.grad_reduce_in_fp32 and self.config.use_contiguous_buffers)
@@ -202,9 +232,12 @@ class Model(nn.Module):
             self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, step: int, number: int, rank: int) -> Tensor:
-        if self.training and hasattr(self, "seen"):
-            self.seen.copy_(after_forward(self.seen, number, rank))
         loss = torch.zeros(())
+        if hasattr(self, "seen"):
+            if self.training:  # unseen by autograd, as BatchNorm writes its statistics
+                self.seen.data.copy_(after_forward(self.seen, number, rank))
+            # Autograd keeps the buffer for the backward: whatever writes it until then must be unseen as well.
+            loss = loss + (self.weights[0].reshape(-1)[:1].float() * self.seen[:1]).sum() * 0.0
         for index, layer in enumerate(self.layers):
             if is_used(layer, step, rank):
                 loss = loss + _term(self.weights[index], *factors(layer, index, number, rank))
@@ -265,9 +298,12 @@ DTYPES = {
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    dtypes = DTYPES[draw(st.sampled_from(list(DTYPES)))]
+    may_play = draw(st.booleans())  # rows of user code, half of the time
+    dtypes = DTYPES["fp32" if may_play else draw(st.sampled_from(list(DTYPES)))]
     options: dict[str, Any] = {}
     for name, values in SWITCHES.items():
+        if may_play and name in NOT_WITH_CODE:
+            continue
         value = draw(st.sampled_from(list(values)))
         if value != DEFAULTS[name] and is_allowed({**options, name: value}):
             options[name] = value
@@ -277,12 +313,14 @@ def cases(draw: st.DrawFn) -> Case:
         used += ["rank 0", "never"] if config.static_graph else ["odd steps", "rank 0", "never"]
     sometimes = st.sampled_from([False, False, False, True])
     kind = st.sampled_from(dtypes)
-    layer = st.builds(Layer, _shapes(), kind, st.sampled_from(used), st.integers(0, 1), sometimes)
-    first = st.builds(Layer, _shapes(), kind, st.just("always"), st.just(0), sometimes)
+    with_ddp = Case(1, (), options, "SGD", ()).has_reference_in_ddp and dtypes == ["float32"]
+    twice = sometimes if with_ddp else st.just(False)  # the other reference rounds once a step
+    layer = st.builds(Layer, _shapes(), kind, st.sampled_from(used), st.integers(0, 1), sometimes, twice)
+    first = st.builds(Layer, _shapes(), kind, st.just("always"), st.just(0), sometimes, twice)
     layers = (draw(first), *draw(st.lists(layer, max_size=4)))
     optimizer = draw(st.sampled_from(list(OPTIMIZERS)))
     case = Case(draw(st.integers(1, MAX_RANKS)), layers, options, optimizer, ())
-    autocast, scaled, buffer = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    autocast, scaled, buffer = draw(st.booleans()), not may_play and draw(st.booleans()), draw(st.booleans())
     case = dataclasses.replace(case, autocast=autocast, scaled=scaled, buffer=buffer, late=draw(sometimes))
     actions = _actions(case)  # two lists, since one has six actions on average
     program = [*draw(st.lists(actions, min_size=1, max_size=12)), *draw(st.lists(actions, max_size=12))]
@@ -294,10 +332,17 @@ def _actions(case: Case) -> st.SearchStrategy[Action]:
     other = st.integers(1, max(1, len(case.layers) - 1))  # the first is always trained
     clips: list[Clip] = ["no", "value", "norm", *(["largest"] if case.sums_in_fp32 else [])]
     infinite = ["none", "none", "first", "last"] if case.scaled and not config.check_for_nan_in_grad else ["none"]
+    inside, after = ([""], []) if not case.plays_code else (["", "", "", *CODE_IN_A_STEP], [*CODE_AFTER_A_STEP])
     train = st.builds(
-        Train, st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from(clips), st.sampled_from(infinite)
+        Train,
+        st.sampled_from([1, 2, 4]),
+        st.booleans(),
+        st.sampled_from(clips),
+        st.sampled_from(infinite),
+        st.sampled_from(inside),
     )
     actions: list[st.SearchStrategy[Any]] = [st.builds(Drop), st.builds(Evaluate)]
+    actions += [st.builds(Code, st.sampled_from(after))] * 3 if after else []
     actions += [st.builds(Change, other), st.builds(LearningRate), st.builds(Save), st.builds(Load)]
     actions += [st.builds(Resume, st.integers(1, MAX_RANKS), st.booleans())]
     if not config.static_graph:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy.core import layout
 
+from ..support.comparison import assert_equal
 from ..support.directories import saving_among_threads
 from ..support.ranks import run_ranks
 from ..support.training import assert_same_state
@@ -30,6 +31,7 @@ class Outcome:
     weights: dict[str, Tensor]
     saved: Saved
     norms: list[Tensor]
+    read: list[Any]
     clock: Clock
 
 
@@ -100,7 +102,7 @@ def finish(player: Player, script: Script, saves: Path | None) -> Outcome:
         player.play(action)
     if isinstance(player, Ours) and saves is not None:
         player.save_directory(saves)
-    outcome = Outcome(player.weights(player.rank), player.save(), player.norms, player.clock)
+    outcome = Outcome(player.weights(player.rank), player.save(), player.norms, player.read, player.clock)
     if isinstance(player, Ours):
         player.wrapped.close()
     return outcome
@@ -132,6 +134,7 @@ def check(case: Case) -> None:
             for name, value in expected.weights.items():
                 assert torch.equal(outcome.weights[name], value), f"{where}: {name} differs"
             assert_same_norms(case, outcome.norms, expected.norms, where)
+            assert_equal(outcome.read, expected.read, where=f"{where}, read")
         assert_same_saved(mine[0].saved, theirs[0].saved, f"script {number}")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from ..support.directories import gather_objects
 from ..support.doubles import EVERYTHING, DelayingCollectives
 from ..support.narrow_reference import round_states, round_to_nearest
 from ..support.ranks import with_instances
+from ..support.user_code import ROWS, Site
 from .cases import (
     OPTIMIZERS,
     Action,
     Case,
     Change,
+    Code,
     Drop,
     Evaluate,
     Freeze,
@@ -48,6 +51,7 @@ LARGEST = 1.25  # of the norm of order infinity, which is exceeded
 INITIAL_SCALE, STEPS_TO_GROW = 16.0, 5  # up to 2**8 in a program: fp16 ends at 65,504
 LATE_S = 0.002
 REMAINDER = " (remainder)"
+CODE = {code.name: code for code in ROWS}
 
 _reading = threading.Lock()
 """Reading a directory replaces the list of warnings that are ignored, and puts it back."""
@@ -75,11 +79,16 @@ class Clock:
 
 
 def make_optimizer(case: Case, params: list[Tensor]) -> torch.optim.Optimizer:
-    groups = [[param for param, layer in zip(params, case.layers, strict=True) if layer.group == g] for g in (0, 1)]
+    listed = [
+        (param, layer) for param, layer in zip(params, case.layers, strict=True) for _ in range(1 + layer.listed_twice)
+    ]
+    groups = [[param for param, layer in listed if layer.group == g] for g in (0, 1)]
     options = OPTIMIZERS[case.optimizer]
     made = [{"params": groups[0]}, *([{"params": groups[1], "lr": options["lr"] / 4}] if groups[1] else [])]
     kind: Any = getattr(torch.optim, case.optimizer, None) or getattr(optimizers, case.optimizer)
-    return kind(made, **options)  # type: ignore[no-any-return]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
+        return kind(made, **options)  # type: ignore[no-any-return]
 
 
 class Player:
@@ -88,18 +97,19 @@ class Player:
     def __init__(self, case: Case, rank: int, ranks: int, clock: Clock) -> None:
         self.case, self.rank, self.ranks, self.clock = case, rank, ranks, clock
         self.norms: list[Tensor] = []
+        self.read: list[Any] = []
         self.model = Model(case)
         kind = GradScaler if isinstance(self, Ours) else torch.amp.GradScaler
         options: dict[str, Any] = {"init_scale": INITIAL_SCALE, "growth_interval": STEPS_TO_GROW}
         self.scaler = kind("cpu", enabled=case.scaled, **options)
 
     def play(self, action: Action) -> None:
-        clock = self.clock
         if isinstance(action, Train):
             self.train(action)
+        elif isinstance(action, Code):
+            self.play_code(action.name)
         elif isinstance(action, Drop):
-            self.backward(1.0, True)
-            self.zero_grad()
+            self.drop()
         elif isinstance(action, Evaluate):
             self.evaluate()
         elif isinstance(action, Freeze | Thaw):
@@ -107,13 +117,24 @@ class Player:
         elif isinstance(action, Change):
             self.halve(action.layer)
         elif isinstance(action, LearningRate):
-            for group in self.optimizer.param_groups:
-                group["lr"] *= 0.5
+            self.halve_learning_rates()
         elif isinstance(action, Save):
-            clock.saved = self.save()
-        elif isinstance(action, Load) and clock.saved is not None and not clock.frozen:
+            self.clock.saved = self.save()
+        elif isinstance(action, Load):
+            self.load_if_saved()
+
+    def drop(self) -> None:
+        self.backward(1.0, True)
+        self.zero_grad()
+
+    def halve_learning_rates(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def load_if_saved(self) -> None:
+        if self.clock.saved is not None and not self.clock.frozen:
             self.zero_grad()
-            self.load(clock.saved)
+            self.load(self.clock.saved)
 
     def halve(self, layer: int) -> None:
         if layer < len(self.case.layers):
@@ -132,10 +153,14 @@ class Player:
     def train(self, action: Train) -> None:
         self.zero_grad()
         infinite = {"none": None, "first": 0, "last": self.ranks - 1}[action.infinite]
+        code = CODE.get(action.code)
         for number in range(action.accumulate):
             last = number == action.accumulate - 1
             synchronised = last or (action.synchronised and self.case.may_synchronise_each(self.ranks))
-            self.backward(1 / action.accumulate, synchronised, infinite if last else None)
+            before = action.code if last and code is not None and code.place == "before backward" else ""
+            self.backward(1 / action.accumulate, synchronised, infinite if last else None, before)
+        if code is not None and code.place == "before step":
+            self.play_code(action.code)
         if action.clip != "no":
             self.scaler.unscale_(self.optimizer)
         if action.clip == "value":
@@ -152,14 +177,34 @@ class Player:
     optimizer: Any
     wrapped: Any
 
-    def backward(self, scale: float, synchronised: bool, infinite: int | None = None) -> None:
-        """``infinite``: the rank whose loss is."""
+    def backward(self, scale: float, synchronised: bool, infinite: int | None = None, code: str = "") -> None:
+        """``infinite``: the rank whose loss is. ``code``: a row that is played before it."""
         with contextlib.nullcontext() if synchronised else self.wrapped.no_sync():
             loss = self.forward() * scale
+            if code and (other := self.play_code(code)) is not None:
+                loss = loss + other * scale
             if infinite == self.rank:
                 loss = loss * float("inf")
             self.scaler.scale(loss).backward()
         self.clock.number += 1
+
+    def play_code(self, name: str) -> Any:
+        def direct() -> Tensor:
+            loss: Tensor = self.model(self.clock.step, self.clock.number, self.rank)
+            return loss
+
+        site = Site(
+            self.model,
+            self.wrapped,
+            self.optimizer,
+            self.rank,
+            backward=lambda loss: loss.backward(),
+            forward=self.forward,
+            direct=direct,
+            no_sync=self.wrapped.no_sync,
+            seen=self.read,
+        )
+        return CODE[name].run(site)
 
     def forward(self) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.case.autocast):
@@ -179,7 +224,9 @@ class Player:
         torch.nn.utils.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
 
     def clip_norm(self, largest: float, order: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), largest, order)
+        """Of what the optimizer has: a parameter that is listed twice counts twice."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, largest, order)
 
     def trainable_changed(self) -> None:
         raise NotImplementedError
@@ -286,7 +333,8 @@ class Emulation(Player):
         fp32 = [weight for weight in self.model.weights if weight.dtype == torch.float32]
         self.remainders = {id(weight): torch.zeros_like(weight) for weight in fp32 if case.sends_changes(ranks)}
 
-    def backward(self, scale: float, synchronised: bool, infinite: int | None = None) -> None:
+    def backward(self, scale: float, synchronised: bool, infinite: int | None = None, code: str = "") -> None:
+        assert not code, "rows are played by engines"
         self.before_forward()
         self.will_broadcast = synchronised
         scale *= float(self.scaler.scale(torch.ones(())))
@@ -346,9 +394,6 @@ class Emulation(Player):
 
     def clip_value(self) -> None:
         torch.nn.utils.clip_grad_value_(self.mains, CLIP_VALUE)
-
-    def clip_norm(self, largest: float, order: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(self.mains, largest, order)
 
     def trainable_changed(self) -> None:
         """Read where it matters."""
