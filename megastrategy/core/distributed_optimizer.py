@@ -541,8 +541,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             DirectUseError: for state of one of the model's Parameters, in whose place another tensor is stepped.
         """
         impl = self.__dict__.get("_impl")
-        if impl is None:  # an optimizer of a framework's that is around this one, and inherits from its class
-            super().__setstate__(state)
+        if impl is None:  # an optimizer of a framework's that inherits from this class; Fabric's has this one inside
+            inner = self.__dict__.get("_optimizer")
+            super().__setstate__(state) if inner is None else inner.__setstate__(state)
             return
         given = dict(state)
         if "param_groups" in given:

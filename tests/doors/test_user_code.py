@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -149,9 +150,26 @@ def rows_of(door: str, mode: str, size: int) -> Iterator[UserCode]:
     for code in ROWS:
         if code.parts_torch_ddp or (code.needs_whole_grads and mode == "shards" and size > 1):
             continue
-        if door == "trainer" and code.drives:
+        if (door == "trainer" and code.drives) or (door == "fabric" and code.ignored_by_fabric):
             continue
         yield code
+
+
+def reset_after_two_steps(options: dict[str, Any]) -> list[float]:
+    fabric = make_fabric("megatron_ddp", options)
+    net = Net()
+    model, optimizer = fabric.setup(net, make_optimizer(net))
+    for _ in range(2):
+        fabric.backward(model(torch.ones(4, 6)))
+        optimizer.step()
+    optimizer.__setstate__({"state": collections.defaultdict(dict)})
+    optimizer.step()
+    return [float(values["step"]) for values in optimizer.state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fabrics_optimizer_resets_the_one_that_it_has_inside(ranks: Ranks, mode: str) -> None:
+    assert set(ranks.run(reset_after_two_steps, MODES[mode])[0]) == {1.0}
 
 
 @pytest.mark.parametrize("size", [2, 1])

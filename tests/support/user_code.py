@@ -76,6 +76,7 @@ class UserCode:
         drives: whether it runs backwards of the wrapper or steps itself, or changes the training from then on.
         rounds: whether sums over ranks are of other numbers than under torch DDP, so that last bits differ.
         parts_torch_ddp: whether torch DDP's ranks have different weights afterwards, unless it is wrapped again.
+        ignored_by_fabric: whether Fabric's optimizer does it to itself, and not to the one that it has inside.
         needs_whole_grads: whether a step refuses what it leaves where gradients are sharded (test_reduced_grad.py).
     """
 
@@ -85,6 +86,7 @@ class UserCode:
     drives: bool = False
     rounds: bool = False
     parts_torch_ddp: bool = False
+    ignored_by_fabric: bool = False
     needs_whole_grads: bool = False
 
     @property
@@ -497,7 +499,7 @@ def save_state_to_a_file_and_load_it(site: Site) -> None:
     site.optimizer.load_state_dict(torch.load(file, weights_only=True))
 
 
-@row("after step")
+@row("after step", ignored_by_fabric=True)
 def reset_state_by_setstate(site: Site) -> None:
     site.optimizer.__setstate__({"state": collections.defaultdict(dict)})
 
