@@ -166,7 +166,7 @@ class Engine:
             self.staged_module.attach(self.staged)
 
     def _connected(self, process_group: ProcessGroup | None, collectives: Collectives | None) -> Collectives:
-        own_group: ProcessGroup | None = None
+        self._end: Callable[[], object] | None = None
         if collectives is None:
             # Each has threads and descriptors, and those of a model that was dropped in a circle of references end when
             # that is collected.
@@ -175,7 +175,9 @@ class Engine:
             group = private_group(process_group, self.device)
             own_group = group if group is not process_group else None
             collectives = make_collectives(group, self.device)
-        self._end = end_with(self, collectives, own_group)
+            self._end = end_with(self, collectives, own_group)
+        # Hazard: collectives that were passed serve other models too, and garbage is collected at any time in any
+        # thread. If they ended with this object, another model's collective would never be carried out.
         return collectives
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -503,7 +505,8 @@ class Engine:
         holders = [holder for ref in self.shard_holders if (holder := ref()) is not None]
         if self.is_closed and not any(holder.needs_ranks for holder in holders):
             self.local_parts.close()
-            self._end()
+            if self._end is not None:
+                self._end()
 
 
 def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, staged: StagedModule | None) -> LocalParts:

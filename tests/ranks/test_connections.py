@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import struct
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -191,3 +192,26 @@ def _wrap_with_optimizers_that_stay() -> tuple[int, ...]:
 
 def test_groups_stay_as_long_as_an_optimizer_needs_them() -> None:
     assert run_processes(2, _wrap_with_optimizers_that_stay) == [(3, 2, 1, 0)] * 2
+
+
+def test_a_model_that_is_collected_leaves_the_collectives_alone_that_it_was_given() -> None:
+    """One group serves all fits of a process, and an earlier fit's model may be collected within a later one."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        shared = make_collectives(group, CPU)
+        dropped = DistributedDataParallel(nn.Linear(3, 3), collectives=shared)
+        dropped.itself = [dropped.engine]  # a circle, which only the collector of garbage ends
+        dropped.engine.listener = dropped
+        model = DistributedDataParallel(nn.Linear(3, 3), collectives=shared)
+        model(torch.ones(2, 3)).sum().backward()
+        worker = shared._worker
+        assert worker is not None
+        engine = weakref.ref(dropped.engine)
+        del dropped
+        while engine() is not None:  # another thread may be collecting
+            gc.collect()
+        assert shared._worker is worker
+        model(torch.ones(2, 3)).sum().backward()
+        model.close()
+
+    run_ranks(2, run)
