@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 import time
 from collections.abc import Callable
@@ -11,7 +12,10 @@ import pytest
 
 from megastrategy.core import main_param_buffer, param_shard
 from megastrategy.core.config import field_names
+from megastrategy.core.contiguous_buffers import ContiguousGradBuffers
+from megastrategy.core.engine import Engine
 from megastrategy.core.layout import BufferLayout
+from megastrategy.core.optimizer_shards import OptimizerShards
 from megastrategy.core.reducer import Reducer
 
 from ..support.patience import HANG_S
@@ -52,6 +56,22 @@ def padding_that_takes_an_element(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BufferLayout, "owned_range", planted)
 
 
+def module_buffers_that_autograd_sees_written(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: Engine) -> None:
+        self._buffer_collectives.broadcast_all(self.watch.buffers())
+
+    patch.setattr(Engine, "broadcast_buffers", planted)
+
+
+def moved_views_that_come_back_as_they_were(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ContiguousGradBuffers, "_bring_moved_back", lambda self: None)
+
+
+def listed_parameters_that_are_stepped_once(patch: pytest.MonkeyPatch) -> None:
+    times_listed = OptimizerShards.times_listed
+    patch.setattr(OptimizerShards, "times_listed", lambda self: collections.Counter(set(times_listed(self))))
+
+
 def _fails(test: Callable[[], None]) -> bool:
     try:
         test()
@@ -60,7 +80,14 @@ def _fails(test: Callable[[], None]) -> bool:
     return False
 
 
-PLANTS = [no_wait_for_reductions, main_params_that_stay_as_they_are, padding_that_takes_an_element]
+PLANTS = [
+    no_wait_for_reductions,
+    main_params_that_stay_as_they_are,
+    padding_that_takes_an_element,
+    module_buffers_that_autograd_sees_written,
+    moved_views_that_come_back_as_they_were,
+    listed_parameters_that_are_stepped_once,
+]
 
 
 @pytest.mark.sample(1)

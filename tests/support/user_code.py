@@ -417,10 +417,11 @@ def call_functionally_with_gradients(site: Site) -> Tensor:
 
 @row("before backward", "after step")
 def forward_that_fails(site: Site) -> None:
-    try:
-        site.module(torch.ones(3, 5))
-    except RuntimeError as error:
-        site.seen.append("mat1 and mat2" in str(error))
+    for module in (site.module, site.model):
+        try:
+            module(torch.ones(3, 5))
+        except (RuntimeError, TypeError) as error:  # the module's own, whatever it is
+            site.seen.append(type(error).__name__)
 
 
 @row("before backward")
