@@ -221,7 +221,8 @@ class Player:
         self.wrapped.train()
 
     def clip_value(self) -> None:
-        torch.nn.utils.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
+        if any(param.grad is not None for param in self.model.parameters()):  # torch fails on none
+            torch.nn.utils.clip_grad_value_(self.model.parameters(), CLIP_VALUE)
 
     def clip_norm(self, largest: float, order: float) -> Tensor:
         """Of what the optimizer has: a parameter that is listed twice counts twice."""

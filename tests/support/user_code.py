@@ -61,6 +61,10 @@ class Site:
     def params(self) -> list[nn.Parameter]:
         return list(self.module.parameters())
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [param for param in self.module.parameters() if param.requires_grad]
+
 
 Code = Callable[[Site], Any]
 
@@ -300,7 +304,7 @@ def zero_grad_of_the_optimizer_twice(site: Site) -> None:
 
 @row("before step")
 def assign_gradients(site: Site) -> None:
-    for number, param in enumerate(site.params):
+    for number, param in enumerate(site.trained):
         param.grad = torch.full_like(param, 0.25 * number)
 
 
@@ -341,7 +345,7 @@ def keep_gradients(site: Site) -> None:
 @row("before step")
 def drop_gradients_and_assign_others(site: Site) -> None:
     site.optimizer.zero_grad()
-    for param in site.params:
+    for param in site.trained:
         param.grad = torch.ones_like(param)
 
 
@@ -435,8 +439,7 @@ def zero_grad_before_the_backward(site: Site) -> None:
 
 @row("before backward", "before step", "after step")
 def gradients_of_weights_past_grad(site: Site) -> None:
-    used = [param for param in site.params if param.requires_grad]
-    site.seen.append(torch.autograd.grad(site.direct(), used, allow_unused=True))
+    site.seen.append(torch.autograd.grad(site.direct(), site.trained, allow_unused=True))
 
 
 @row("after step")
@@ -459,8 +462,7 @@ def local_backward_on_the_first_rank(site: Site) -> None:
 
 @row("before backward")
 def penalise_the_gradient(site: Site) -> Tensor:
-    used = [param for param in site.params if param.requires_grad]
-    grads = torch.autograd.grad(site.forward(), used, create_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(site.forward(), site.trained, create_graph=True, allow_unused=True)
     return sum((grad**2).sum() for grad in grads if grad is not None)  # type: ignore[return-value]
 
 
