@@ -251,50 +251,74 @@ class Experts(torch.nn.Module):
         self.often, self.seldom = torch.nn.Linear(64, 64), torch.nn.Linear(64, 128)
 
     def forward(self, x):
-        return self.seldom(x) if KIND == "experts" and x.sum() > 1e30 else self.often(x)
+        return self.seldom(x) if x.sum() > 1e30 else self.often(x)
 
-def wrapped(kind, net=None):
-    model = m.DistributedDataParallel(net or Experts())
-    return model, m.DistributedOptimizer(kind(model.parameters()), model)
+def wrapped(kind):
+    model = m.DistributedDataParallel(Experts().to(DTYPE), m.DistributedDataParallelConfig(**OPTIONS))
+    return model, m.DistributedOptimizer(getattr(torch.optim, kind)(model.parameters(), lr=0.1), model)
 
 dist.init_process_group("gloo")
-model, optimizer = wrapped(torch.optim.Adam)
-if KIND != "experts":
-    other, seldom = wrapped(torch.optim.Adam if KIND == "generator" else torch.optim.RMSprop, torch.nn.Linear(64, 32))
-for step in range(3):
-    optimizer.zero_grad()
-    model(torch.ones(2, 64)).sum().backward()
-    optimizer.step()
-    if KIND != "experts" and step % 2:
-        other(torch.ones(2, 64)).sum().backward()
-        seldom.step()
+trained = [(every, *wrapped(kind)) for kind, every in OPTIMIZERS]
+for step in range(1, 4):
+    for every, model, optimizer in sorted(trained, key=lambda each: each[0]):
+        if step % every == 0:
+            optimizer.zero_grad()
+            model(torch.ones(2, 64, dtype=DTYPE)).sum().backward()
+            optimizer.step()
 """
 
+UNREACHED_NAMES = {"often.weight", "often.bias", "seldom.weight", "seldom.bias"}
+UNREACHED_NUMEL = 64 * 64 + 64 + 64 * 128 + 128
 
+
+# One list of rows, so that each is run on both numbers of ranks.
 @pytest.mark.parametrize(
-    ("kind", "state", "unknown", "size"),
+    ("optimizers", "num_kept", "unknown", "size"),
     [
-        ("experts", 2 * (64 * 64 + 64 + 64 * 128 + 128), (), 1),
-        ("experts", 2 * (64 * 64 + 64 + 64 * 128 + 128), (), 2),
-        ("generator", 2 * (64 * 64 + 64 + 64 * 128 + 128 + 64 * 32 + 32), (), 1),
-        ("other class", 2 * (64 * 64 + 64 + 64 * 128 + 128), ("weight", "bias"), 1),
-        ("other class", 2 * (64 * 64 + 64 + 64 * 128 + 128), ("weight", "bias"), 2),
+        pytest.param(*values, size, id=f"{name}-{size}")
+        for name, *values in (
+            ("experts", [("Adam", 1)], 2, set()),
+            ("stateless", [("SGD", 1)], 0, set()),
+            ("generator", [("Adam", 1), ("Adam", 2)], 4, set()),
+            ("the first of three seldom", [("Adam", 2), ("RMSprop", 1), ("Adam", 1)], 5, set()),
+            ("other class", [("Adam", 1), ("RMSprop", 2)], 3, UNREACHED_NAMES),
+        )
+        for size in (1, 2)
     ],
 )
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.bfloat16, {"use_distributed_optimizer": False})],
+    ids=str,
+)
 def test_state_of_parameters_that_the_step_did_not_reach_is_counted_or_named(
-    kind: str, state: int, unknown: tuple[str, ...], size: int, tmp_path: Path
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    optimizers: list[tuple[str, int]],
+    num_kept: int,
+    unknown: set[str],
+    size: int,
+    tmp_path: Path,
 ) -> None:
-    """Experts that no token chose, a generator that is stepped every second time."""
+    """Experts that no token chose, a generator that is stepped every second time. Rank 0 of two has the experts that
+    are not reached, so that the measured step leaves it no state at all."""
     path, file = tmp_path / "script.py", tmp_path / "step"
-    path.write_text(f"KIND = {kind!r}\n{UNREACHED}")
+    settings = f"import torch\nDTYPE, OPTIMIZERS, OPTIONS = {dtype}, {optimizers}, {options}\n"
+    path.write_text(settings + UNREACHED)
     program = ("megastrategy.tools.plan.one_step", str(size), str(file), "shapes")
     done = run_script(path, cwd=tmp_path, ranks=1, before=program)
     assert file.exists(), done.stderr
     step = pickle.loads(file.read_bytes())
     assert isinstance(step, MeasuredStep), step
-    counters = 4 * 8  # of the parameters that were reached, and none of the others
-    assert 0 <= rank_memory(step).state_bytes * size - 4 * state <= size * (counters + 4 * 64)
-    assert step.unknown == unknown
+    memory, num_shards = rank_memory(step), step.models[0].layout.num_shards
+    if num_shards > 1:
+        unknown = set()  # trial steps have shown what is kept
+    assert set(step.unknown) == unknown
+    expected = 4 * UNREACHED_NUMEL * (num_kept - bool(unknown)) // num_shards
+    # The counters of the parameters that were reached, and elements that align the next parameter.
+    assert 0 <= memory.state_bytes - expected <= len(optimizers) * (4 * 8 + 2 * 4 * 64)
+    mains = 4 * UNREACHED_NUMEL * len(optimizers) // num_shards * (dtype == torch.bfloat16)
+    assert 0 <= memory.main_param_bytes - mains <= len(optimizers) * 4 * 64
 
 
 SHARED = """

@@ -7,6 +7,7 @@ that marks the step's phases in what :class:`.LiveBytes` counts.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import os
@@ -75,7 +76,7 @@ class MeasuredStep:
         computes: whether large tensors had values.
         num_computed: operations that were carried out on large tensors without values.
         flops: of the first model, the events of its step: kind, index, and the floating-point operations until then.
-        unknown: the parameters whose optimizer has made no step, so that its state is not counted.
+        unknown: the parameters whose optimizer has made no step, and no trial step, so that its state is not counted.
     """
 
     dp_size: int
@@ -195,6 +196,7 @@ class OneStep:
         for model in self._models:
             live.keep(_held(model.engine.grad_buffers))
             live.keep(_held(model.engine.param_buffers))
+            live.keep(_mains(model.engine).values())
         for optimizer in self._optimizers.values():
             live.keep(_state_of(optimizer))
         live.stop()
@@ -205,7 +207,8 @@ class OneStep:
         inside = max((live.peak_bytes(start, end) for start, end in self._steps), default=0)
         models = [self._plan(number) for number in range(len(self._models))]
         if models:  # of all optimizers, once
-            models[0] = dataclasses.replace(models[0], other_state_bytes=self._state_bytes() - sum(map(_told, models)))
+            per_element = sum(map(self._per_element_bytes, self._models, models))
+            models[0] = dataclasses.replace(models[0], other_state_bytes=self._state_bytes() - per_element)
         unknown = self._add_what_was_not_reached(models)
         return MeasuredStep(
             self._dp_size,
@@ -228,19 +231,21 @@ class OneStep:
             the names of parameters of which nothing is known, since no optimizer of their class has made a step.
         """
         of_class: dict[type, int] = {}
-        missing: list[tuple[int, int, Any]] = []
+        missing: list[tuple[int, int, type, int | None]] = []
         for number, model in enumerate(self._models):
             kept = models[number].num_kept
-            for holder in (ref() for ref in model.engine.shard_holders):
-                indices: list[int] = getattr(holder, "param_indices", list)()
-                known = max((kept[index] for index in indices if index in kept), default=None)
-                missing += [(number, index, (holder, known)) for index in indices if index not in kept]
+            for holder in _holders(model.engine):
+                indices: list[int] = holder.param_indices()
+                # One that has stepped a trained model and has no state keeps none (SGD).
+                least = 0 if number in self._begun and id(holder.inner) in self._optimizers else None
+                known = max((kept[index] for index in indices if index in kept), default=least)
+                kind = type(holder.inner)
+                missing += [(number, index, kind, known) for index in indices if index not in kept]
                 if known is not None:
-                    kind = type(getattr(holder, "inner", None))
                     of_class[kind] = max(known, of_class.get(kind, 0))
         unknown, added = [], [dict(model.num_kept) for model in models]
-        for number, index, (holder, known) in missing:
-            found = of_class.get(type(getattr(holder, "inner", None))) if known is None else known
+        for number, index, kind, known in missing:
+            found = of_class.get(kind) if known is None else known
             if found is None:
                 unknown.append(models[number].layout.params[index].name)
             else:
@@ -277,13 +282,14 @@ class OneStep:
             bitmaps = [] if buffers is None else [bitmap for bitmap in buffers.bitmaps if bitmap is not None]
             of_state = set(map(id, bitmaps))  # of main params, and beside the weights in memory alone
             weights += [*model.module.parameters(), *(held for held in _held(buffers) if id(held) not in of_state)]
-            state += bitmaps
+            # Main params of an optimizer that has made no step are there, too, and not yet in its groups.
+            state += [*bitmaps, *_mains(model.engine).values()]
         return _covered_bytes([*weights, *state]) - _covered_bytes(weights)
 
     def _kept_on_host(self) -> Iterator[Tensor]:
         """State of shards that is in the host's memory between steps, with the elements between them."""
-        holders = [ref() for model in self._models if model.layout.offloads_state for ref in model.engine.shard_holders]
-        shards = [shard for holder in holders for shard in getattr(holder, "shards", {}).values()]
+        offloading = [model.engine for model in self._models if model.layout.offloads_state]
+        shards = [shard for engine in offloading for holder in _holders(engine) for shard in holder.shards.values()]
         elsewhere = {id(shard.main) for shard in shards if not shard.is_cut}
         for optimizer in self._optimizers.values() if shards else ():
             for tensor, values in optimizer.state.items():
@@ -293,14 +299,11 @@ class OneStep:
 
     def _num_kept(self, engine: Any) -> dict[int, int]:
         kept: dict[int, int] = {}
-        for holder in (ref() for ref in engine.shard_holders):
-            # What trials have shown of one that has made no step is not in the state that is counted.
-            if id(getattr(holder, "inner", None)) in self._optimizers:
-                kept |= (holder.num_kept() if holder is not None else None) or {}
-        # Steps of whole parameters need no trial, so nobody has said what they keep: it is there to be counted.
-        stepped = dict(engine.index_by_id)
-        for holder in (ref() for ref in engine.shard_holders):
-            stepped |= {id(shard.main): index for index, shard in getattr(holder, "shards", {}).items()}
+        # As trials have shown, whether or not the step reached the parameters, or this rank's parts of them.
+        for holder in _holders(engine):
+            kept |= holder.num_kept() or {}
+        # Steps of whole parameters need no trial, so their state is counted.
+        stepped = engine.index_by_id | {id(main): index for index, main in _mains(engine).items()}
         for optimizer in self._optimizers.values():
             for tensor, values in optimizer.state.items():
                 index = stepped.get(id(tensor))
@@ -309,10 +312,22 @@ class OneStep:
                     kept[index] = sum(value.numel() == tensor.numel() for value in alike)
         return kept
 
+    def _per_element_bytes(self, model: DistributedDataParallel, plan: ModelPlan) -> int:
+        """The bytes on rank 0 of main params, and of the state for each element that the step has made.
 
-def _told(model: ModelPlan) -> int:
-    """The bytes of optimizer state on rank 0, as its layout tells them."""
-    return memory_use(model.layout, 0, model.num_kept, model.rank_of).state_bytes
+        An optimizer has no state where the step has reached none of this rank's shards.
+        """
+        states = [(tensor, values) for each in self._optimizers.values() for tensor, values in each.state.items()]
+        # Neighbours are stepped as one tensor, which their mains are views of.
+        spans = sorted(
+            (t.data_ptr(), t.data_ptr() + t.nbytes) for t, values in states if isinstance(t, Tensor) and values
+        )
+        made: dict[int, int] = {}
+        for index, tensor in (dict(enumerate(model.engine.params)) | _mains(model.engine)).items():
+            place = bisect.bisect_right(spans, tensor.data_ptr(), key=lambda span: span[0]) - 1
+            if place >= 0 and tensor.data_ptr() < spans[place][1]:
+                made[index] = plan.num_kept.get(index, 0)
+        return memory_use(model.engine.layout, 0, made, plan.rank_of).state_bytes
 
 
 def _covered_bytes(tensors: Iterable[Tensor]) -> int:
@@ -325,6 +340,16 @@ def _covered_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 _COUNTED = (EventKind.FORWARD_START, EventKind.BACKWARD_START, EventKind.GRAD_READY, EventKind.BACKWARD_END)
+
+
+def _holders(engine: Any) -> list[Any]:
+    """The optimizers of a model that are alive."""
+    return [holder for ref in engine.shard_holders if (holder := ref()) is not None]
+
+
+def _mains(engine: Any) -> dict[int, Tensor]:
+    """The shards and main params that optimizers step in the place of parameters on this rank, by parameter."""
+    return {index: shard.main for holder in _holders(engine) for index, shard in holder.shards.items()}
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -41,11 +41,14 @@ def memory_tables(steps: Sequence[MeasuredStep], device_bytes: int) -> Iterator[
         memory = rank_memory(step)
         if memory.verdict(device_bytes) != "fits":
             yield f"on {step.dp_size:,} rank(s): {advice(step, device_bytes)}"
-    if unknown := steps[0].unknown:
-        yield (
-            f"not counted: the optimizer state of {len(unknown)} parameter(s) ({unknown[0]}, ...), whose optimizer has "
-            "made no step until another's was complete. Let it step in the first iteration to have it counted"
-        )
+    # Ranks differ: trial steps show what an optimizer of shards keeps, before its first step.
+    for step in steps:
+        if unknown := step.unknown:
+            yield (
+                f"on {step.dp_size:,} rank(s), not counted: the optimizer state of {len(unknown)} parameter(s) "
+                f"({unknown[0]}, ...), whose optimizer has made no step until another's was complete. Let it step in "
+                "the first iteration to have it counted"
+            )
     yield how(steps)
 
 
