@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,62 @@ def test_an_optimizer_of_a_model_in_use_is_refused_by_another() -> None:
             DistributedOptimizer(loop.inner, model)
 
     run_ranks(2, run)
+
+
+class Averaging(Optimizer):
+    """As NeMo's averages of weights: around another optimizer, whose attributes it shows."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.copies = inner, [param.detach().clone() for param in params_of(inner)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step(closure)
+        torch._foreach_lerp_(self.copies, [param.detach() for param in params_of(self.inner)], 0.1)
+
+
+class ShowsNothing(Averaging):
+    """Built as an optimizer of its own, with the other one in a list."""
+
+    def __init__(self, inner: Any) -> None:
+        Optimizer.__init__(self, inner.param_groups, {})
+        self.inners, self.copies = [inner], [param.detach().clone() for param in params_of(inner)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            return self.inners[0]
+        raise AttributeError(name)
+
+
+def params_of(optimizer: Any) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@all_options
+@both_numbers_of_ranks
+@pytest.mark.parametrize("kind", [Averaging, ShowsNothing])
+def test_an_optimizer_around_ours_trains_as_it_is(
+    kind: Callable[[Any], Any], size: int, options: dict[str, Any]
+) -> None:
+    """As under torch DDP; a second of ours around it, which a Trainer makes, is refused with the way out."""
+
+    def run(options: dict[str, Any] | None, rank: int, group: ProcessGroup) -> list[Tensor]:
+        loop = Loop(rank, group, options, adamw)
+        model, optimizer = loop.wrap()
+        outer = kind(optimizer)
+        if options is not None and size > 1 and options.get("use_distributed_optimizer", True):
+            text = rf"this {kind.__name__} steps a DistributedOptimizer, its attribute 'inners?'.*step\(\) of the"
+            with pytest.raises(ValueError, match=rf"{text}.*EMAWeightAveraging.*use_distributed_optimizer=False"):
+                DistributedOptimizer(outer, model)
+        elif options is not None and kind is Averaging:
+            outer = DistributedOptimizer(outer, model)
+        loop.train(model, outer)
+        return [*outer.copies, *(param.detach().clone() for param in loop.module.parameters())]
+
+    expected = run_ranks(size, functools.partial(run, None))
+    for ours, theirs in zip(run_ranks(size, functools.partial(run, options)), expected, strict=True):
+        assert all(map(torch.equal, ours, theirs))

@@ -343,3 +343,35 @@ def test_a_parameter_that_is_marked_as_an_experts_is_refused(
         DistributedDataParallel(module, config, group).close()
 
     run_ranks(size, run)
+
+
+# gloo sends none of the first seven itself.
+NARROW = (
+    *(torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}], ids=["sharded", "all-reduce"])
+def test_frozen_parameters_and_buffers_of_every_dtype_become_rank_0s(options: dict[str, Any], size: int) -> None:
+    """As a quantised model has them."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        values = torch.tensor([[1.0 + rank, 0.0], [2.0, 4.0 * rank]])
+        module = nn.Linear(3, 2)
+        for number, dtype in enumerate(NARROW):
+            module.register_parameter(f"param_{number}", nn.Parameter(values.to(dtype).T, requires_grad=False))
+            module.register_buffer(f"buffer_{number}", values.to(dtype)[0, 0])
+        config = DistributedDataParallelConfig(**options)
+        model = DistributedDataParallel(module, config, process_group=group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), model)
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        for number, dtype in enumerate(NARROW):
+            expected = torch.tensor([[1.0, 0.0], [2.0, 0.0]]).to(dtype)
+            assert module.get_parameter(f"param_{number}").tolist() == expected.T.tolist(), dtype
+            assert module.get_buffer(f"buffer_{number}").tolist() == expected[0, 0].tolist(), dtype
+
+    run_ranks(size, run)

@@ -271,7 +271,8 @@ class Collectives(ABC):
         for chunk in chunks_by_dtype(tensors, BROADCAST_CHUNK_BYTES):
             # A copy, whatever strides the tensors have: a broadcast for each would cost a round trip for each.
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-            self.broadcast(flat).wait()
+            # As bytes: gloo sends no int16, uint16 or float8, which a quantised model has in frozen parameters.
+            self.broadcast(flat.view(torch.uint8)).wait()
             received = flat.split([tensor.numel() for tensor in chunk])
             # One call: a kernel for each of hundreds of small buffers would take longer than sending them.
             torch._foreach_copy_(
