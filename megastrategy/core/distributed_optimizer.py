@@ -46,10 +46,11 @@ from .model_state import (
     whole_main_params,
     whole_state,
 )
+from .nested_optimizers import take_back
 from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
-from .sharded_step import ShardedStep, take_back
+from .sharded_step import ShardedStep
 from .shown_state import ShownState, own_state_of
 from .stage_state import is_staged
 from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks

@@ -240,3 +240,45 @@ def full_grad_outside_a_fit() -> None:
 def test_full_grad_outside_a_fit_is_an_error(ranks: Ranks) -> None:
     """There is no engine then to ask."""
     ranks.run(full_grad_outside_a_fit)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Around another optimizer, whose attributes it shows, as NeMo's averages of weights."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.copies = inner, [param.detach().clone() for param in inner.param_groups[0]["params"]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = self.inner.step(closure)
+        torch._foreach_lerp_(self.copies, [param.detach() for param in self.inner.param_groups[0]["params"]], 0.1)
+        return result
+
+
+class AroundTheTrainers(pl.Callback):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers = [Averaging(optimizer) for optimizer in trainer.optimizers]
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for number, copy in enumerate(trainer.optimizers[0].copies):  # type: ignore[attr-defined]
+            pl_module.register_buffer(f"average_{number}", copy)
+
+
+def fit_with_an_optimizer_around(name: str, **options: Any) -> Fit:
+    return fit(name, callbacks=[AroundTheTrainers()], strategy_options=options)
+
+
+def test_an_optimizer_around_the_trainers_is_refused_with_the_way_out(ranks: Ranks) -> None:
+    expected = ranks.run(fit_with_an_optimizer_around, "ddp")
+    for outcome in ranks.outcomes(fit_with_an_optimizer_around, "megatron_ddp"):
+        assert isinstance(outcome, Failure)
+        assert "this Averaging steps a DistributedOptimizer, its attribute 'inner'" in outcome.message
+        assert "assigned to trainer.optimizers: assign none, and average" in outcome.message
+        assert ALL_REDUCE_OPTION in outcome.message
+    actual = ranks.run(fit_with_an_optimizer_around, "megatron_ddp", use_distributed_optimizer=False)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert_equal(mine.weights, theirs.weights)

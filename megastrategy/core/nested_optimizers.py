@@ -1,0 +1,62 @@
+"""Optimizers that step shards already, when another DistributedOptimizer is made of them or of one around them.
+
+[Note: an optimizer around ours]
+User code puts averages of weights, or a look-ahead, into an optimizer around another one. Around a
+DistributedOptimizer that works as it is: outside of ``step()`` the groups hold Parameters. A second one around both
+would put shards into groups that the inner one does not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .sharded_step import ShardedStep
+
+
+def take_back(optimizer: torch.optim.Optimizer) -> None:
+    """Makes an optimizer that has stepped another model's shards one of torch's own.
+
+    Collective if it is sharded.
+
+    Raises:
+        ValueError: if that model is in use, also where an optimizer of user code is around one that steps its shards.
+    """
+    _refuse_around_another(optimizer)
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    known = [owner for hook in hooks if isinstance(owner := getattr(hook, "__self__", None), ShardedStep)]
+    for impl in known:
+        if not impl.engine.is_in_use:
+            impl.engine.close("later")
+        if not impl.engine.is_closed:
+            raise ValueError(
+                f"this {type(optimizer).__name__} is in a DistributedOptimizer already, whose model is in use: call "
+                "that one, or close() the model"
+            )
+        impl.give_back()
+
+
+def _refuse_around_another(optimizer: torch.optim.Optimizer) -> None:
+    # See [Note: an optimizer around ours].
+    for name, impl in _sharded_inside(optimizer):
+        if impl.has_shards and impl.engine.is_in_use and not impl.engine.is_closed:
+            kind, sharded = type(optimizer).__name__, impl.engine.layout.num_shards > 1
+            raise ValueError(
+                f"this {kind} steps a DistributedOptimizer, its attribute {name!r}, and a second one around it would "
+                f"have no shards to step. In a loop, call step() of the {kind} as it is, without a second "
+                "DistributedOptimizer(), fabric.setup() or accelerator.prepare(). A Trainer sets up every optimizer "
+                "that is assigned to trainer.optimizers: assign none, and average or change the weights in a callback "
+                "(EMAWeightAveraging; on_train_batch_end)"
+                + (f", or pass {impl.engine.all_reduce_option}" if sharded else "")
+            )
+
+
+def _sharded_inside(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, ShardedStep]]:
+    """The DistributedOptimizers that an optimizer of user code has in its attributes, with the attribute's name."""
+    for name, value in vars(optimizer).items():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if issubclass(type(item), torch.optim.Optimizer):
+                impl = vars(item).get("_impl")
+                inside = [(name, impl)] if isinstance(impl, ShardedStep) else _sharded_inside(item)
+                yield from ((name, impl) for _, impl in inside)
