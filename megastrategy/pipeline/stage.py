@@ -18,6 +18,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+_PASSES_WHOLE_NUMBERS = not hasattr(PipelineStage, "_shape_inference")
+"""torch 2.11 wants a gradient of all that a stage was sent."""
+
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -106,6 +109,8 @@ class Stage(PipelineStage):
             self._sent = [_slot(value) for value in values]
             if not any(slot.kind != "None" for slot in self._sent):
                 raise TypeError("nothing but None")
+            if self.has_backward and not _PASSES_WHOLE_NUMBERS and any(map(_is_whole, self._sent)):
+                raise TypeError("whole numbers, which torch passes on in training since 2.12")
         except TypeError as error:
             self.problem = (
                 f"{self._last_layer} is the last layer of its stage and returned {error}. Tensors, numbers and None "
@@ -120,6 +125,14 @@ class Stage(PipelineStage):
         self, outputs: list[Tensor], all_fwd_inputs: list[Tensor], grad_outputs: list[Tensor | None] | None = None
     ) -> tuple[Tensor | None, ...]:
         return tuple(value.detach() if value.requires_grad else None for value in all_fwd_inputs)
+
+    def _create_grad_send_info(self, args_recv_info: Any) -> Any:
+        """Leaves out what needs no gradient: the stage before waits for none. torch 2.12 would raise."""
+        sources = super()._create_grad_send_info(args_recv_info)
+        if not _PASSES_WHOLE_NUMBERS or self._stage_meta.input_grads is None:
+            return sources
+        grads = self._stage_meta.input_grads
+        return [source if grad is not None else None for source, grad in zip(sources, grads, strict=True)]
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         forward = (self._sent, self.is_refused and self.problem) if dst_stage > self.stage_index else None
@@ -184,7 +197,11 @@ class Stage(PipelineStage):
     ) -> Any:
         if self.before_backward is not None:
             self.before_backward(self, bwd_kwargs["stage_output"])
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        # Before torch 2.13 a gradient of all that came is sent, also where it was not used.
+        values = bwd_kwargs.get("input_values", ())
+        filled = (_zeros_if_missing(grad, value) for grad, value in zip(grads, values, strict=False))
+        return (tuple(filled) if len(values) == len(grads) else grads), groups
 
     def _instead(self, args: Sequence[Any]) -> Tensor:
         """Returns one number, from which a backward goes back to this stage's inputs."""
@@ -255,6 +272,15 @@ def _slot(value: Any) -> Slot:
     if type(value) in _TYPES.values():
         return Slot(type(value).__name__, value=value)
     raise TypeError(f"a {type(value).__name__}")
+
+
+def _zeros_if_missing(grad: Tensor | None, value: Any) -> Tensor | None:
+    is_missing = grad is None and isinstance(value, Tensor) and value.requires_grad
+    return torch.zeros_like(value) if is_missing else grad
+
+
+def _is_whole(slot: Slot) -> bool:
+    return slot.kind in ("bool", "int") or (slot.dtype is not None and not slot.dtype.is_floating_point)
 
 
 def _described(slots: Sequence[Slot]) -> str:

@@ -45,11 +45,11 @@ def test_every_attribute_of_torchs_has_an_answer(worlds: Worlds) -> None:
 DESCRIBE = (
     *("find_unused_parameters", "static_graph", "dim", "mixed_precision"),
     *("device", "device_type", "device_ids", "output_device", "is_multi_device_module", "parameters_to_ignore"),
-    *(("forward_sync_buffers",) if "forward_sync_buffers" in inspect.signature(TorchDDP).parameters else ()),  # 2.13
     *("broadcast_buffers", "require_backward_grad_sync", "require_forward_param_sync"),
     *("join_device", "_distributed_rank", "broadcast_bucket_size", "skip_all_reduce_unused_params", "_comm_hooks"),
     *("_delay_all_reduce_params", "_delay_all_reduce_all_params", "_delay_grad_buffer", "_delay_grad_views"),
-    *("_use_python_reducer", "batched_grad_copy", "bucket_bytes_cap_list"),
+    *("_use_python_reducer", "bucket_bytes_cap_list"),
+    *(name for name in ("batched_grad_copy", "forward_sync_buffers") if name in inspect.signature(TorchDDP).parameters),
 )
 
 

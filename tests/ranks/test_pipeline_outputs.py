@@ -17,7 +17,7 @@ from torch.nn import functional
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.errors import StageError
 from megastrategy.pipeline import Pipeline
-from tests.support.pipelines import answers
+from tests.support.pipelines import PASSES_WHOLE_NUMBERS, answers
 from tests.support.processes import run_processes
 
 SAMPLES, LENGTH, WIDTH = 4, 6, 8
@@ -207,6 +207,13 @@ def numbers_between_stages(mesh: DeviceMesh) -> tuple[list[float], list[Any]]:
         return x, None, 4, 0.5, True, x.square().sum((1, 2))[:1].mean() * 0 + 2.0
 
     both = Both(mesh, [Returns(make), Takes()])
+    if not PASSES_WHOLE_NUMBERS:
+        with pytest.raises(StageError, match=r"returned whole numbers, which .* since 2.12"):
+            both.trained()
+        apart = [both.evaluated(), both.evaluated()]
+        seen = list(getattr(both.net.layers[1], "seen", []))
+        both.model.close()
+        return apart, seen
     apart = [both.trained(), both.evaluated(), both.trained()]
     seen = list(getattr(both.net.layers[1], "seen", []))
     both.model.close()

@@ -80,6 +80,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+PASSES_WHOLE_NUMBERS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+"""Whether torch's schedules train where integers pass from stage to stage."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Says what is trained. ``split``: the layers of each stage; ``sequence_parallel``: on tensor ranks."""

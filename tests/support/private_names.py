@@ -50,6 +50,7 @@ LIVES_IN = {
         "_lazy_init_ran _module_parameters _require_manual_backward_finalization "
         "_static_graph_delay_allreduce_enqueued _use_python_reducer"
     ),
+    "torch.distributed.pipelining.stage": "_stage_meta",
     "torch.distributed.algorithms.join": "_JoinConfig",
     "torch.distributed.ProcessGroup": (
         "_allgather_base _device_types _get_backend _get_sequence_number_for_group _reduce_scatter_base "
@@ -95,7 +96,7 @@ LIVES_IN = {
 }
 """The object or module that has the names, or in whose source they are."""
 
-NOT_YET = {"_bucket_config": "2.12", "_require_manual_backward_finalization": "2.15"}
+NOT_YET = {"_bucket_config": "2.12", "_stage_meta": "2.12", "_require_manual_backward_finalization": "2.15"}
 """Names that torch has since a later version: a prepared model answers for them on older ones, too."""
 
 NOT_THEIRS = {
