@@ -7,6 +7,7 @@ front of their package's ``DDPStrategy``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -491,6 +492,16 @@ class TrainerStrategy(
         for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             if isinstance(optimizer, DistributedOptimizer):
                 check_optimizer_state(optimizer, state, names, f"optimizer {number} in {self._loaded_from}")
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                # Nothing is exchanged: the learning rate finder restores on a rank that has failed, and no other comes.
+                if isinstance(optimizer, DistributedOptimizer):
+                    stack.enter_context(optimizer.every_rank_has_state())
+            self._load_optimizers(checkpoint, states, weights, cut=cut)
+
+    def _load_optimizers(
+        self, checkpoint: Mapping[str, Any], states: Sequence[Any], weights: Mapping[str, Tensor], *, cut: bool
+    ) -> None:
         if self._engine is not None and self._engine.layout.offloads_state:  # Lightning would move it to the device
             for optimizer, state in zip(self.optimizers, states, strict=False):
                 optimizer.load_state_dict(state)

@@ -111,6 +111,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         take_back(optimizer)
         findings = check_optimizer(optimizer, engine)
         self._impl = impl = ShardedStep(optimizer, engine, findings)
+        self._loads_by_itself = False
         self._borrowing = None
         if impl.owner_collectives is not None:
             self._borrowing = Borrowing(impl, engine.collectives, impl.owner_collectives, engine.device)
@@ -445,9 +446,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with impl.passing():
             load_with_hooks(impl.inner, self, state_dict, load)
 
+    @contextlib.contextmanager
+    def every_rank_has_state(self) -> Iterator[None]:
+        """While this is open, loads send nothing: each rank has read the whole state, from a file. A rank that deals
+        with an exception may load by itself then."""
+        self._loads_by_itself = True
+        try:
+            yield
+        finally:
+            self._loads_by_itself = False
+
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state as rank 0 has it, where this rank's has no entries. Collective if it is sharded."""
-        if not self.is_sharded:
+        if not self.is_sharded or self._loads_by_itself:
             return state_dict
         return {**state_dict, "state": as_on_rank_zero(self._impl, state_dict["state"], STATE)}
 
@@ -495,7 +506,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Takes over saved main params where they round to the present weights; elsewhere the weights win. Collective,
         as :meth:`load_state_dict` is; a rank that passes none gets rank 0's."""
         impl = self._impl
-        if self.is_sharded and not impl.engine.is_closed and self._has_main_params():
+        exchanges = self.is_sharded and not self._loads_by_itself
+        if exchanges and not impl.engine.is_closed and self._has_main_params():
             main_params = dict(as_on_rank_zero(impl, main_params, MAIN_PARAMS))
         with impl.at_rest.replaced():
             impl.load_main_params(parts_of_main_params(impl, main_params))
