@@ -483,10 +483,13 @@ class Engine:
 
     def _give_back(self, *, used: bool) -> None:
         """Gives the optimizers back that all ranks have, if all ranks close this model; with ``used`` those that user
-        code of any rank refers to."""
+        code of any rank refers to, without those of main params, which a file that is saved later has exactly."""
         holders = [ref() for ref in self.shard_holders]
         missing = [holder is None for holder in holders]
-        wanted = [holder is not None and not (used and not holder.is_used_elsewhere) for holder in holders]
+        wanted = [
+            holder is not None and (not used or (holder.is_used_elsewhere and not holder.has_state_of_main_params))
+            for holder in holders
+        ]
         if holders and self.layout.num_shards > 1:
             try:
                 self.collectives.require_all_ranks("close() of a model with a sharded optimizer")

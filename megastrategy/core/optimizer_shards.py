@@ -113,6 +113,10 @@ class OptimizerShards(ShardHolder):
         return is_used_elsewhere(self.inner)
 
     @property
+    def has_state_of_main_params(self) -> bool:  # type: ignore[override]
+        return any(map(self.layout.is_stepped_apart, self.param_indices()))
+
+    @property
     def layout(self) -> BufferLayout:
         """The model's; it grows when parameters join."""
         return self.engine.layout

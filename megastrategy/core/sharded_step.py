@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -80,9 +79,11 @@ class ShardedStep(OptimizerShards):
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, findings: Findings | None) -> None:
         super().__init__(optimizer, engine, findings)
         self._arguments = StepArguments()  # the arguments of the step that is under way
-        is_watched = findings is not None and findings.may_communicate
-        self._watch = functools.partial(sending_nothing, optimizer, engine, is_watched=is_watched)
+        self._may_communicate = findings is not None and findings.may_communicate
         self._later_trials = LaterTrials(optimizer, findings, engine) if findings is not None else None
+
+    def _watch(self) -> contextlib.AbstractContextManager[None]:
+        return sending_nothing(self.inner, self.engine, is_watched=self._may_communicate)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

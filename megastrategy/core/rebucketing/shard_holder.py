@@ -32,6 +32,8 @@ class ShardHolder(ABC):
     """Whether it has a part of some state only, and the other ranks the rest."""
     is_used_elsewhere = False
     """Whether user code refers to the optimizer itself."""
+    has_state_of_main_params = False
+    """Whether state is fp32 beside 16-bit weights, to whose dtype torch's own optimizer casts it."""
 
     @abstractmethod
     def describe(self) -> Contents | None:
