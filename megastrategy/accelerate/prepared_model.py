@@ -17,12 +17,13 @@ from torch.nn import Parameter
 
 from .._prepared_models import PreparedModels
 from ..core import (
+    OF_TORCHS_REDUCER,
     DistributedDataParallel,
     norms_over_owners,
     scale_to_norm_,
     total_grad_norm,
 )
-from .torch_ddp_by_name import NOT_USED, OF_TORCHS_REDUCER, TorchDDPByName, no_such_attribute
+from .torch_ddp_by_name import NOT_USED, TorchDDPByName
 
 
 class PreparedModel(DistributedDataParallel, TorchDDPByName):
@@ -43,7 +44,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
                 raise
             # after the module, which may have an attribute of the same name and is more likely meant
             if name in OF_TORCHS_REDUCER and not hasattr(module, name):
-                raise no_such_attribute(name) from None
+                raise
             if name in NOT_USED and not hasattr(module, name):
                 return NOT_USED[name]()
             return getattr(module, name)

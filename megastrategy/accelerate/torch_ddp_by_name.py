@@ -29,7 +29,7 @@ import torch
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn import Module
 
-from ..core import DistributedDataParallel, field_names
+from ..core import SHOWN, DistributedDataParallel, field_names
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
@@ -66,12 +66,15 @@ class TorchDDPByName(TorchDDP):
         self._buffers_differ = bool(value)
 
 
+_OWN = ("require_forward_param_sync", "reducer")
+
 for _name, _value in vars(TorchDDP).items():
     if callable(_value) and not (
         _name.startswith("__")
         or hasattr(Module, _name)
         or hasattr(DistributedDataParallel, _name)
         or _name in vars(TorchDDPByName)
+        or _name in SHOWN
     ):
         setattr(TorchDDPByName, _name, _refuse(_name))
 
@@ -79,41 +82,14 @@ for _name, _value in vars(TorchDDP).items():
 # --- see [Note: torch's attributes] ----------------------------------------------------------------------------------
 
 
-def _device_ids(model: Any) -> list[int] | None:
-    return None if model.device.type == "cpu" else [_device_index(model)]
-
-
-def _device_index(model: Any) -> Any:
-    return None if model.device.type == "cpu" else (model.device.index or 0)
-
-
-def _largest_bucket_bytes(model: Any) -> int:
-    layout = model.layout
-    sizes = [bucket.numel * layout.buffers[bucket.buffer].grad_dtype.itemsize for bucket in layout.buckets]
-    return max(sizes, default=0)
-
-
+_BEHIND_THE_MODULES = ("dim", "use_side_stream_for_tensor_copies")
 _ENGINES: dict[str, Callable[[Any], Any]] = {
-    "process_group": lambda model: torch.distributed.group.WORLD,  # whose ranks are those of the engine's own groups
-    "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,
-    "static_graph": lambda model: model.ddp_config.static_graph or model.static_graph_is_declared,
+    **{name: value for name, value in SHOWN.items() if name not in (*_OWN, *_BEHIND_THE_MODULES)},
     "_static_graph_delay_allreduce_enqueued": lambda model: True,  # no first backward has to be prepared
-    "forward_sync_buffers": lambda model: model.ddp_config.broadcast_buffers,
-    "broadcast_buffers": lambda model: model.ddp_config.broadcast_buffers,
-    "gradient_as_bucket_view": lambda model: True,
     "batched_grad_copy": lambda model: False,
-    "device_type": lambda model: model.device.type,
-    "device_ids": _device_ids,
-    "output_device": _device_index,
     "is_multi_device_module": lambda model: False,
     "require_manual_backward_finalization": lambda model: False,  # backward ends with all gradients reduced
     "should_finalize_after_backward": lambda model: False,
-    "parameters_to_ignore": lambda model: set(),
-    "bucket_bytes_cap": _largest_bucket_bytes,
-    "bucket_bytes_cap_default": lambda model: model.ddp_config.bucket_size is None,
-    "modules_buffers": lambda model: list(model.module.buffers()),
-    "named_module_buffers": lambda model: dict(model.module.named_buffers()),
-    "_module_parameters": lambda model: list(model.module.parameters()),
 }
 """Attributes that have a meaning here, each with the engine's value. The module's own stand behind, as under torch."""
 
@@ -140,16 +116,6 @@ NOT_USED: dict[str, Callable[[], Any]] = {
 }
 """Features of torch's that are not used, with torch's value for that. An attribute of the module's goes before them:
 ``model.dim`` is more likely to mean its width than the dimension along which torch's DDP would scatter."""
-
-OF_TORCHS_REDUCER = ("logger", "_bucket_config")
-
-
-def no_such_attribute(name: str) -> AttributeError:
-    """Makes the error for what belongs to torch's reducer."""
-    return AttributeError(
-        f"{name} belongs to torch DDP's reducer, and this model is reduced by megastrategy: it looks like torch's DDP "
-        "so that libraries find model.module, and has none of its machinery"
-    )
 
 
 def _engines_value(name: str, value: Callable[[Any], Any]) -> property:

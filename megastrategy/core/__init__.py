@@ -47,11 +47,14 @@ from .rebucketing.arrival_order import better_layout_order
 from .stages import Copies, FollowsStages, StagedModule, names_elsewhere
 from .step_watchers import may_see_shards
 from .strangers import describe_unreduced
+from .torch_ddp_surface import OF_TORCHS_REDUCER, SHOWN
 from .trials.known_findings import KnownFindings
 
 __all__ = [
     "EXTRA_FILE",
     "NOT_TENSORS",
+    "OF_TORCHS_REDUCER",
+    "SHOWN",
     "Bucket",
     "BufferLayout",
     "CheckpointError",

@@ -25,7 +25,7 @@ from .module_checks import common_device
 from .rebucketing.relayout import relayout
 from .reduced_grad import inside_backward
 from .replicas import check_replicas
-from .torch_ddp_surface import SHOWN, config_with, logging_data, refuse_comm_hook
+from .torch_ddp_surface import OF_TORCHS_REDUCER, SHOWN, config_with, logging_data, refuse_attribute, refuse_comm_hook
 from .whole_grads import full_grad, grad_norms
 
 
@@ -106,6 +106,8 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in OF_TORCHS_REDUCER:
+                refuse_attribute(name)
             # A module's own attribute of that name is more likely meant where a subclass shows the module's.
             if name not in SHOWN or "ddp_config" not in self.__dict__ or hasattr(self.module, name):
                 raise

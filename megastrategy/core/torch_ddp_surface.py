@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .collectives.process_groups import world_group
 from .config import DistributedDataParallelConfig, config_from_arguments
@@ -50,12 +52,22 @@ def _index(model: Any) -> int | None:
     return None if model.device.type == "cpu" else (model.device.index or 0)
 
 
+def bucket_bytes(model: Any) -> list[int]:
+    """The size of every bucket of gradients."""
+    layout = model.layout
+    return [bucket.numel * layout.buffers[bucket.buffer].grad_dtype.itemsize for bucket in layout.buckets]
+
+
 SHOWN: dict[str, Callable[[Any], Any]] = {
     "process_group": lambda model: world_group(),  # whose ranks are those of the engine's own groups
     "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,
     "static_graph": lambda model: model.ddp_config.static_graph or model.static_graph_is_declared,
     "broadcast_buffers": lambda model: model.ddp_config.broadcast_buffers,
+    "forward_sync_buffers": lambda model: model.ddp_config.broadcast_buffers,
     "gradient_as_bucket_view": lambda model: True,
+    "bucket_bytes_cap": lambda model: max(bucket_bytes(model), default=0),
+    "bucket_bytes_cap_default": lambda model: model.ddp_config.bucket_size is None,
+    "use_side_stream_for_tensor_copies": lambda model: False,
     "require_forward_param_sync": lambda model: model.buffers_may_differ,
     "device_ids": lambda model: None if model.device.type == "cpu" else [_index(model)],
     "output_device": _index,
@@ -64,21 +76,35 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
     "parameters_to_ignore": lambda model: set(getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())),
     "modules_buffers": lambda model: list(model.module.buffers()),
     "_module_parameters": lambda model: list(model.module.parameters()),
+    "named_module_buffers": lambda model: dict(model.module.named_buffers()),
     "reducer": lambda model: model.engine.reducer,
+    "_sync_buffers": lambda model: model.engine.broadcast_buffers,
+    "scatter": lambda model: types.MethodType(TorchDDP.scatter, model),  # these three need nothing but the device
+    "to_kwargs": lambda model: types.MethodType(TorchDDP.to_kwargs, model),
+    "gather": lambda model: types.MethodType(TorchDDP.gather, model),
 }
 """torch DDP's attributes that have a meaning here, each with its value."""
+
+OF_TORCHS_REDUCER = ("logger", "_bucket_config")
+
+
+def refuse_attribute(name: str) -> NoReturn:
+    """Says what takes the place of what belongs to torch's reducer."""
+    raise AttributeError(
+        f"{name} belongs to torch DDP's reducer, and this model is reduced by megastrategy: _get_ddp_logging_data() "
+        "returns its figures, layout.buckets its buckets"
+    )
 
 
 def logging_data(model: Any) -> dict[str, Any]:
     """Returns the entries of torch DDP's ``_get_ddp_logging_data()`` that exist here, under its names."""
     layout, collectives = model.layout, model.engine.collectives
-    sizes = [bucket.numel * layout.buffers[bucket.buffer].grad_dtype.itemsize for bucket in layout.buckets]
     return {
         "world_size": collectives.size,
         "rank": collectives.rank,
         "module_name": type(model.module).__name__,
         "num_parameter_tensors": len(layout.params),
-        "bucket_sizes": ", ".join(map(str, sizes)),
+        "bucket_sizes": ", ".join(map(str, bucket_bytes(model))),
         "broadcast_buffers": model.ddp_config.broadcast_buffers,
         "find_unused_parameters": model.ddp_config.find_unused_parameters,
         "gradient_as_bucket_view": True,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy.accelerate.torch_ddp_by_name import _ENGINES, NOT_USED, OF_TORCHS_REDUCER
+from megastrategy.accelerate.torch_ddp_by_name import _ENGINES, NOT_USED
+from megastrategy.core import OF_TORCHS_REDUCER
 
 from ..support.comparison import assert_equal
 from .accelerate_comparison import both_modes, inputs, net_of, with_mode

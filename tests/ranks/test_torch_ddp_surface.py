@@ -35,6 +35,11 @@ def _read(kind: Any) -> list[Any]:
         found += [model.will_sync_module_buffers(), torch.distributed.get_process_group_ranks(model.process_group)]
         found += [[tuple(buffer.shape) for buffer in model.modules_buffers], model.reducer is not None]
         found += [model._get_ddp_logging_data()["world_size"], hasattr(model, "generate")]
+        found += [[tuple(buffer.shape) for buffer in model.named_module_buffers.values()], callable(model.gather)]
+        found += [callable(model.scatter), model.to_kwargs((torch.ones(2),), {}, 0)[0][0][0].tolist()]
+        model.module[1].running_mean.fill_(torch.distributed.get_rank() + 1.0)
+        model._sync_buffers()
+        found += [model.module[1].running_mean.tolist(), model.bucket_bytes_cap > 0]
         model(torch.ones(4, 6)).sum().backward()
     model = kind(nn.Linear(6, 3))
     model._set_static_graph()
@@ -60,6 +65,9 @@ def _be_refused() -> None:
     with pytest.raises(ValueError, match=r"static_graph: pass torch DDP's arguments or a .*, not both"):
         DistributedDataParallel(module, config, static_graph=True)
     model = DistributedDataParallel(module, config, device_ids=None)
+    for name in ("logger", "_bucket_config"):
+        with pytest.raises(AttributeError, match=rf"{name} belongs to torch DDP's reducer.*_get_ddp_logging_data\(\)"):
+            getattr(model, name)
     with pytest.raises(NotImplementedError, match=r"register_comm_hook\(\).*grad_wire_dtype='fp16'"):
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
