@@ -114,6 +114,9 @@ def ask_and_set() -> None:
     assert model.bucket_bytes_cap == 4 * max(bucket.numel for bucket in model.layout.buckets)
     assert model.bucket_bytes_cap_default is False
     assert model.gradient_as_bucket_view is True
+    assert model.to_kwargs((torch.ones(2),), {}, 0)[0][0][0].tolist() == [1.0, 1.0]
+    assert callable(model.scatter)
+    assert callable(model.gather)
     # what is not done is not taken silently
     for name, value in {"find_unused_parameters": False, "static_graph": True, "broadcast_buffers": False}.items():
         with pytest.raises(AttributeError, match=rf"{name}={value}: .*MegatronDDPPlugin\({name}="):
@@ -160,6 +163,8 @@ def switch_buffers(name: str, mode: dict[str, Any]) -> list[tuple[bool, float]]:
         seen.append((model.require_forward_param_sync, net.count.item()))
 
     forward()
+    model._sync_buffers()
+    seen.append((model.require_forward_param_sync, net.count.item()))
     forward()
     with model.no_sync():
         forward()
