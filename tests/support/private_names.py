@@ -48,7 +48,7 @@ LIVES_IN = {
         "_ddp_sink_clone _delay_all_reduce_all_params "
         "_delay_all_reduce_params _delay_grad_buffer _delay_grad_views _has_rebuilt_buckets _join_config "
         "_lazy_init_ran _module_parameters _require_manual_backward_finalization "
-        "_static_graph_delay_allreduce_enqueued _use_python_reducer"
+        "_static_graph_delay_allreduce_enqueued _sync_buffers _use_python_reducer"
     ),
     "torch.distributed.pipelining.stage": "_stage_meta",
     "torch.distributed.algorithms.join": "_JoinConfig",
