@@ -47,14 +47,21 @@ class Preparation:
         syncs: whether one of them trained and ended outside ``no_sync``.
         accumulates: whether one trained under ``no_sync``.
         inside_forward: whether one is under way whose backwards are inside of it (Lightning's manual optimization).
+        graph: torch's number of the backward inside of which the last forward was.
+        spent_in: that of a backward inside of which a synchronised one has ended; the rest of it is synchronised too.
     """
 
     syncs: bool = False
     accumulates: bool = False
     inside_forward: bool = False
+    graph: int = NO_TASK
+    spent_in: int = NO_TASK
 
     def add(self, *, syncs: bool) -> None:
         """A forward that trains has ended."""
+        self.graph = torch._C._current_graph_task_id()
+        if self.spent_in not in (NO_TASK, self.graph):  # that backward is over: losses with a cache, step after step
+            self.clear()
         if syncs:
             self.syncs = True
         else:
@@ -67,6 +74,7 @@ class Preparation:
     def clear(self) -> None:
         """The backward that was prepared is over."""
         self.syncs = self.accumulates = False
+        self.spent_in = NO_TASK
 
     def __bool__(self) -> bool:
         return self.syncs or self.accumulates or self.inside_forward

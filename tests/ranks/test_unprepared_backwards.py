@@ -352,3 +352,30 @@ def test_a_count_of_tokens_for_a_backward_that_was_not_prepared_is_refused(optio
         loop.model.close()
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}], ids=str)
+def test_backwards_inside_of_a_loss_with_a_cache_reduce_once_a_step(options: dict[str, Any]) -> None:
+    """The forwards are made once more inside of the loss's backward, all but the last under ``no_sync``."""
+
+    def run(rank: int, group: ProcessGroup) -> list[int]:
+        model = DistributedDataParallel(nn.Linear(3, 2), DistributedDataParallelConfig(**options), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+        def replay(scale: torch.Tensor) -> None:
+            with torch.enable_grad():
+                with model.no_sync():
+                    (model(torch.ones(4, 3)).sum() * scale).backward()
+                (model(torch.ones(4, 3)).sum() * scale).backward()
+
+        for _ in range(3):
+            loss = torch.zeros((), requires_grad=True)
+            loss.register_hook(replay)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counts = list(model.engine.reducer.num_reductions)
+        model.close()
+        return counts
+
+    assert run_ranks(2, run) == [[3, 3]] * 2
