@@ -71,6 +71,13 @@ class Preparation:
         """The next backward was decided about by itself."""
         self.syncs, self.accumulates = syncs, not syncs
 
+    def end(self, *, inside: bool) -> None:
+        """A synchronised backward has ended. The rest of one that it was inside of is synchronised as well."""
+        if inside:
+            self.spent_in = self.graph
+        else:
+            self.clear()
+
     def clear(self) -> None:
         """The backward that was prepared is over."""
         self.syncs = self.accumulates = False

@@ -283,10 +283,7 @@ class Reducer:
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
         self._tokens.end_backward()
         if synced:
-            if inside_node():  # the rest of the backward around this graph is synchronised as well
-                self._prepared.spent_in = self._prepared.graph
-            else:
-                self._prepared.clear()
+            self._prepared.end(inside=inside_node())
             self._is_unfinished = True
             self._end_synchronised()
         else:

@@ -388,4 +388,18 @@ BREAKAGES = (
     *ROOMS,
     *SHARED_MODELS,
     *USER_CODE,
+    Breakage(
+        "of two weights that have exchanged their memory one overwrites the other",
+        "core/param_buffers.py",
+        "            if self._is_inside(self._parts[index]):\n",
+        "            if False:\n",
+        "tests/ranks/test_user_code.py",
+    ),
+    Breakage(
+        "a gradient that the optimizer keeps becomes the next one, beside main params that every rank has",
+        "core/sharded_step.py",
+        "            self._copy_kept(zip([shard.main for shard in own], grads, strict=True))\n",
+        "",
+        "tests/ranks/test_step_memory.py",
+    ),
 )
