@@ -47,8 +47,8 @@ class Preparation:
         syncs: whether one of them trained and ended outside ``no_sync``.
         accumulates: whether one trained under ``no_sync``.
         inside_forward: whether one is under way whose backwards are inside of it (Lightning's manual optimization).
-        graph: torch's number of the backward inside of which the last forward was.
-        spent_in: that of a backward inside of which a synchronised one has ended; the rest of it is synchronised too.
+        graph: torch's number of the backward that the last forward was inside of.
+        spent_in: that of a backward that a synchronised one has ended inside of; the rest of it is synchronised too.
     """
 
     syncs: bool = False

@@ -76,7 +76,7 @@ def own_state_of(state: Any, why_not: Callable[[Tensor], str | None]) -> Any:
     """Returns ``state``, which is assigned to an optimizer, or the one that it shows.
 
     Raises:
-        DirectUseError: if it has state under a tensor of which none is kept; see ``why_not``.
+        DirectUseError: if it has state under a tensor whose state is not kept here; see ``why_not``.
     """
     if isinstance(state, ShownState):
         return state._state

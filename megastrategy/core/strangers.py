@@ -1,7 +1,7 @@
 """Strangers are an optimizer's parameters that the wrapped model has not: a loss's head beside it, a frozen guide.
 
 [Note: strangers]
-Nobody reduces their gradients. What the module names in ``_ddp_params_and_buffers_to_ignore`` is among them, and gives
+Their gradients are not reduced. What the module names in ``_ddp_params_and_buffers_to_ignore`` is among them, and gives
 no warning. Those that never get one need nothing. The others are stepped whole on every rank, each
 with its own gradient, as under torch DDP, where their values part from rank to rank too: one warning names them. A
 checkpoint has rank 0's state of them, as there. A gradient norm has to be one number on all ranks, or shards of one

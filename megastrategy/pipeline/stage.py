@@ -28,7 +28,7 @@ class Slot(NamedTuple):
     """One element of what a stage sends, as it was in the first microbatch.
 
     Attributes:
-        kind: of a tensor "tensor", else the name of the number's type, or "None", of which nothing is sent.
+        kind: "tensor", the name of a number's type, or "None", for which nothing is sent.
         shape, dtype: of a tensor.
         value: of a number.
     """
@@ -84,7 +84,7 @@ class Stage(PipelineStage):
         self._received: list[Slot] | None = None
         self.is_refused = False
 
-    # --- the first microbatch, of which shapes are learned -----------------------------------------------------------
+    # --- the first microbatch, whose shapes are learned -----------------------------------------------------------
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         if self.is_refused:
@@ -242,7 +242,7 @@ class Stage(PipelineStage):
         return tuple(sent) if len(sent) > 1 else sent[0]
 
     def _from_slots(self, args: Sequence[Any], *, is_first_time: bool = False) -> Iterator[Any]:
-        """Yields the output of the stage before, of which the tensors came."""
+        """Yields the output of the stage before, whose tensors came."""
         if self._received is None:
             yield from args
             return

@@ -91,7 +91,7 @@ def read_folder(path: Path, trust: bool = False) -> Parts:
 
 
 def read_weights_file(path: Path) -> Parts:
-    """The parts of a file of safetensors, or of the index of several files, in the folder of which they are.
+    """The parts of a safetensors file, or of the index of several files in one folder.
 
     Raises:
         CheckpointError: if a file is broken, or is not there.

@@ -110,7 +110,7 @@ def test_main_params_are_rolled_back() -> None:
             optimizer.step()
 
         step()
-        # A plain dict, of which a copy is a dict: nothing but its contents says that it is rank 0's.
+        # A plain dict, so that a copy is one too: only its contents say that it is rank 0's.
         saved = dict(optimizer.state_dict()), dict(optimizer.main_params()), copy.deepcopy(module.state_dict())
         expected = optimizer.main_params()
         step()

@@ -139,7 +139,7 @@ def test_a_fit_whose_optimizer_only_the_trainer_has_gathers_no_state(ranks: Rank
 
 
 def set_up_again_and_again(name: str, options: dict[str, Any]) -> list[Any]:
-    """One optimizer for three rounds of a Fabric each, of which the module is changed in between."""
+    """One optimizer for three rounds, each with a Fabric of its own; the module is changed in between."""
     net = AwkwardNet()
     own = sgd([param for param in net.parameters() if param.requires_grad])
     for _ in range(3):

@@ -117,7 +117,7 @@ def test_where_torch_watches_what_gloo_does_it_makes_the_group() -> None:
     run_processes(2, _under_debugging)
 
 
-# --- models that nobody closes ---------------------------------------------------------------------------------------
+# --- models that are not closed --------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "shards": {},

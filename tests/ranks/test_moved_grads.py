@@ -100,7 +100,7 @@ def train(
     moment: str,
     drop: str,
 ) -> list[Tensor | None]:
-    """Gradients of four steps, of which two move them, and weights; without options of :func:`average_`."""
+    """Gradients of four steps, two of them with a move, and weights; without options of :func:`average_`."""
     net = Net()
     inner = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     model: Any = net

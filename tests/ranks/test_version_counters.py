@@ -188,7 +188,7 @@ def test_no_call_beside_a_step_moves_a_version(beside: str, size: int, options: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @each_engine
 def test_a_step_moves_the_versions_of_what_it_steps(size: int, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
-    """On every rank, whoever's shards the elements are, so that a backward through an older graph is refused."""
+    """On every rank, whichever rank owns the elements, so that a backward through an older graph is refused."""
 
     def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[set[str]]:
         module, model, optimizer = wrapped(rank, group, options, dtype)

@@ -33,7 +33,7 @@ ACTING_STEPS = (1, 2)
 
 @dataclasses.dataclass
 class Site:
-    """The training of one rank, in the middle of which a row is played.
+    """The training of one rank; a row is played in the middle of it.
 
     Attributes:
         module: the user's.

@@ -204,7 +204,7 @@ def test_lanes_run_side_by_side_and_the_jobs_of_one_in_order(tmp_path: Path) -> 
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """Time that passes when a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0

@@ -137,7 +137,7 @@ def test_the_device_fills_one_half_while_the_host_empties_the_other(
     assert all(map(torch.equal, copied, original))
     # 8 tensors a half, 36 in all: while a half is emptied the copies of the next are queued, until there is none.
     assert streamed.num_queued_behind == [8, 8, 8, 4, 0]
-    assert device.num_waits == 0, "the device's other streams are nobody's wait"
+    assert device.num_waits == 0, "the device's other streams are not waited for"
 
 
 def test_on_the_host_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def store_of_group(group: ProcessGroup) -> Store:
 
 
 def num_own_groups() -> int:
-    """The number of groups in this process that :func:`private_group` and its like have made and nobody has ended."""
+    """The number of groups of this process that :func:`private_group` and its like have made and not ended."""
     return sum(name.startswith(_NAME) for name in dist.distributed_c10d._world.pg_names.values())
 
 

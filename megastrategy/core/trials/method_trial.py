@@ -68,7 +68,7 @@ def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dty
 
 @contextlib.contextmanager
 def _without_trace(optimizer: Optimizer, device: torch.device) -> Iterator[Isolation]:
-    """Enters an isolation, in which nothing is sent and of which nothing stays.
+    """Enters an isolation: nothing is sent in it, and nothing of it stays.
 
     Raises:
         NotForShardsError: at the end, if it would have.

@@ -228,7 +228,7 @@ class OneStep:
         chose, a generator that is stepped every second time), as that of others of the optimizer, or of its class.
 
         Returns:
-            the names of parameters of which nothing is known, since no optimizer of their class has made a step.
+            the names of parameters whose state is unknown, since no optimizer of their class has made a step.
         """
         of_class: dict[type, int] = {}
         missing: list[tuple[int, int, type, int | None]] = []
