@@ -23,7 +23,6 @@ from ..support.training import assert_same_state
 from .cases import Action, Case, Freeze, Resume, Thaw
 from .players import REMAINDER, Clock, Emulation, OfTorchDDP, Ours, Player, Saved
 
-
 TORCHS_FAILURES = (
     "This indicates a bug in DDP implementation",
     "Expected to have finished reduction in the prior iteration",
