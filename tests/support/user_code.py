@@ -115,6 +115,14 @@ def some_state(optimizer: Any) -> dict[str, Any]:
     return state
 
 
+def pairs_of_one_shape(params: list[nn.Parameter]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """The first two parameters of each shape that several have."""
+    alike = collections.defaultdict(list)
+    for param in params:
+        alike[param.shape].append(param)
+    return [(one, others[0]) for one, *others in alike.values() if others]
+
+
 # --- moves and dtypes ------------------------------------------------------------------------------------------------
 
 
@@ -182,12 +190,8 @@ def point_weights_elsewhere(site: Site) -> None:
 
 @row("after step")
 def exchange_the_data_of_two_weights(site: Site) -> None:
-    alike = collections.defaultdict(list)
-    for param in site.params:
-        alike[param.shape].append(param)
-    for one, *others in alike.values():
-        if others:
-            one.data, others[0].data = others[0].data, one.data
+    for one, other in pairs_of_one_shape(site.params):
+        one.data, other.data = other.data, one.data
 
 
 @row("after step")
@@ -352,12 +356,8 @@ def drop_gradients_and_assign_others(site: Site) -> None:
 @row("before step", needs_whole_grads=True)
 @row("after step")
 def exchange_the_gradients_of_two_weights(site: Site) -> None:
-    alike = collections.defaultdict(list)
-    for param in site.params:
-        alike[param.shape].append(param)
-    for one, *others in alike.values():
-        if others:
-            one.grad, others[0].grad = others[0].grad, one.grad
+    for one, other in pairs_of_one_shape(site.params):
+        one.grad, other.grad = other.grad, one.grad
 
 
 # --- other forwards --------------------------------------------------------------------------------------------------
