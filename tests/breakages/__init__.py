@@ -1,4 +1,4 @@
 """Faults put into the engine and its doors on purpose, one at a time, to see which tests turn red.
 
-``python -m tests.breakages`` says what came of each; docs/breakages.md is what it wrote.
+They are in catalogue.txt. ``python -m tests.breakages`` says which test failed for each, and writes docs/breakages.md.
 """

@@ -1,6 +1,7 @@
-"""python -m tests.breakages [--only WORDS] [--write FILE]: puts each fault in, one at a time, and runs its tests.
+"""python -m tests.breakages [--only WORDS] [--jobs N] [--write FILE]: puts each fault in and runs its tests.
 
-In a copy of the tree. ``--write`` makes docs/breakages.md. The exit status is the number of faults that no test saw.
+One at a time in a copy of the tree; ``--jobs 2`` makes two copies. ``--write`` makes docs/breakages.md, from all faults
+only. The exit status is the number of faults that no test saw.
 A test sees a fault if it fails or ends the process. Tests that hang, are not found or cannot be read have seen nothing.
 """
 
@@ -10,6 +11,7 @@ import argparse
 import datetime
 import importlib.metadata
 import os
+import queue
 import re
 import shutil
 import signal
@@ -17,12 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from .breakage import Breakage
-from .catalogue import BREAKAGES
+from .breakage import BREAKAGES, Breakage
 
 ROOT = Path(__file__).parents[2]
 COPIED = (
@@ -41,9 +43,9 @@ LIMIT_S = 300
 
 def first_red(breakage: Breakage, tree: Path) -> str | None:
     """The first test that fails with the fault in place; None if all pass."""
-    path = tree / "megastrategy" / breakage.file
+    path, broken = breakage.apply(tree / "megastrategy")
     text = path.read_text(encoding="utf-8")
-    path.write_text(breakage.apply(text), encoding="utf-8")
+    path.write_text(broken, encoding="utf-8")
     command = [
         sys.executable,
         "-m",
@@ -53,7 +55,7 @@ def first_red(breakage: Breakage, tree: Path) -> str | None:
         "-p",
         "no:cacheprovider",
         "--timeout=120",
-        *breakage.tests.split(),
+        *breakage.tests,
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
@@ -87,7 +89,7 @@ def first_red(breakage: Breakage, tree: Path) -> str | None:
 
 PAGE = """# What the tests see
 
-Each fault of [the catalogue](../tests/breakages/catalogue.py) was put into a copy of the package, alone, and the tests
+Each fault of [the catalogue](../tests/breakages/catalogue.txt) was put into a copy of the package, alone, and the tests
 that it names were run, until the first failed:
 
 ```bash
@@ -104,35 +106,50 @@ Written on {date}, with torch {torch}: {seen} of {all} were seen.
 
 def page(reds: dict[str, str | None]) -> str:
     """Makes the page that ``--write`` writes."""
-    rows = [f"| {b.what} | `{b.file}` | `{reds[b.what] or 'none'}` |" for b in BREAKAGES if b.what in reds]
+    rows = [f"| {b.what} | `{b.place}` | `{reds[b.what] or 'none'}` |" for b in BREAKAGES if b.what in reds]
     seen = sum(red is not None for red in reds.values())
     version = importlib.metadata.version("torch").partition("+")[0]
     return PAGE.format(date=datetime.date.today(), torch=version, seen=seen, all=len(reds), rows="\n".join(rows))
 
 
+def copy_tree(folder: Path) -> Path:
+    """Copies what the tests need."""
+    for name in COPIED:
+        source, target = ROOT / name, folder / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    return folder
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="the faults whose words or file have this in them")
-    parser.add_argument("--write", type=Path, help="a page with what came of them")
+    parser.add_argument("--only", default="", help="the faults whose words or place have this in them")
+    parser.add_argument("--jobs", type=int, default=1, help="copies of the tree, each with a fault at a time")
+    parser.add_argument("--write", type=Path, help="a page with what came of all faults")
     arguments = parser.parse_args()
-    chosen = [b for b in BREAKAGES if arguments.only in b.what or arguments.only in b.file]
+    if arguments.write is not None and arguments.only:
+        parser.error("--write is for all faults, without --only")
+    chosen = [b for b in BREAKAGES if arguments.only in b.what or arguments.only in b.place]
     if not chosen:
-        parser.error(f"no fault has {arguments.only!r} in its words or its file")
+        parser.error(f"no fault has {arguments.only!r} in its words or its place")
     reds: dict[str, str | None] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in COPIED:
-            source, target = ROOT / name, Path(folder) / name
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, target)
-        for number, breakage in enumerate(chosen, 1):
-            start = time.monotonic()
-            reds[breakage.what] = first_red(breakage, Path(folder))
-            took = time.monotonic() - start
-            sys.stdout.write(
-                f"{number}/{len(chosen)} {breakage.what} ({took:.0f} s): {reds[breakage.what] or 'NOT SEEN'}\n"
-            )
+    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def run(breakage: Breakage) -> tuple[str | None, float]:
+        tree, start = trees.get(), time.monotonic()
+        try:
+            return first_red(breakage, tree), time.monotonic() - start
+        finally:
+            trees.put(tree)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        for job in range(arguments.jobs):
+            trees.put(copy_tree(Path(folder, str(job))))
+        for number, (breakage, (red, took)) in enumerate(zip(chosen, pool.map(run, chosen), strict=True), 1):
+            reds[breakage.what] = red
+            sys.stdout.write(f"{number}/{len(chosen)} {breakage.what} ({took:.0f} s): {red or 'NOT SEEN'}\n")
             sys.stdout.flush()
     if arguments.write is not None:
         arguments.write.write_text(page(reds), encoding="utf-8")
