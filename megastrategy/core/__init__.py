@@ -9,7 +9,6 @@ may be sharded, ``rebucketing`` which buckets would be better.
 """
 
 from .checkpoint.completeness import describe_hole
-from .checkpoint.host_copies import to_host
 from .checkpoint.remote_directory import EXTRA_FILE, Directory, RemoteDirectory
 from .checkpoint.sharded_state import (
     NOT_TENSORS,
@@ -27,7 +26,6 @@ from .checkpoint.sharded_state import (
     save_directory,
     sync_directory,
 )
-from .checkpoint.whole_state import gather_whole
 from .clip_grads import norms_over_owners, scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group, subgroup
@@ -38,7 +36,9 @@ from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
+from .gather_whole import gather_whole
 from .grad_scaler import GradScaler, adapt_scaler
+from .host_copies import to_host
 from .layout import Bucket, BufferLayout, ParamSpec, build_layout
 from .local_parts import cut_state, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp

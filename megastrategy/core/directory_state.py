@@ -15,11 +15,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint.flat_shard import FlatShard
-from .checkpoint.full_state import REMAINDER, load_own_state
+from .checkpoint.full_state import load_own_state
 from .checkpoint.remote_directory import Directory
 from .checkpoint.sharded_optimizer import TensorParts, check_same_groups, read_optimizer, sharded_state_dict
 from .errors import CheckpointError
+from .flat_shard import FlatShard
+from .shard_state import REMAINDER
 from .sharded_step import ShardedStep
 from .stage_state import is_staged, main_params_of_stage, own_options, whole_groups
 

@@ -20,23 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint.full_state import (
-    CollectiveGather,
-    Gather,
-    gather_main_params,
-    gather_state_dict,
-    load_full_state_dict,
-    number_params,
-)
-from .checkpoint.hand_over import MAIN_PARAMS, STATE, Borrowing
-from .checkpoint.host_copies import to_host
+from .at_rest import MAIN_PARAMS, STATE
+from .checkpoint.full_state import load_full_state_dict
+from .checkpoint.hand_over import Borrowing
 from .checkpoint.remote_directory import Directory, directory_at
-from .checkpoint.whole_state import groups_as_saved
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .directory_state import own_share, read_share
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
 from .errors import OptimizerNotShardableError
 from .forwarded import forwarding_members
+from .gathered_state import CollectiveGather, Gather, gather_main_params, gather_state_dict, number_params
+from .host_copies import to_host
 from .model_state import (
     as_on_rank_zero,
     has_main_params,
@@ -50,6 +44,7 @@ from .nested_optimizers import take_back
 from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
 from .profiler_ranges import profiler_range
+from .shard_state import groups_as_saved
 from .sharded_step import ShardedStep
 from .shown_state import ShownState, own_state_of
 from .stage_state import is_staged

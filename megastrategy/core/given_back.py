@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .checkpoint.full_state import CollectiveGather, gather_main_params, gather_state_dict, number_params
-from .checkpoint.hand_over import MAIN_PARAMS, STATE
-from .checkpoint.host_copies import to_host
-from .checkpoint.own_parts import OwnParts
-from .checkpoint.whole_state import as_saved, groups_as_saved
+from .at_rest import MAIN_PARAMS, STATE
 from .collectives import Collectives
 from .engine import Engine
+from .gathered_state import CollectiveGather, gather_main_params, gather_state_dict, number_params
+from .host_copies import to_host
+from .own_parts import OwnParts
+from .shard_state import as_saved, groups_as_saved
 from .state_hooks import without_state_hooks
 
 

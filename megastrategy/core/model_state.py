@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from . import stage_state
-from .checkpoint.full_state import REMAINDER, number_params
-from .checkpoint.hand_over import MAIN_PARAMS, STATE
+from .at_rest import MAIN_PARAMS, STATE
 from .checkpoint.tensor_ranks import join_parts
-from .checkpoint.whole_state import entries_of_rank_zero
 from .errors import CheckpointError
+from .gather_whole import entries_of_rank_zero
+from .gathered_state import number_params
 from .local_parts import CutParam
+from .shard_state import REMAINDER
 from .sharded_step import ShardedStep
 
 _MAIN = "main_param"

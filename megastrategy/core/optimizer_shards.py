@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint.full_state import MAIN_PARAM, load_main_params, main_params_to_come, shard_state
-from .checkpoint.hand_over import STATE, AtRest, Version
-from .checkpoint.own_parts import MainParamWhenRead, OwnParts, Piece
-from .checkpoint.whole_state import as_saved
+from .at_rest import STATE, AtRest, Version
 from .collectives import Collectives
 from .engine import Engine
 from .errors import OptimizerNotShardableError
@@ -28,9 +25,11 @@ from .given_back import give_back, remove
 from .holders import is_used_elsewhere
 from .layout import BufferLayout
 from .main_param_buffer import MainParamBuffer
+from .own_parts import MainParamWhenRead, OwnParts, Piece
 from .param_buffers import ParamBuffers
 from .param_shard import ParamShard
 from .rebucketing.shard_holder import Contents, PerElement, ShardHolder
+from .shard_state import MAIN_PARAM, as_saved, load_main_params, main_params_to_come, shard_state
 from .step_tensors import CHUNK_NUMEL, FlatRun, build_runs, cut_shards, own_state
 from .strangers import Strangers
 from .trials.elementwise import Findings, is_per_element

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoint.full_state import REMAINDER, number_params
-from .checkpoint.whole_state import gather_whole
 from .collectives import Collectives
 from .errors import CheckpointError
+from .gather_whole import gather_whole
+from .gathered_state import number_params
 from .local_parts import LocalParts
+from .shard_state import REMAINDER
 from .sharded_step import ShardedStep
 from .stages import StageParts
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megastrategy.core.checkpoint.flat_shard import FlatShard, boxes
+from megastrategy.core.flat_shard import FlatShard, boxes
 from megastrategy.core.local_parts import CutParam, cut_of
 
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.directories import written_by
 from megastrategy.core import host_collectives, read_directory, save_directory, to_host
-from megastrategy.core.checkpoint.flat_shard import FlatShard
 from megastrategy.core.checkpoint.sharded_state import read_metadata
+from megastrategy.core.flat_shard import FlatShard
 from tests.support.models import awkward_model, images, two_layers
 from tests.support.processes import run_processes
 from tests.support.sharded_training import adamw, assert_same

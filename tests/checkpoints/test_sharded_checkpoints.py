@@ -21,7 +21,7 @@ from megastrategy.core import (
     save_directory,
     to_host,
 )
-from megastrategy.core.checkpoint.flat_shard import FlatShard
+from megastrategy.core.flat_shard import FlatShard
 from tests.checkpoints.test_checkpoint_memory import AllocationWatch
 from tests.support.models import images
 from tests.support.processes import run_processes

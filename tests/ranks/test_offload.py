@@ -18,13 +18,13 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import kept_state, offload, read_directory, save_directory, to_host
-from megastrategy.core.checkpoint.full_state import MAIN_PARAM
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.layout import ParamSpec, build_layout
 from megastrategy.core.memory import describe_setup, memory_use
 from megastrategy.core.rebucketing.relayout import relayout
 from megastrategy.core.rebucketing.shard_holder import Contents
+from megastrategy.core.shard_state import MAIN_PARAM
 from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, trained

@@ -70,6 +70,12 @@ ROOMS_OF_CORE = {
         "state_hooks",
         "collectives",
         "trials",
+        "at_rest",
+        "flat_shard",
+        "gather_whole",
+        "gathered_state",
+        "own_parts",
+        "shard_state",
     },
     "rebucketing": {"config", "events", "layout", "buffers", "collectives", "engine", "module_checks", "devices"},
 }

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from megastrategy.core.checkpoint.hand_over import AtRest, Lending, Version, _when_at_rest
-from megastrategy.core.checkpoint.own_parts import OwnParts
+from megastrategy.core.at_rest import AtRest, Version
+from megastrategy.core.checkpoint.hand_over import Lending, _when_at_rest
+from megastrategy.core.own_parts import OwnParts
 
 WANTED = Version(num_begun=3, num_done=3, num_replaced=1, num_moves=0, num_params=4)
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megastrategy.core.bucket_sizes import default_bucket_size
-from megastrategy.core.checkpoint.own_parts import divided_params
 from megastrategy.core.config import DistributedDataParallelConfig
 from megastrategy.core.layout import (
     BufferLayout,
@@ -21,6 +20,7 @@ from megastrategy.core.layout import (
 from megastrategy.core.layout import (
     digest as digest_of,
 )
+from megastrategy.core.own_parts import divided_params
 from megastrategy.core.strides import contiguous_stride, dense_stride
 from megastrategy.core.weight_chunks import ChunkPlace
 

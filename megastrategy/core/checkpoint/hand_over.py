@@ -28,69 +28,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from ..at_rest import AtRest, Version
 from ..collectives import Collectives
 from ..collectives.process_groups import Pair
 from ..collectives.roll_call import CALL_ON_EVERY_RANK, RollCall
 from ..errors import CollectiveError, NotOnAllRanksError
+from ..gather_whole import packed, unpacked
+from ..gathered_state import CollectiveGather, Gather
 from ..layout import Bucket
-from .full_state import CollectiveGather, Gather
-from .own_parts import Described, OwnParts
-from .whole_state import packed, unpacked
-
-STATE, MAIN_PARAMS = "state_dict()", "main_params()"
+from ..own_parts import Described, OwnParts
 
 _POLL_S = 0.01
 _END = -1  # for a bucket's number: rank 0 has all that it wants
 _WHOLE = -2  # likewise: it wants the state of a parameter that the rank steps whole
-
-
-class Version(NamedTuple):
-    """The version of an optimizer's state; the same on all ranks at the same place of a program."""
-
-    num_begun: int
-    """Steps that began to change it, and below those that were completed."""
-    num_done: int
-    num_replaced: int
-    """Times that another state took its place."""
-    num_moves: int
-    """Times that it left a layout, or arrived in one."""
-    num_params: int
-    """Parameters in the layout."""
-
-    @property
-    def is_at_rest(self) -> bool:
-        return self.num_begun == self.num_done
-
-
-class AtRest:
-    """Keeps the state of one optimizer at rest while another thread reads it.
-
-    Attributes:
-        lock: held by whoever changes the state, and by whoever reads it in another thread.
-        num_replaced, num_moves: see :class:`Version`.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.num_replaced = self.num_moves = 0
-
-    @contextlib.contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Another state takes the place of this one."""
-        with self.lock:
-            self.num_replaced += 1
-            yield
 
 
 class Lender(Protocol):

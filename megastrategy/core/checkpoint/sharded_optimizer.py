@@ -19,15 +19,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..flat_shard import FlatShard
 from ..layout import BufferLayout, ParamSpec
 from ..local_parts import CutParam
 from ..param_shard import ParamShard
+from ..shard_state import REMAINDER, as_saved, groups_as_saved, per_element_keys, saved_name
 from ..trials.elementwise import is_per_element
-from .flat_shard import FlatShard
-from .full_state import REMAINDER, per_element_keys, saved_name
 from .remote_directory import Directory
 from .sharded_state import read_directory, read_metadata
-from .whole_state import as_saved, groups_as_saved
 
 if TYPE_CHECKING:  # see sharded_state
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

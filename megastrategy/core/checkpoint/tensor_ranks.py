@@ -1,8 +1,8 @@
 """Optimizer state between one tensor rank's parts and whole parameters.
 
 Each tensor rank has, on the first of its data-parallel ranks, the state of its own parts, which
-:mod:`.full_state` has gathered. The parts of a parameter that is cut come together here, a tensor at a time, on the
-first tensor rank; a file is then what it would be if nothing were cut. Loading cuts it again.
+:mod:`..gathered_state` has gathered. The parts of a parameter that is cut come together here, a tensor at a time, on
+the first tensor rank; a file is then what it would be if nothing were cut. Loading cuts it again.
 """
 
 from __future__ import annotations

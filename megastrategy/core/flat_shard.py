@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..local_parts import CutParam
-from ..strides import contiguous_stride, dense_stride
+from .local_parts import CutParam
+from .strides import contiguous_stride, dense_stride
 
 if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -7,69 +7,20 @@ file, a few parameters at a time.
 from __future__ import annotations
 
 import io
-from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives import Collectives
-from ..collectives.tensor_parts import bytes_of
+from .collectives import Collectives
+from .collectives.tensor_parts import bytes_of
 
 _ROUND_BYTES = 2**26
 """An owner sends at least that much in a round, if it has it, or one parameter's state."""
 
 States = list[tuple[Any, Mapping[str, Any]]]
 """The states of parameters, by a key of theirs that can be sorted."""
-
-
-def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> dict[int, Mapping[str, Any]]:
-    """The state of tensors as the optimizer's own ``state_dict`` has it, which may be another than it keeps
-    (bitsandbytes wraps what is quantised). Nothing is copied.
-
-    Args:
-        optimizer: left untouched, with whatever is in its groups.
-        owned: the tensors, by parameter. Those without state are left out.
-    """
-    owned = {index: tensor for index, tensor in owned.items() if tensor in optimizer.state}
-    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
-        return {index: optimizer.state[tensor] for index, tensor in owned.items()}
-    states = {tensor: optimizer.state[tensor] for tensor in owned.values()}
-    saved = _own_state_dict(optimizer, states, [{**optimizer.param_groups[0], "params": list(owned.values())}])
-    return {index: saved["state"][number] for number, index in enumerate(owned)}
-
-
-def groups_as_saved(optimizer: torch.optim.Optimizer, names: Mapping[int, int | str]) -> list[dict[str, Any]]:
-    """The groups as the optimizer's own ``state_dict`` has them, which may be other than it keeps (Dion's learning
-    rates are tensors, and numbers in a file).
-
-    Args:
-        optimizer: left untouched.
-        names: what stands for its parameters, by ``id``.
-    """
-    groups = saved = optimizer.param_groups
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        saved = _own_state_dict(optimizer, {}, [{**group, "params": []} for group in groups])["param_groups"]
-    return [
-        {
-            **{key: value for key, value in options.items() if key != "params"},
-            "params": [names[id(param)] for param in group["params"]],
-        }
-        for group, options in zip(groups, saved, strict=True)
-    ]
-
-
-def _own_state_dict(
-    optimizer: torch.optim.Optimizer, state: Mapping[Tensor, Any], groups: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Asks the optimizer's class what it makes of these, without hooks: the user's object refuses to be asked."""
-    one = object.__new__(type(optimizer))
-    one.__dict__.update(optimizer.__dict__)
-    one.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
-    one.state = defaultdict(dict, state)
-    one.param_groups = groups
-    return one.state_dict()
 
 
 def packed(states: States) -> bytearray:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import devices
+from . import devices
 from .flat_shard import FlatShard
 
 PINNED_BYTES = 64 * 2**20

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from ..layout import Bucket, BufferLayout
-from ..param_shard import ParamShard
-from ..trials.elementwise import is_per_element, why_not_saved
+from .errors import CheckpointError
+from .layout import Bucket, BufferLayout
+from .param_shard import ParamShard
+from .trials.elementwise import is_per_element, why_not_saved
 
 Keys = tuple[tuple[str, torch.dtype], ...]
 """The names and dtypes of what is kept for each element of a parameter."""
