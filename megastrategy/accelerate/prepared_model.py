@@ -115,7 +115,7 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
     def owned_grads(self, params: Iterable[Parameter]) -> list[Tensor]:
         """Returns this rank's parts of the reduced gradients of these parameters: views, to be changed in place."""
         engine = self.engine
-        engine.reducer.finish_grad_sync()
+        engine.finish_grad_sync()
         indices = [engine.index_by_id[id(param)] for param in params]
         engine.grad_buffers.adopt_written(indices)
         grads = [engine.owned_grad(index) for index in indices if engine.grad_buffers.has_grad[index]]

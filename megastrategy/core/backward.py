@@ -93,7 +93,7 @@ class Preparation:
 
 
 class FollowsBackwards(Protocol):
-    """A reducer."""
+    """The engine of a reducer."""
 
     def on_backward_start(self) -> None:
         """An outermost graph has begun, and has reached no parameter yet."""
@@ -106,10 +106,10 @@ class FollowsBackwards(Protocol):
 
 
 class BackwardWatch:
-    """Tells a reducer where backwards begin and end; see [Note: the outermost graph]."""
+    """Reports to an engine where backwards begin and end; see [Note: the outermost graph]."""
 
-    def __init__(self, reducer: FollowsBackwards) -> None:
-        self._reducer = weakref.ref(reducer)  # which has this object
+    def __init__(self, engine: FollowsBackwards) -> None:
+        self._engine = weakref.ref(engine)  # whose reducer has this object
         self._outermost = NO_TASK  # torch's number of the graph that is under way, where outputs told of it
         self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards; dead when those have ended
 
@@ -127,19 +127,19 @@ class BackwardWatch:
         return self._outermost != NO_TASK
 
     def expect_end(self) -> None:
-        """Tells the reducer when the backward that is running now (its innermost graph) ends."""
+        """Reports the end of the backward that is running now (its innermost graph)."""
         self._queue(self._end)
 
     def _on_output_grad(self, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        reducer = self._reducer()
-        if self._outermost == task or reducer is None:
+        engine = self._engine()
+        if self._outermost == task or engine is None:
             return
         # Another graph than the last that was seen, and each needs an end. Where no backward is under way, what is left
         # is of one that raised.
         if all(end() is None for end in self._ends):
-            reducer.drop_unfinished()
-        reducer.on_backward_start()
+            engine.drop_unfinished()
+        engine.on_backward_start()
         self._outermost = task
         self._queue(self._end_outermost)
 
@@ -154,8 +154,8 @@ class BackwardWatch:
         self._end()
 
     def _end(self) -> None:
-        if (reducer := self._reducer()) is not None:
-            reducer.on_backward_end()
+        if (engine := self._engine()) is not None:
+            engine.on_backward_end()
 
 
 def backward_starts(outputs: Any) -> Iterator[Tensor]:

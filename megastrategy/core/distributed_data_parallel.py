@@ -22,7 +22,6 @@ from .graph_splits import GraphSplits
 from .layout import BufferLayout
 from .loss_tokens import read_count
 from .module_checks import common_device
-from .rebucketing.relayout import relayout
 from .reduced_grad import inside_backward
 from .replicas import check_replicas
 from .torch_ddp_surface import OF_TORCHS_REDUCER, SHOWN, config_with, logging_data, refuse_attribute, refuse_comm_hook
@@ -95,7 +94,6 @@ class DistributedDataParallel(nn.Module):
             listener=listener,
             should_sync=self.should_sync,
             all_reduce_option=all_reduce_option,
-            move=relayout,
         )
         self.device = self._engine.device
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from .backward import BackwardWatch
 from .buffers import GradBuffers
 from .collectives import Collectives, end_with, make_collectives, second_collectives
 from .collectives.instanced import shard_collectives
@@ -44,6 +44,7 @@ from .param_buffers import ParamBuffers
 from .param_gather import ParamGather
 from .pooled_buffers import PooledGradBuffers
 from .rebucketing.planner import BucketPlanner
+from .rebucketing.relayout import relayout
 from .rebucketing.shard_holder import ShardHolder
 from .reducer import Reducer
 from .staged_backwards import StagedBackwards
@@ -72,7 +73,6 @@ class Engine:
         should_sync: asked when a backward starts whether it is synchronised; see
             :meth:`DistributedDataParallel.should_sync <megastrategy.DistributedDataParallel.should_sync>`.
         all_reduce_option: how the user asks for an all-reduce instead, for errors whose way out it is.
-        move: moves everything to another layout, and returns whether it could; see rebucketing.relayout.
 
     Attributes:
         wrapper: a weak reference to the wrapper.
@@ -102,7 +102,6 @@ class Engine:
         listener: Listener | None,
         should_sync: Callable[[bool | None], bool],
         all_reduce_option: str,
-        move: Callable[[Engine, BufferLayout], bool],
     ) -> None:
         self.wrapper, self._kind, self._modules = weakref.ref(wrapper), type(wrapper), wrapper._modules
         self.config = config
@@ -123,7 +122,8 @@ class Engine:
         self.params: list[Parameter] = []
         self.index_by_id: dict[int, int] = {}
         self.watch = ModuleWatch(self._modules, self._ignored)
-        self.layout = self._plan()
+        self.layout, joined = self._plan()
+        self._take_in(joined)
         self.owners = Owners(self.layout, {})
         # after the ranks agreed on the layout: broadcasts of other modules would not match one another
         self.broadcast_all()
@@ -157,8 +157,9 @@ class Engine:
             self.shard_collectives,
             config,
             lambda decision: (decide := decides()) is not None and decide(decision),
+            BackwardWatch(self),
             listener,
-            self._make_planner(move),
+            self._make_planner(),
             self.local_parts.tensor_ranks,
         )
         self.reducer.engine = weakref.ref(self)
@@ -272,11 +273,10 @@ class Engine:
         are any, so all ranks unfreeze the same parameters between the same two forwards.
         """
         self.check_open()
-        known = len(self.params)
-        layout = self._plan()
-        if len(self.params) == known:
+        layout, joined = self._plan()
+        self._take_in(joined)
+        if not joined:
             return
-        joined = self.params[known:]
         self.local_parts.broadcast_replicas(joined, joins=True)
         # Unseen by autograd: the values are those of a forward whose backward may still come.
         self.collectives.broadcast_all([self.local_parts.of(param).data for param in joined])
@@ -286,10 +286,10 @@ class Engine:
         if self.param_buffers is not None:
             self.param_buffers.extend(self.layout, self.params)
         self.reducer.extend(self.layout, self.params)
-        self.emit(EventKind.LAYOUT_EXTENDED, known)
+        self.emit(EventKind.LAYOUT_EXTENDED, len(self.params) - len(joined))
 
-    def _plan(self) -> BufferLayout:
-        """Adds what is trainable and not known yet to ``params``, and lays it out; all ranks agree on it."""
+    def _plan(self) -> tuple[BufferLayout, list[Parameter]]:
+        """Returns the layout of the trainable parameters that are not in ``params`` yet, and these; all ranks agree."""
         known = self.index_by_id
         others = [(name, param) for name, param in self.named_params().items() if id(param) not in known]
         joining = [param for _, param in others if param.requires_grad]
@@ -317,10 +317,12 @@ class Engine:
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
             layout = agree_on_layout(layout, self.config, self.collectives)
             self.local_parts.check_ranks_agree(dict(others), option_rows(self.config), layout.describe_places())
-        self.params += joining
+        return layout, joining
+
+    def _take_in(self, params: Sequence[Parameter]) -> None:
+        self.params += params
         self.index_by_id = {id(param): index for index, param in enumerate(self.params)}
         self.watch.look(self.params)
-        return layout
 
     # --- whole parameters --------------------------------------------------------------------------------------------
 
@@ -345,13 +347,16 @@ class Engine:
 
     # --- the layout changes ------------------------------------------------------------------------------------------
 
-    def _make_planner(self, move: Callable[[Engine, BufferLayout], bool]) -> BucketPlanner | None:
+    def _make_planner(self) -> BucketPlanner | None:
         # Where nothing is sent before the end of backward, buckets in another order are sent no earlier.
         if not self.params or not self.sends_under_backward:
             return None
-        return BucketPlanner(
-            self.config, self.collectives, self.local_parts.tensor_ranks, functools.partial(move, self)
-        )
+        return BucketPlanner(self.config, self.collectives, self.local_parts.tensor_ranks)
+
+    def move_to(self, layout: BufferLayout | None) -> None:
+        """Moves everything to another layout, or nothing for None. Collective."""
+        if layout is not None:
+            relayout(self, layout)
 
     def announce(self, tell: Callable[[str], None]) -> None:
         """Tells the user what was set up: ``tell`` gets the lines, and shows them on rank 0."""
@@ -423,6 +428,22 @@ class Engine:
         self.collectives = collectives
 
     # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def on_backward_start(self) -> None:
+        """The outermost graph of a backward has begun."""
+        self.reducer.on_backward_start()
+
+    def on_backward_end(self) -> None:
+        """A graph has ended: gradients are reduced, or accumulate."""
+        self.move_to(self.reducer.on_backward_end())
+
+    def drop_unfinished(self) -> None:
+        """Drops the gradients of backwards that raised."""
+        self.reducer.drop_unfinished()
+
+    def finish_grad_sync(self) -> None:
+        """See :meth:`Reducer.finish_grad_sync`. Collective."""
+        self.move_to(self.reducer.finish_grad_sync())
 
     @property
     def num_steps(self) -> int:

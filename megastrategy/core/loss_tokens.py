@@ -114,6 +114,12 @@ class LossTokens:
         self._index_by_id = {id(param): index for index, param in enumerate(buffers.params)}
         self._joined += [False] * (len(buffers.params) - len(self._joined))
 
+    def move(self, buffers: GradBuffers) -> None:
+        """Gradients are in other buffers from now on; final ones stay final."""
+        self.follow(buffers)
+        if self._is_final:
+            self.become_final()
+
     def give(self, count: float, accumulators: GradAccumulators, *, is_open: bool) -> None:
         """The loss of the next backward is a mean over so many tokens.
 

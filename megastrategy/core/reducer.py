@@ -63,6 +63,7 @@ class Reducer:
         config: the options.
         should_sync: asked when a backward starts, with what forwards have prepared.
         listener: gets every event, or None.
+        backwards: reports where backwards begin and end, to the engine.
         planner: watches the first synchronised backward for better buckets; None where none are wanted.
         tensor_ranks: the ranks that hold the parts of a tensor-parallel model; they refuse a backward together.
 
@@ -81,6 +82,7 @@ class Reducer:
         shard_collectives: Collectives,
         config: DistributedDataParallelConfig,
         should_sync: Callable[[bool | None], bool],
+        backwards: BackwardWatch,
         listener: Listener | None = None,
         planner: BucketPlanner | None = None,
         tensor_ranks: Collectives | None = None,
@@ -94,7 +96,7 @@ class Reducer:
         self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
         self._prepared = Preparation()
         self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
-        self._backwards = BackwardWatch(self)
+        self._backwards = backwards
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
         self._kept: list[bool] = []  # by parameter: its gradient was reduced, and no other has come since
@@ -144,7 +146,7 @@ class Reducer:
         """Everything has moved to another layout, between two backwards."""
         assert not self._handles, "nothing is on the wire"
         self.layout, self.buffers = layout, buffers
-        self._tokens.follow(buffers)
+        self._tokens.move(buffers)
         self._bucket_of = [slot.bucket for slot in layout.slots]
 
     def close(self) -> None:
@@ -274,25 +276,28 @@ class Reducer:
             self._emit(EventKind.BACKWARD_START, 0)
             self._backwards.expect_end()
 
-    def on_backward_end(self) -> None:
-        """Sends what is left, or leaves it to accumulate."""
+    def on_backward_end(self) -> BufferLayout | None:
+        """Sends what is left, or leaves it to accumulate. Returns as :meth:`finish_grad_sync`."""
         self.buffers.settle()
         # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
-            return
+            return None
+        wanted: BufferLayout | None = None
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
         self._tokens.end_backward()
         if synced:
             self._prepared.end(inside=inside_node())
             self._is_unfinished = True
-            self._end_synchronised()
+            wanted = self._end_synchronised()
         else:
             self.buffers.detach_unused()
         self._emit(EventKind.BACKWARD_END, int(synced))
+        return wanted
 
-    def _end_synchronised(self) -> None:
-        self.finish_grad_sync()
+    def _end_synchronised(self) -> BufferLayout | None:
+        wanted = self.finish_grad_sync()
         self._is_unfinished = False
+        return wanted
 
     def _on_late_grad(self, index: int) -> None:
         bucket = self._bucket_of[index]
@@ -336,10 +341,13 @@ class Reducer:
         """Whether something is accumulated of which nothing was sent."""
         return self._has_local_grads and not self._handles
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self) -> BufferLayout | None:
         """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
 
         Collective: all ranks call it in the same state (each after the same number of synchronised backwards).
+
+        Returns:
+            The layout that everything should move to now, the same on all ranks; None to stay in the present one.
 
         Raises:
             CollectiveError: if a reduction failed, most often because another rank ended.
@@ -348,7 +356,7 @@ class Reducer:
         if self._unprepared:
             self._take_in_unprepared()
         if not self._has_local_grads:
-            return
+            return None
         self._check_promises()
         self._is_unfinished = True
         while len(self._handles) < len(self.layout.buckets):  # used here or not: all ranks launch the same
@@ -375,13 +383,13 @@ class Reducer:
             self._late.clear()
             self._nonfinite.clear()
             self._has_local_grads = False
-        if self._planner is not None:
-            # Gradients are final and nothing is on the wire: the one moment at which all ranks can move.
-            planner, self._planner = self._planner, None
-            planner.finish(self.layout, moves=moves)
+        planner, self._planner = self._planner, None
+        # Gradients are final and nothing is on the wire: the one moment at which all ranks can move.
+        wanted = planner.finish(self.layout, moves=moves) if planner is not None else None
         if self._ends_window or not self.buffers.reduces_every_backward:
             self._tokens.become_final()
         self._is_unfinished = False
+        return wanted
 
     def is_local(self, index: int) -> bool:
         """Whether a backward that no forward prepared has left a gradient of the parameter on this rank."""

@@ -80,7 +80,7 @@ class ShardedStep(OptimizerShards):
         super().__init__(optimizer, engine, findings)
         self._arguments = StepArguments()  # the arguments of the step that is under way
         self._may_communicate = findings is not None and findings.may_communicate
-        self._later_trials = LaterTrials(optimizer, findings, engine) if findings is not None else None
+        self._later_trials = LaterTrials(optimizer, findings, engine.device) if findings is not None else None
 
     def _watch(self) -> contextlib.AbstractContextManager[None]:
         return sending_nothing(self.inner, self.engine, is_watched=self._may_communicate)
@@ -175,7 +175,7 @@ class ShardedStep(OptimizerShards):
         self.engine.check_open()
         # Reduced first, which takes rank 0: while that saves alone, no rank comes past here to change what it reads.
         if self.sharded:
-            self.engine.reducer.finish_grad_sync()
+            self.engine.finish_grad_sync()
         self.follow_model()
         if self.sharded:
             self.engine.grad_buffers.adopt_written(self.param_indices())
@@ -211,11 +211,15 @@ class ShardedStep(OptimizerShards):
 
     def try_arguments(self, arguments: StepArguments) -> str | None:
         """Says why shards cannot be stepped with arguments that are new, by trial steps; None if they can."""
-        return self._learn(self._later_trials.of_arguments(arguments)) if self._later_trials is not None else None
+        if (trials := self._later_trials) is None:
+            return None
+        return self._learn(trials.of_arguments(arguments, self.layout.main_dtype))
 
     def try_options(self) -> str | None:
         """Says why shards cannot be stepped with groups or options that are new, by trial steps; None if they can."""
-        return self._learn(self._later_trials.of_options()) if self._later_trials is not None else None
+        if (trials := self._later_trials) is None:
+            return None
+        return self._learn(trials.of_options(self.engine.known_findings, self.layout.main_dtype))
 
     def _learn(self, findings: Findings | None) -> str | None:
         if findings is not None and findings.reason is None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from . import devices
 from .buffers import GradBuffers
 from .errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError, StageError
+from .layout import BufferLayout
 from .local_parts import LocalParts
 from .reducer import Reducer
 from .staged_reducer import StagedReducer
@@ -49,6 +50,9 @@ class _Engine(Protocol):
     @property
     def num_steps(self) -> int:
         """Steps of the model's optimizers so far."""
+
+    def move_to(self, layout: BufferLayout | None) -> None:
+        """Moves everything to another layout, or nothing for None. Collective."""
 
 
 class StagedBackwards(FollowsStages):
@@ -97,7 +101,7 @@ class StagedBackwards(FollowsStages):
         engine = self._present
         refusal: MegastrategyError | None = StageError(problem) if problem else None
         try:
-            self._reducer.finish_deferred()
+            engine.move_to(self._reducer.finish_deferred())
         except _REFUSALS as error:
             refusal = refusal or error
         self._state = _State.NONE

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import LossTokensError
+from .layout import BufferLayout
 from .reducer import Reducer
 from .stages import StageParts
 
@@ -47,12 +48,12 @@ class StagedReducer(Reducer):
         self._backwards.forget()
         self.watch(outputs)
 
-    def finish_deferred(self) -> None:
+    def finish_deferred(self) -> BufferLayout | None:
         """As :meth:`finish_grad_sync`, also where no backward came here: those that wait for this rank get zeros."""
         self._defers, self._is_last = False, True
         self._has_local_grads |= bool(self._params)
         try:
-            self.finish_grad_sync()
+            return self.finish_grad_sync()
         finally:
             self._is_last = False
 
@@ -68,11 +69,10 @@ class StagedReducer(Reducer):
             "forward. Let the loss function weigh its tokens: their sum over a number that all microbatches share"
         )
 
-    def _end_synchronised(self) -> None:
+    def _end_synchronised(self) -> BufferLayout | None:
         self._has_synced = self._defers and not self.buffers.reduces_every_backward
         # Pooled gradients are reduced after every microbatch, and nothing but the last reduction may be left.
-        if not (self._defers and self._ends_window):
-            super()._end_synchronised()
+        return None if self._defers and self._ends_window else super()._end_synchronised()
 
     def _agree_on_copies(self) -> None:
         if self._is_last:

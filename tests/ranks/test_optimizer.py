@@ -430,7 +430,7 @@ def test_local_gradients_are_reduced_at_the_step() -> None:
         with model.no_sync():
             model(torch.ones(2, 10) * (rank + 1)).square().sum().backward()
         if not forgotten:
-            model.engine.reducer.finish_grad_sync()
+            model.engine.finish_grad_sync()
         optimizer.step()
         return module[0].weight.detach().clone()
 

@@ -263,7 +263,7 @@ def test_local_gradients_are_reduced_before_they_are_unscaled_or_measured() -> N
         with model.no_sync():
             scaler.scale(model(torch.full((4, 10), 1.0 + rank)).square().sum()).backward()
         if not forgotten:
-            model.engine.reducer.finish_grad_sync()
+            model.engine.finish_grad_sync()
         scaler.unscale_(optimizer)
         norm = optimizer.grad_norm()
         scaler.step(optimizer)

@@ -59,7 +59,7 @@ MAY_IMPORT = {
 # every room; that no way leads back to where it began, the test of circles holds.
 ROOMS_OF_CORE = {
     "collectives": {"errors", "devices", "layout", "wire_format"},
-    "trials": {"engine"},
+    "trials": set(),
     "checkpoint": {
         "errors",
         "devices",
@@ -77,7 +77,18 @@ ROOMS_OF_CORE = {
         "own_parts",
         "shard_state",
     },
-    "rebucketing": {"config", "events", "layout", "buffers", "collectives", "engine", "module_checks", "devices"},
+    "rebucketing": {
+        "config",
+        "events",
+        "layout",
+        "buffers",
+        "collectives",
+        "local_parts",
+        "module_checks",
+        "devices",
+        "param_buffers",
+        "reducer",
+    },
 }
 
 

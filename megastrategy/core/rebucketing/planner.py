@@ -1,4 +1,4 @@
-"""Watches the first synchronised backward, and moves everything to other buckets where that pays.
+"""Watches the first synchronised backward, and plans other buckets where a move to them pays.
 
 [Note: buckets in the order seen]
 In the first synchronised backward each rank notes in which order gradients arrive. If buckets that are filled in that
@@ -9,7 +9,7 @@ by construction, which a forward is not: a rank may run one for itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -29,7 +29,6 @@ class BucketPlanner:
         config: the options.
         collectives: the data-parallel ranks.
         tensor_ranks: the ranks that hold the parts of a tensor-parallel model, and have one layout.
-        move: changes over to another layout; whether that was possible. Collective.
     """
 
     def __init__(
@@ -37,9 +36,8 @@ class BucketPlanner:
         config: DistributedDataParallelConfig,
         collectives: Collectives,
         tensor_ranks: Collectives | None,
-        move: Callable[[BufferLayout], bool],
     ) -> None:
-        self._config, self._collectives, self._tensor_ranks, self._move = config, collectives, tensor_ranks, move
+        self._config, self._collectives, self._tensor_ranks = config, collectives, tensor_ranks
         self._arrived: list[int] = []
         self._wanted_order: list[int] | None = None
 
@@ -66,20 +64,22 @@ class BucketPlanner:
         self._wanted_order = better_layout_order(layout, self._config, arrived, needed)
         return self._wanted_order is not None
 
-    def finish(self, layout: BufferLayout, *, moves: bool) -> None:
-        """The reductions of the first synchronised backward have ended. Collective where something moves.
+    def finish(self, layout: BufferLayout, *, moves: bool) -> BufferLayout | None:
+        """Returns the layout to move to, the same on all ranks, or None: the reductions of the first synchronised
+        backward have ended. Collective if ``moves``.
 
         Args:
             layout: the present one.
             moves: whether any rank wants another order; then all go by what rank 0 wants, which may be nothing.
         """
         if not moves:
-            return
+            return None
         # -1 for nothing wanted: the other ranks are in this broadcast already, so rank 0 has to say something.
         wanted = self._wanted_order or [-1] * len(layout.params)
         order = torch.tensor(wanted, dtype=torch.int64, device="cpu")
         if self._tensor_ranks is not None:
             self._tensor_ranks.host.broadcast(order).wait()
         self._collectives.host.broadcast(order).wait()
-        if order[0] >= 0:
-            self._move(build_layout(layout.params, self._config, layout.dp_size, order.tolist()))
+        if order[0] < 0:
+            return None
+        return build_layout(layout.params, self._config, layout.dp_size, order.tolist())

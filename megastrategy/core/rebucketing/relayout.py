@@ -19,20 +19,52 @@ two of each.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .. import devices
 from ..buffers import GradBuffers
 from ..collectives import Collectives
-from ..engine import Engine
 from ..events import EventKind
 from ..layout import BufferLayout
+from ..local_parts import LocalParts
 from ..module_checks import captured_modules
+from ..param_buffers import ParamBuffers
+from ..reducer import Reducer
 from .shard_holder import Contents, PerElement, ShardHolder
+
+
+class Engine(Protocol):
+    """The parts of an engine that move, or move others; see :class:`~..engine.Engine`."""
+
+    layout: BufferLayout
+    params: list[Parameter]
+    grad_buffers: GradBuffers
+    param_buffers: ParamBuffers | None
+    reducer: Reducer
+    local_parts: LocalParts
+    collectives: Collectives
+    device: torch.device
+    shard_holders: list[weakref.ref[ShardHolder]]
+
+    @property
+    def module(self) -> torch.nn.Module: ...
+
+    @property
+    def shard_collectives(self) -> Collectives: ...
+
+    def finish_param_gather(self) -> None: ...
+
+    def change_whole(self, layout: BufferLayout) -> None: ...
+
+    def change_shards(self, layout: BufferLayout, reduced: Mapping[int, Tensor]) -> None: ...
+
+    def emit(self, kind: EventKind, index: int) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ..engine import Engine
 from .elementwise import Findings
+from .known_findings import KnownFindings
 from .probe import probe
 from .step_arguments import StepArguments
 from .trial import own
@@ -34,11 +34,11 @@ class LaterTrials:
     Args:
         optimizer: as it was tried, and left untouched.
         findings: of its trials at the wrap.
-        engine: of the model whose shards it steps.
+        device: of the shards that it steps.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, findings: Findings, engine: Engine) -> None:
-        self._optimizer, self._engine = optimizer, engine
+    def __init__(self, optimizer: torch.optim.Optimizer, findings: Findings, device: torch.device) -> None:
+        self._optimizer, self._device = optimizer, device
         self._first: list[dict[str, Any]] = []  # by group, its options at its first trial
         self._seen: list[dict[str, Any]] = []  # by group, the options that may be set, as they were last found tried
         self._tried: set[Hashable] = {StepArguments().kind}
@@ -46,18 +46,24 @@ class LaterTrials:
         for group in optimizer.param_groups:
             self._begin(group, findings)
 
-    def of_arguments(self, arguments: StepArguments) -> Findings | None:
-        """Finds out what a step with these arguments does; None if the like was tried."""
+    def of_arguments(self, arguments: StepArguments, dtype: torch.dtype) -> Findings | None:
+        """Finds out what a step with these arguments does; None if the like was tried.
+
+        ``dtype``: the finest that is stepped.
+        """
         if (kind := arguments.kind) in self._tried:
             return None
-        findings = probe(self._optimizer, self._engine.device, self._engine.layout.main_dtype, arguments)
+        findings = probe(self._optimizer, self._device, dtype, arguments)
         findings = self._if_divided_alike(findings)
         if findings.reason is None:
             self._tried.add(kind)
         return findings
 
-    def of_options(self) -> Findings | None:
-        """Finds out what a step does with the groups and options that there are now; None if the like was tried."""
+    def of_options(self, known: KnownFindings, dtype: torch.dtype) -> Findings | None:
+        """Finds out what a step does with the groups and options that there are now; None if the like was tried.
+
+        ``known``: the results of earlier trials; ``dtype``: the finest that is stepped.
+        """
         groups = self._optimizer.param_groups
         untried = [number for number, group in enumerate(groups) if not self._is_tried(number, group)]
         if not untried:
@@ -70,7 +76,7 @@ class LaterTrials:
             else group
             for number, group in enumerate(groups)
         ]
-        findings = self._engine.known_findings.probe(again, self._engine.device, self._engine.layout.main_dtype)
+        findings = known.probe(again, self._device, dtype)
         findings = self._if_divided_alike(findings)
         if findings.reason is not None:
             return Findings(self._in_words(untried) + findings.reason)
