@@ -25,7 +25,8 @@ from megastrategy import DistributedDataParallelConfig
 from megastrategy._lightning.checked_collectives import MeetingPlace
 from megastrategy.core.agreement import Agreement
 from megastrategy.core.collectives import Collectives, GlooCollectives
-from megastrategy.core.layout import ParamSpec, build_layout
+from megastrategy.core.layout import ParamSpec
+from megastrategy.core.layout_build import build_layout
 from megastrategy.core.loss_tokens import Counting
 from megastrategy.core.module_checks import agree_on_layout
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megastrategy.core.wire_format import BLOCK_NUMEL, read_wire, wire_numel, wire_part, write_wire_
+from megastrategy.core.wire import BLOCK_NUMEL, read_wire, wire_numel, wire_part, write_wire_
 
 _PIECE_NUMEL = 2**16
 _TURNS = 7

@@ -29,8 +29,8 @@ from .checkpoint.sharded_state import (
 from .clip_grads import norms_over_owners, scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group, subgroup
-from .comm_hooks import describe_translation
-from .config import DistributedDataParallelConfig, config_from_arguments, field_names
+from .config import DistributedDataParallelConfig, field_names
+from .ddp_arguments import config_from_arguments, describe_translation
 from .distributed_data_parallel import DistributedDataParallel
 from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
@@ -39,7 +39,8 @@ from .events import Event, EventKind, one_listener
 from .gather_whole import gather_whole
 from .grad_scaler import GradScaler, adapt_scaler
 from .host_copies import to_host
-from .layout import Bucket, BufferLayout, ParamSpec, build_layout
+from .layout import Bucket, BufferLayout, ParamSpec
+from .layout_build import build_layout
 from .local_parts import cut_state, dtensors_of
 from .memory import MemoryUse, memory_use, memory_use_of_ddp
 from .meta_modules import materialise, replace_meta

@@ -109,7 +109,7 @@ class BackwardWatch:
     """Reports to an engine where backwards begin and end; see [Note: the outermost graph]."""
 
     def __init__(self, engine: FollowsBackwards) -> None:
-        self._engine = weakref.ref(engine)  # whose reducer has this object
+        self.engine = weakref.ref(engine)  # whose reducer has this object
         self._outermost = NO_TASK  # torch's number of the graph that is under way, where outputs told of it
         self._ends: list[weakref.ref[Callable[[], None]]] = []  # callbacks of backwards; dead when those have ended
 
@@ -132,7 +132,7 @@ class BackwardWatch:
 
     def _on_output_grad(self, grad: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        engine = self._engine()
+        engine = self.engine()
         if self._outermost == task or engine is None:
             return
         # Another graph than the last that was seen, and each needs an end. Where no backward is under way, what is left
@@ -154,7 +154,7 @@ class BackwardWatch:
         self._end()
 
     def _end(self) -> None:
-        if (engine := self._engine()) is not None:
+        if (engine := self.engine()) is not None:
             engine.on_backward_end()
 
 

@@ -42,7 +42,7 @@ from .local_parts import LocalParts
 from .main_grads import has_main_grad, no_place_for_main_grad
 from .nonfinite import FiniteCheck
 from .reduced_grad import ReducedGrad, StoodFor
-from .wire_format import read_wire
+from .wire import read_wire
 
 
 def slice_view(flat: Tensor, start: int, shape: Sequence[int], stride: Sequence[int], numel: int) -> Tensor:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
-
-from .comm_hooks import translate_comm_hook
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +18,7 @@ class DistributedDataParallelConfig:
     bucket_size: int | None = None
     """Soft minimum of a bucket, in elements: the parameter that reaches it closes the bucket. ``None`` takes an eighth
     of the model, at least 2**18 elements and at most Megatron-LM's ``max(40_000_000, 1_000_000 * dp_size)``; the first
-    three buckets have an eighth, a quarter and a half of that. Why these: ``bucket_sizes``' [Note: default bucket
+    three buckets have an eighth, a quarter and a half of that. Why these: ``layout_build``'s [Note: default bucket
     size]. ``megastrategy tune`` times whole steps with several sizes, and says which number is worth writing down. On
     more than two ranks the order of sums follows the buckets, so runs with different sizes are not equal to the bit."""
 
@@ -310,103 +305,3 @@ def _check_contradictions(config: DistributedDataParallelConfig) -> None:
 def field_names() -> tuple[str, ...]:
     """The names of all configuration fields, in their order of declaration."""
     return tuple(field.name for field in dataclasses.fields(DistributedDataParallelConfig))
-
-
-def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = ()) -> DistributedDataParallelConfig:
-    """Builds a config from keyword arguments that may be ours or torch DDP's.
-
-    Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and
-    ``broadcast_buffers`` (``forward_sync_buffers``, which goes before it) are fields here too;
-    ``gradient_as_bucket_view`` and ``batched_grad_copy`` are accepted and have nothing to do (gradients always live in
-    the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is None; ``ddp_comm_hook``
-    sets ``grad_wire_dtype`` if it is one of torch's that send 16 bits. Everything else is refused by name.
-
-    Args:
-        arguments: by name.
-        beside: further names that whoever calls knows, one of which a misspelt argument may mean.
-
-    Raises:
-        ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
-            engine has no counterpart for, with the reason; torch's default of it may be spelled out.
-    """
-    arguments = translate_comm_hook(arguments)
-    chosen = _fields_in(arguments, beside)
-    # After the fields, as in torch: the newer argument wins over broadcast_buffers.
-    if arguments.get("forward_sync_buffers") is not None:
-        chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
-    cap = arguments.get("bucket_cap_mb")
-    if cap is not None:
-        # Neither is more recent than the other, so nobody can say which the user meant.
-        if chosen.get("bucket_size") is not None:
-            raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
-        chosen["bucket_size"] = _bucket_size_from_mib(cap)
-    if chosen.get("static_graph") and arguments.get("find_unused_parameters") is False:
-        # torch DDP's own default spelled out beside static_graph=True; there the pair means static_graph alone.
-        del chosen["find_unused_parameters"]
-    return DistributedDataParallelConfig(**chosen)
-
-
-def _fields_in(arguments: Mapping[str, Any], beside: Iterable[str]) -> dict[str, Any]:
-    """The config's fields among the arguments; raises for what is neither one nor torch's."""
-    known = field_names()
-    chosen: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if name == "broadcast_buffers" and value is None:
-            continue  # torch's default beside forward_sync_buffers, which means True
-        if name in known:
-            chosen[name] = value
-        elif name in ("gradient_as_bucket_view", "batched_grad_copy"):
-            if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r}: expected True or False")
-        elif name in _REFUSED_DDP_ARGUMENTS:
-            # By identity: False == 0, and an argument that is not listed has None as its default.
-            if value is _DEFAULTS_OF_REFUSED.get(name):
-                continue  # torch's default, spelled out
-            raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
-        elif name not in ("bucket_cap_mb", "forward_sync_buffers"):
-            names = list(dict.fromkeys([*known, *beside]))
-            near = difflib.get_close_matches(name, names, n=1)
-            # the whole list after the one name would bury it
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
-            raise ValueError(f"unknown argument {name!r}: {hint}")
-    return chosen
-
-
-def _bucket_size_from_mib(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"bucket_cap_mb={value!r}: expected a positive number of MiB")
-    # Four bytes an element, whatever the gradients are sent in; a fraction of an element is still one.
-    return max(1, int(value * 2**20 / 4))
-
-
-_HOOKS = (
-    "buckets are reduced by this engine alone, which translates torch's fp16_compress_hook and bf16_compress_hook; "
-    "other communication hooks and model averaging need strategy='ddp'. Fewer bytes on slow links: "
-    "grad_wire_dtype='bf16' and param_wire_dtype='bf16'"
-)
-_REFUSED_DDP_ARGUMENTS = {
-    "ddp_comm_hook": _HOOKS,
-    "ddp_comm_state": _HOOKS,
-    "ddp_comm_wrapper": _HOOKS,
-    "model_averaging_period": _HOOKS,
-    "mixed_precision": "choose the precision in the framework (bf16-true keeps fp32 main params) or by autocast",
-    "delay_all_reduce_named_params": "freeze what must not be reduced, or leave it out of the wrapped module",
-    "param_to_hook_all_reduce": "freeze what must not be reduced, or leave it out of the wrapped module",
-    "device_mesh": "pass the data-parallel process group",
-    "device_ids": "the module's own device is used: move it there first",
-    "output_device": "the module's own device is used: move it there first",
-    "lazy_bucket_allocation": "grad_buffer='pooled' takes a bucket's memory when its gradients come, and gives it back",
-    "bucket_cap_mb_list": "buckets have one size: pass bucket_size (elements) or bucket_cap_mb",
-    "dim": "inputs are not scattered; a sampler gives every rank its part",
-    "check_reduction": "it has had no effect in torch for years: leave it out",
-    "init_sync": "parameters and buffers are always broadcast from rank 0 at the start: leave it out",
-    "skip_all_reduce_unused_params": "every bucket is always reduced, the same collectives on all ranks: leave it out",
-}
-_DEFAULTS_OF_REFUSED = {
-    "dim": 0,
-    "init_sync": True,
-    "check_reduction": False,
-    "skip_all_reduce_unused_params": False,
-    "lazy_bucket_allocation": False,
-}
-"""Those of torch's defaults that are not None."""

@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from .callers import check_not_a_stage, check_not_inside_torch_ddp
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
-from .engine import Engine, GiveBack, raise_closed
+from .engine import Engine, GiveBack
+from .errors import raise_closed
 from .events import EventKind, Listener
 from .graph_splits import GraphSplits
 from .layout import BufferLayout

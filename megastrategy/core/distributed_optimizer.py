@@ -28,6 +28,7 @@ from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .directory_state import own_share, read_share
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
 from .errors import OptimizerNotShardableError
+from .events import profiler_range
 from .forwarded import forwarding_members
 from .gathered_state import CollectiveGather, Gather, gather_main_params, gather_state_dict, number_params
 from .host_copies import to_host
@@ -43,7 +44,6 @@ from .model_state import (
 from .nested_optimizers import take_back
 from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
-from .profiler_ranges import profiler_range
 from .shard_state import groups_as_saved
 from .sharded_step import ShardedStep
 from .shown_state import ShownState, own_state_of

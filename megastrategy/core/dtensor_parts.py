@@ -28,10 +28,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Parameter
 
 from .collectives import Collectives, end_with, make_collectives
+from .collectives.comparison import check_all_agree
 from .collectives.process_groups import private_group, ranks_of
 from .first_batch import check_first_batch
 from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
-from .module_checks import check_all_agree
+from .stages import StagedModule, StageParts
 
 
 class DTensorParts(LocalParts):
@@ -252,3 +253,16 @@ def _warn_of_broken_ties(module: nn.Module) -> None:
                 "wrapped",
                 stacklevel=2,
             )
+
+
+class StagedTensorParts(StageParts, DTensorParts):
+    """This tensor rank's parts of the parameters of one stage, of which some are DTensors, or none.
+
+    Args:
+        staged: with a tensor mesh, which its DTensors have; it or a module around it is ``module``.
+        process_group: the data-parallel ranks; None for all.
+    """
+
+    def __init__(self, staged: StagedModule, module: nn.Module, process_group: ProcessGroup | None) -> None:
+        StageParts.__init__(self, staged, module)
+        DTensorParts.__init__(self, module, process_group, staged.tensor_mesh)

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -19,11 +19,12 @@ from .collectives.instanced import shard_collectives
 from .collectives.process_groups import num_own_groups, private_group
 from .config import DistributedDataParallelConfig
 from .contiguous_buffers import ContiguousGradBuffers
-from .errors import ClosedError, LayoutMismatchError, NotOnAllRanksError
+from .errors import LayoutMismatchError, NotOnAllRanksError, raise_closed
 from .events import Event, EventKind, Listener
 from .flattened_buffers import FlattenedGradBuffers
 from .holders import collect_garbage
-from .layout import BufferLayout, build_layout
+from .layout import BufferLayout
+from .layout_build import build_layout
 from .local_parts import LocalParts, dtensors_of
 from .main_grads import declare_main_grads, withdraw_main_grads
 from .memory import describe_setup
@@ -47,8 +48,7 @@ from .rebucketing.planner import BucketPlanner
 from .rebucketing.relayout import relayout
 from .rebucketing.shard_holder import ShardHolder
 from .reducer import Reducer
-from .staged_backwards import StagedBackwards
-from .staged_reducer import StagedReducer
+from .staged_backwards import StagedBackwards, StagedReducer
 from .stages import StagedModule, StageParts, find_staged
 from .trials.known_findings import KnownFindings
 from .weight_chunks import weight_chunks
@@ -162,7 +162,6 @@ class Engine:
             self._make_planner(),
             self.local_parts.tensor_ranks,
         )
-        self.reducer.engine = weakref.ref(self)
         if self.staged_module is not None:
             self.staged_module.attach(self.staged)
 
@@ -537,7 +536,7 @@ def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, sta
     if staged is not None and staged.tensor_mesh is None:
         return StageParts(staged, module)
     if staged is not None:
-        from .staged_tensor_parts import StagedTensorParts
+        from .dtensor_parts import StagedTensorParts
 
         return StagedTensorParts(staged, module, process_group)
     if not dtensors_of(module):
@@ -546,12 +545,3 @@ def _find_local_parts(module: nn.Module, process_group: ProcessGroup | None, sta
     from .dtensor_parts import DTensorParts
 
     return DTensorParts(module, process_group)
-
-
-def raise_closed() -> NoReturn:
-    """Raises the error of a closed wrapper, of a copy, and of the optimizer of either."""
-    raise ClosedError(
-        "this DistributedDataParallel was closed, or its module was wrapped again since, or it is a copy (deepcopy, "
-        "pickle): it reduces no gradients. To train its module, call the wrapper that was made last, or wrap the "
-        "module again, and make a new DistributedOptimizer"
-    )

@@ -5,6 +5,8 @@ Every message says what was expected, what was found, which parameter or bucket 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class MegastrategyError(RuntimeError):
     """Base class of every error raised for something that went wrong while training."""
@@ -81,3 +83,12 @@ class ClosedError(MegastrategyError):
 
 class CheckpointError(MegastrategyError):
     """A checkpoint could not be written, cannot be read, or does not fit what it is loaded into."""
+
+
+def raise_closed() -> NoReturn:
+    """Raises the error of a closed wrapper, of a copy, and of the optimizer of either."""
+    raise ClosedError(
+        "this DistributedDataParallel was closed, or its module was wrapped again since, or it is a copy (deepcopy, "
+        "pickle): it reduces no gradients. To train its module, call the wrapper that was made last, or wrap the "
+        "module again, and make a new DistributedOptimizer"
+    )

@@ -17,23 +17,17 @@ compare a digest before the first collective. Rules, after Megatron-LM's ``_Para
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import hashlib
-import itertools
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from .bucket_sizes import default_bucket_size, minimum_numels
-from .config import OF_SHARDS, DistributedDataParallelConfig
-from .weight_chunks import ChunkPlace, in_units
-from .wire_format import wire_dtypes, wire_nbytes
+from .weight_chunks import ChunkPlace
+from .wire import wire_nbytes
 
 # 128 bytes in 16 bits: every view starts on a cache line, as kernels that load vectors expect. And a block of
-# wire_format's, which two parameters, or two owners, would else share.
+# wire's, which two parameters, or two owners, would else share.
 PARAM_ALIGNMENT_NUMEL = 64
 # The same for a shard, which collectives and optimizers work on. NCCL moves what does not start on 16 bytes element by
 # element, and Megatron-LM's lcm(dp_size, 128) alone leaves a shard of 128 ranks a multiple of one element.
@@ -127,7 +121,7 @@ class Buffer:
     ``sum_dtype`` is that of reduced gradients. ``sums_apart``: a rank's shards of them have memory of their own, to
     which each reduction adds; else they are where the gradients were. ``grad_wire_dtype``: gradients are sent in it.
     ``param_wire_dtype``: changes of weights are sent in it; None where weights are sent themselves. int8 stands for
-    blocks (wire_format's [Note: blocks]). ``sent_..._nbytes(n)``: the bytes that n elements take on the wire.
+    blocks (wire's [Note: blocks]). ``sent_..._nbytes(n)``: the bytes that n elements take on the wire.
     ``keeps_main_bits``: see main_bits' [Note: what weights lack].
     """
 
@@ -183,7 +177,7 @@ class BufferLayout:
 
     def __post_init__(self) -> None:
         assert self.dp_size % self.num_shards == 0, "instances are of equal size"
-        alignment = _bucket_alignment(self.dp_size, self.num_shards)
+        alignment = bucket_alignment(self.dp_size, self.num_shards)
         ends = [0] * len(self.buffers)
         # By address, not by launch order: only then does a gap, which nobody would reduce or own, show.
         for bucket in sorted(self.buckets, key=lambda bucket: (bucket.buffer, bucket.start)):
@@ -239,7 +233,7 @@ class BufferLayout:
         # Equal pieces rather than full ones and a rest: the last piece is exposed, and a small rest still pays the
         # latency. Equal but for the alignment, without which the sums of all pieces but the first would be off it.
         num_pieces = -(-bucket.numel // self.piece_numel)
-        numel = _round_up(-(-shard_numel // num_pieces), SHARD_ALIGNMENT_NUMEL)
+        numel = round_up(-(-shard_numel // num_pieces), SHARD_ALIGNMENT_NUMEL)
         return [(start, min(start + numel, shard_numel)) for start in range(0, shard_numel, numel)]
 
     @property
@@ -353,148 +347,18 @@ class BufferLayout:
         return [[s.name, slot.bucket, slot.start] for s, slot in zip(self.params, self.slots, strict=True)]
 
 
-def digest(description: Mapping[str, object]) -> bytes:
-    """32 bytes that are equal on two ranks if and only if what is described (:meth:`BufferLayout.describe`) is."""
-    return hashlib.sha256(json.dumps(description).encode()).digest()
-
-
-def build_layout(
-    specs: Sequence[ParamSpec],
-    config: DistributedDataParallelConfig,
-    dp_size: int,
-    order: Sequence[int] | None = None,
-) -> BufferLayout:
-    """Places every parameter.
-
-    Args:
-        specs: trainable parameters, tied ones once, in order of registration.
-        config: the options.
-        dp_size: number of data-parallel ranks.
-        order: every index into ``specs`` once, the first to be complete in a backward first; None for the reverse of
-            registration.
-
-    Raises:
-        ValueError: if two specs share a name, or ``dp_size`` is not positive or does not divide into the instances.
-    """
-    num_shards = _num_shards(config, dp_size)
-    # Checkpoints and ranks' digests know parameters by name.
-    repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
-    if repeated:
-        raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
-    size, are_alike = _bucket_size(config, sum(spec.room for spec in specs), dp_size)
-    for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
-    alignment = math.lcm(_bucket_alignment(dp_size, num_shards), for_nccl)
-
-    order = range(len(specs))[::-1] if order is None else order
-    assert sorted(order) == list(range(len(specs))), "every parameter has one place in the order"
-    kinds = list(dict.fromkeys((spec.dtype, spec.grad_dtype) for spec in specs))  # no set: all ranks need one order
-    numels = [0] * len(kinds)
-    starts: dict[int, int] = {}
-    drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
-    for number, kind in enumerate(kinds):
-        units = in_units([s.chunk for s in specs], [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind])
-        # Each buffer begins with small buckets: its first gradients are early too.
-        minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
-        minimum, bucket_start, position = next(minimums), 0, 0
-        current: list[int] = []
-        for place, unit in enumerate(units):
-            position = _place(specs, unit, _round_up(position, PARAM_ALIGNMENT_NUMEL), starts)
-            current += unit
-            # Closed by the parameter that reaches the size: none is split, and no bucket is empty.
-            is_border = any(specs[index].is_alone for near in units[place : place + 2] for index in near)
-            if position - bucket_start >= minimum or place == len(units) - 1 or is_border:
-                position = _round_up(position, alignment)
-                drafts.append((number, bucket_start, position, tuple(current)))
-                minimum, bucket_start, current = next(minimums), position, []
-        numels[number] = position
-    # A bucket is complete when its last parameter is, so that decides the order between dtypes.
-    completed = {index: place for place, index in enumerate(order)}
-    drafts.sort(key=lambda draft: max(completed[index] for index in draft[3]))
-    buckets = tuple(Bucket(index, *draft) for index, draft in enumerate(drafts))
-    bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
-    slots = tuple(
-        ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel)
-        for i, spec in enumerate(specs)
-    )
-    pooled = config.grad_buffer == "pooled" and num_shards > 1  # else no shard is smaller than the gradients
-    sums_in_fp32 = pooled or (config.reduce_scatter_with_fp32_accumulation and num_shards > 1)
-    buffers = []
-    for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True):
-        sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT else grad_dtype
-        sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
-        # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
-        apart = pooled or sum_dtype != sent
-        in_bits = config.store_param_remainders and dtype == torch.bfloat16 and num_shards > 1
-        buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, apart, sent, weights_sent, in_bits))
-    return BufferLayout(
-        params=tuple(specs),
-        slots=slots,
-        buffers=tuple(buffers),
-        buckets=buckets,
-        dp_size=dp_size,
-        num_shards=num_shards,
-        piece_numel=_round_up(size, alignment) if pooled else None,
-        state_dtype=torch.bfloat16 if config.optimizer_state_dtype == "bf16" and num_shards > 1 else None,
-        offloads_state=config.offload_optimizer_states and num_shards > 1,
-    )
-
-
-def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, starts: dict[int, int]) -> int:
-    """Places a parameter, or those of a chunk, from ``position`` on; returns where that ends."""
-    numel = 0
-    for index in unit:
-        chunk = specs[index].chunk
-        starts[index] = position + (0 if chunk is None else chunk.start)
-        numel = specs[index].room if chunk is None else chunk.numel
-    return position + numel
-
-
-def _bucket_alignment(dp_size: int, num_shards: int) -> int:
-    """The number of elements that divides a bucket's size: its shards are equal then, and each begins aligned."""
-    # Nothing more where every rank owns all of every bucket: an all-reduce has no shards.
-    shards = num_shards * SHARD_ALIGNMENT_NUMEL if num_shards > 1 else 1
-    return math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, shards)
-
-
-def _bucket_size(config: DistributedDataParallelConfig, total_numel: int, dp_size: int) -> tuple[int, bool]:
-    """The size in elements, and whether it holds for all buckets alike: if the user gave it, or one takes them all."""
-    if config.bucket_size is not None:
-        return config.bucket_size, True
-    size = default_bucket_size(total_numel, dp_size)
-    return size, size >= total_numel
-
-
-def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
-    """The number of parts in which a bucket is owned; raises ValueError if the options do not fit the number of
-    ranks."""
-    if dp_size < 1:
-        raise ValueError(f"dp_size={dp_size}: expected at least one rank")
-    instances = config.num_distributed_optimizer_instances
-    # An all-reduce: every rank owns all of every bucket.
-    if not config.use_distributed_optimizer:
-        return 1
-    if dp_size % instances != 0:
-        divisors = ", ".join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)
-        raise ValueError(
-            f"num_distributed_optimizer_instances={instances} does not divide the {dp_size} data-parallel rank(s), of "
-            f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
-        )
-    # On one rank both are quietly of no effect, so that a script runs there unchanged.
-    for name in OF_SHARDS:
-        value = getattr(config, name)
-        if instances == dp_size > 1 and value not in (False, None, "contiguous"):
-            raise ValueError(
-                f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts {name}={value!r}: "
-                "instances of one rank have no shards, and gradients are all-reduced. Pass fewer "
-                "instances, or leave one of the two out"
-            )
-    return dp_size // instances
-
-
 def _largest_for_each_of(nbytes: Sequence[int], number: int) -> list[int]:
     """Gives every buffer the largest size: they are used in turn, and any may get the largest piece."""
     return [max(nbytes)] * min(number, len(nbytes)) if nbytes else []
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Returns the smallest multiple of ``multiple`` that is not below ``value``."""
     return -(-value // multiple) * multiple
+
+
+def bucket_alignment(dp_size: int, num_shards: int) -> int:
+    """The number of elements that divides a bucket's size: its shards are equal then, and each begins aligned."""
+    # Nothing more where every rank owns all of every bucket: an all-reduce has no shards.
+    shards = num_shards * SHARD_ALIGNMENT_NUMEL if num_shards > 1 else 1
+    return math.lcm(dp_size, BUCKET_ALIGNMENT_NUMEL, shards)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -12,10 +11,11 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .collectives import Collectives
+from .collectives.comparison import check_all_agree, first_difference, if_different
 from .collectives.tensor_parts import digest_of
 from .config import DistributedDataParallelConfig
-from .errors import LayoutMismatchError
-from .layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ParamSpec, build_layout, digest
+from .layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ParamSpec
+from .layout_build import build_layout
 from .local_parts import LocalParts
 from .module_params import IGNORED, named_buffers, named_params
 from .strides import dense_stride
@@ -160,13 +160,13 @@ def agree_on_layout(
         LayoutMismatchError: on all ranks, if their layouts or options differ otherwise.
     """
     description = {**layout.describe(), "option (name, value)": option_rows(config)}
-    if (descriptions := _if_different(description, collectives)) is None:
+    if (descriptions := if_different(description, collectives)) is None:
         return layout
     # Chunks come of where weights happened to lie: a rank that loaded them into memory of their own has none.
     if any(theirs[CHUNKS] != description[CHUNKS] for theirs in descriptions):
         specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
         return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
-    raise _first_difference(descriptions)
+    raise first_difference(descriptions)
 
 
 def check_are_equal(named: Mapping[str, Parameter], broadcast: Sequence[Parameter], collectives: Collectives) -> None:
@@ -183,39 +183,3 @@ def check_are_equal(named: Mapping[str, Parameter], broadcast: Sequence[Paramete
 def option_rows(config: DistributedDataParallelConfig) -> list[list[object]]:
     """The options as ranks compare them."""
     return [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]
-
-
-def check_all_agree(description: Mapping[str, Sequence[object]], collectives: Collectives) -> None:
-    """Raises LayoutMismatchError, on all ranks, with the first difference between their descriptions: JSON-able rows by
-    what they tell. Collective."""
-    if (descriptions := _if_different(description, collectives)) is not None:
-        raise _first_difference(descriptions)
-
-
-def _if_different(
-    description: Mapping[str, Sequence[object]], collectives: Collectives
-) -> list[Mapping[str, Sequence[object]]] | None:
-    """Every rank's description, by rank; None, on all ranks, if they are equal. Collective."""
-    # 32 bytes first: the whole description of a large model is megabytes, and almost always the same. Ranks agree by a
-    # maximum, in log2(ranks) messages where a gather has ranks - 1: all bytes are equal where the largest of each is
-    # the smallest.
-    own = list(digest(description))
-    largest = collectives.max_of_bytes([*own, *(255 - byte for byte in own)])
-    if all(byte == 255 - other for byte, other in zip(largest[: len(own)], largest[len(own) :], strict=True)):
-        return None
-    return collectives.all_gather_objects(description)
-
-
-def _first_difference(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> LayoutMismatchError:
-    # Parameters come first in it, so the first difference is the cause and not one of its consequences.
-    for what in descriptions[0]:
-        for rank, theirs in enumerate(descriptions):
-            pairs = itertools.zip_longest(descriptions[0][what], theirs[what], fillvalue="none")
-            for expected, got in pairs:
-                if expected != got:
-                    return LayoutMismatchError(
-                        "the ranks do not hold the same model or configuration. First difference, in the "
-                        f"{what}: rank 0 has {expected}, rank {rank} has {got}. Build the same module, in the same "
-                        "order and with the same frozen parameters and options, on every rank"
-                    )
-    raise AssertionError("digests differ but descriptions do not")

@@ -19,7 +19,7 @@ from .layout import BufferLayout
 from .local_parts import LocalParts
 from .strides import contiguous_stride
 from .weight_chunks import ChunkPlace
-from .wire_format import fill_nothing_, wire_numel, wire_part
+from .wire import fill_nothing_, wire_numel, wire_part
 
 
 class ParamBuffers:
@@ -28,7 +28,7 @@ class ParamBuffers:
     The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
     shapes and strides stay. Weights in a chunk share a storage there (weight_chunks' [Note: weights in one chunk]), and
     every other parameter has one of its own. Where changes are sent in their place, ``changes`` has memory for those,
-    of the same layout, in which everything is :data:`.wire_format.NOTHING` but what is on its way. ``bitmaps`` are of
+    of the same layout, in which everything is :data:`.wire.NOTHING` but what is on its way. ``bitmaps`` are of
     this rank's shards, one after the other, where main_bits keeps some. ``restore`` gives
     parameters memory of their own again, and leaves those alone that were moved out of here from outside
     (``module.double()``).
@@ -102,7 +102,7 @@ class ParamBuffers:
         return None if changes is None else wire_part(changes, place.start, place.end)
 
     def forget_changes(self) -> None:
-        """Makes all that came, and was added to the weights, :data:`.wire_format.NOTHING`."""
+        """Makes all that came, and was added to the weights, :data:`.wire.NOTHING`."""
         for changes in self.changes:
             if changes is not None:
                 fill_nothing_(changes)

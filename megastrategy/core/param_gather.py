@@ -25,12 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from . import devices
 from .collectives import Collectives, Handle
 from .errors import CollectiveError
-from .events import Event, EventKind, Listener
+from .events import Event, EventKind, Listener, profiler_range
 from .layout import Spans
 from .param_buffers import ParamBuffers
-from .profiler_ranges import profiler_range
-from .wire import add_changes_
-from .wire_format import wire_span
+from .wire import add_changes_, wire_span
 
 
 class ParamGather:

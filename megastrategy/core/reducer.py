@@ -40,13 +40,12 @@ from .buffers import GradBuffers
 from .collectives import Collectives, Handle, Handles
 from .config import DistributedDataParallelConfig
 from .errors import BucketInFlightError, LossTokensError, UnusedParameterError
-from .events import Event, EventKind, Listener
+from .events import Event, EventKind, Listener, profiler_range
 from .grad_accumulators import GradAccumulators
 from .grad_hooks import GradHooks
 from .layout import BufferLayout
 from .loss_tokens import PAST_AUTOGRAD, TOO_LATE, LossTokens
 from .nonfinite import FiniteCheck
-from .profiler_ranges import profiler_range
 from .rebucketing.planner import BucketPlanner
 from .reduced_grad import inside_backward, inside_node
 
@@ -68,10 +67,8 @@ class Reducer:
         tensor_ranks: the ranks that hold the parts of a tensor-parallel model; they refuse a backward together.
 
     Attributes:
-        engine: a weak reference to the engine that it belongs to.
+        backwards: refers to the engine that it belongs to.
     """
-
-    engine: Any
 
     def __init__(
         self,
@@ -96,7 +93,7 @@ class Reducer:
         self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
         self._prepared = Preparation()
         self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
-        self._backwards = backwards
+        self.backwards = backwards
         self._epoch = 0
         self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
         self._kept: list[bool] = []  # by parameter: its gradient was reduced, and no other has come since
@@ -177,7 +174,7 @@ class Reducer:
         self.drop_unfinished()
         self._hooks.stay_last()
         self._accumulators.follow_stream()
-        self._backwards.forget()
+        self.backwards.forget()
 
     def follow_swaps(self) -> None:
         """Watches parameters again inside of which torch has put another tensor since the last forward."""
@@ -220,7 +217,7 @@ class Reducer:
 
     def watch(self, outputs: Any) -> None:
         """A backward may start from tensors in ``outputs``."""
-        self._backwards.look_at(outputs)
+        self.backwards.look_at(outputs)
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
@@ -272,9 +269,9 @@ class Reducer:
         if syncs and self._planner is not None and not self._has_synced:
             self._planner.start()
         self.buffers.open()
-        if not self._backwards.knows_outermost():
+        if not self.backwards.knows_outermost():
             self._emit(EventKind.BACKWARD_START, 0)
-            self._backwards.expect_end()
+            self.backwards.expect_end()
 
     def on_backward_end(self) -> BufferLayout | None:
         """Sends what is left, or leaves it to accumulate. Returns as :meth:`finish_grad_sync`."""
@@ -282,15 +279,14 @@ class Reducer:
         # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
             return None
-        wanted: BufferLayout | None = None
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
         self._tokens.end_backward()
         if synced:
             self._prepared.end(inside=inside_node())
             self._is_unfinished = True
-            wanted = self._end_synchronised()
         else:
             self.buffers.detach_unused()
+        wanted = self._end_synchronised() if synced else None
         self._emit(EventKind.BACKWARD_END, int(synced))
         return wanted
 

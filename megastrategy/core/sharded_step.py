@@ -46,7 +46,7 @@ from .trials.elementwise import Findings
 from .trials.later_trials import LaterTrials
 from .trials.step_arguments import StepArguments
 from .whole_params import WholeParam
-from .wire_format import wire_part
+from .wire import wire_part
 
 if TYPE_CHECKING:
     from .kept_state import KeptState, StepPiece

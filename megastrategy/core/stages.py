@@ -29,10 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from .collectives import Collectives, end_with, make_collectives
+from .collectives.comparison import check_all_agree
 from .collectives.process_groups import private_group, subgroup
 from .first_batch import check_first_batch
 from .local_parts import LocalParts, dtensors_of
-from .module_checks import check_all_agree
 from .module_params import named_params
 
 
@@ -141,7 +141,7 @@ def names_elsewhere(module: nn.Module) -> frozenset[str]:
 class StageParts(LocalParts):
     """The parameters of one stage.
 
-    It leaves to :class:`LocalParts`, or to what stands there in a class of both (staged_tensor_parts), where on this
+    It leaves to :class:`LocalParts`, or to what stands there in a class of both (StagedTensorParts), where on this
     rank a parameter lies.
 
     Args:

@@ -10,7 +10,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .collectives.process_groups import world_group
-from .config import DistributedDataParallelConfig, config_from_arguments
+from .config import DistributedDataParallelConfig
+from .ddp_arguments import config_from_arguments
 
 
 def config_with(

@@ -44,7 +44,7 @@ def weight_chunks(
 
     Only whole layers are found, all of whose weights are in ``params``: one that stays behind, frozen or in another
     dtype, would leave a hole that nobody fills. None where weights stay where they are, nor where they are sent in
-    blocks, of which each has numbers of one parameter (wire_format's [Note: blocks]).
+    blocks, of which each has numbers of one parameter (wire's [Note: blocks]).
     """
     if not config.use_distributed_optimizer or "int8" in (config.grad_wire_dtype, config.param_wire_dtype):
         return {}

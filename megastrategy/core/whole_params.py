@@ -24,11 +24,10 @@ from .buffers import slice_view
 from .collectives import Handle
 from .engine import Engine
 from .errors import OptimizerNotShardableError
-from .events import EventKind
+from .events import EventKind, profiler_range
 from .layout import Bucket, Spans
 from .owners import Owners, Part
 from .param_shard import ParamShard
-from .profiler_ranges import profiler_range
 
 
 @dataclasses.dataclass

@@ -32,7 +32,7 @@ def take_over(params: Sequence[tuple[str, Parameter]], module: nn.Module) -> Non
         collect_garbage()  # a wrapper that was dropped may be in a circle of references, as modules often are
     for name, param in params:
         for reducer in reducers_of(param):
-            engine = reducer.engine()
+            engine = reducer.backwards.engine()
             assert engine is not None, "it has the reducer"
             wrapper: Any = engine.wrapper()
             if wrapper is None:

@@ -50,8 +50,8 @@ In what follows d is the number of ranks.
 
 _LINKS = {
     "`megastrategy tune`": "[`megastrategy tune`](profiling.md#which-bucket-size)",
-    "`bucket_sizes`' [Note: default bucket size]": (
-        "[Note: default bucket size] in [core/bucket_sizes.py](../megastrategy/core/bucket_sizes.py)"
+    "`layout_build`'s [Note: default bucket size]": (
+        "[Note: default bucket size] in [core/layout_build.py](../megastrategy/core/layout_build.py)"
     ),
     "Not with a GradScaler": "[Example](gradients.md#find-what-is-not-finite). Not with a GradScaler",
 }

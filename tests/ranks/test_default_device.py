@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core import read_directory, save_directory, to_host
-from megastrategy.core.layout import build_layout
+from megastrategy.core.layout_build import build_layout
 from megastrategy.core.rebucketing.relayout import relayout
 from megastrategy.data import ResumableSampler
 from tests.support.directories import saving_among_threads

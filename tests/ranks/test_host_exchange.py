@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core.errors import CollectiveError, MicrobatchMismatchError, NonFiniteGradError
-from megastrategy.core.layout import build_layout
+from megastrategy.core.layout_build import build_layout
 from megastrategy.core.rebucketing.relayout import relayout
 
 from ..support.budgets import work_as_on_an_accelerator

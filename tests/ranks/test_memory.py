@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.layout import build_layout
+from megastrategy.core.layout_build import build_layout
 from megastrategy.core.memory import describe_setup, memory_use, memory_use_of_ddp
 from megastrategy.core.module_checks import param_spec
 from megastrategy.core.owners import Owners

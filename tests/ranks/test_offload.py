@@ -20,7 +20,8 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core import kept_state, offload, read_directory, save_directory, to_host
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.errors import CollectiveError
-from megastrategy.core.layout import ParamSpec, build_layout
+from megastrategy.core.layout import ParamSpec
+from megastrategy.core.layout_build import build_layout
 from megastrategy.core.memory import describe_setup, memory_use
 from megastrategy.core.rebucketing.relayout import relayout
 from megastrategy.core.rebucketing.shard_holder import Contents

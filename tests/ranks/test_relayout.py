@@ -17,7 +17,8 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.contiguous_buffers import ContiguousGradBuffers
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import EventKind
-from megastrategy.core.layout import BufferLayout, build_layout
+from megastrategy.core.layout import BufferLayout
+from megastrategy.core.layout_build import build_layout
 from megastrategy.core.memory import memory_use
 from megastrategy.core.rebucketing.relayout import relayout
 from tests.ranks.test_memory import bytes_of

@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core.errors import LayoutMismatchError, OptimizerNotShardableError
-from megastrategy.core.layout import BufferLayout, ParamSpec, build_layout
+from megastrategy.core.layout import BufferLayout, ParamSpec
+from megastrategy.core.layout_build import build_layout
 from megastrategy.core.memory import memory_use
 from megastrategy.core.owners import Owners
 from megastrategy.core.rebucketing.relayout import relayout

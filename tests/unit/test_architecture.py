@@ -58,7 +58,7 @@ MAY_IMPORT = {
 # Core's rooms: what of core each may import, besides itself. The files beside them, the way of a gradient, may use
 # every room; that no way leads back to where it began, the test of circles holds.
 ROOMS_OF_CORE = {
-    "collectives": {"errors", "devices", "layout", "wire_format"},
+    "collectives": {"errors", "devices", "layout", "wire"},
     "trials": set(),
     "checkpoint": {
         "errors",
@@ -88,6 +88,7 @@ ROOMS_OF_CORE = {
         "devices",
         "param_buffers",
         "reducer",
+        "layout_build",
     },
 }
 

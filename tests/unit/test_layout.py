@@ -10,16 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megastrategy.core.bucket_sizes import default_bucket_size
+from megastrategy.core.collectives.comparison import digest as digest_of
 from megastrategy.core.config import DistributedDataParallelConfig
-from megastrategy.core.layout import (
-    BufferLayout,
-    ParamSpec,
-    build_layout,
-)
-from megastrategy.core.layout import (
-    digest as digest_of,
-)
+from megastrategy.core.layout import BufferLayout, ParamSpec
+from megastrategy.core.layout_build import build_layout, default_bucket_size
 from megastrategy.core.own_parts import divided_params
 from megastrategy.core.strides import contiguous_stride, dense_stride
 from megastrategy.core.weight_chunks import ChunkPlace

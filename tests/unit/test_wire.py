@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastrategy.core.wire import publish_change_, round_in_place
-from megastrategy.core.wire_format import fill_nothing_, read_wire, wire_numel, write_wire_
+from megastrategy.core.wire import fill_nothing_, publish_change_, read_wire, round_in_place, wire_numel, write_wire_
 
 
 def empty_wire(numel: int, dtype: torch.dtype) -> Tensor:

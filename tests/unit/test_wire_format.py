@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megastrategy.core.layout import PARAM_ALIGNMENT_NUMEL, SHARD_ALIGNMENT_NUMEL
-from megastrategy.core.wire_format import (
+from megastrategy.core.wire import (
     BLOCK_NBYTES,
     BLOCK_NUMEL,
     fill_nothing_,

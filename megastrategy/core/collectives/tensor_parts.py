@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import devices
-from ..wire_format import read_wire, wire_part
+from ..wire import read_wire, wire_part
 
 _PIECE_NUMEL = 2**16  # 256 kB in fp32: a piece of sums, total and addend stay in a core's second-level cache
 _DEVICE_PIECE_NUMEL = 2**24

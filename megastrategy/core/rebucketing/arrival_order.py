@@ -11,7 +11,8 @@ import collections
 from collections.abc import Sequence
 
 from ..config import DistributedDataParallelConfig
-from ..layout import BufferLayout, build_layout
+from ..layout import BufferLayout
+from ..layout_build import build_layout
 
 WORTH_MOVING = 0.9
 """The part of the present :func:`launch_cost` that another order must get below. A weight and its bias that come the

@@ -15,7 +15,8 @@ import torch
 
 from ..collectives import Collectives
 from ..config import DistributedDataParallelConfig
-from ..layout import BufferLayout, build_layout
+from ..layout import BufferLayout
+from ..layout_build import build_layout
 from .arrival_order import better_layout_order
 
 

@@ -1,0 +1,52 @@
+"""Compares descriptions of all ranks, and says where they differ first."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+
+from ..errors import LayoutMismatchError
+from . import Collectives
+
+
+def digest(description: Mapping[str, object]) -> bytes:
+    """32 bytes that are equal on two ranks if and only if what is described (:meth:`BufferLayout.describe`) is."""
+    return hashlib.sha256(json.dumps(description).encode()).digest()
+
+
+def check_all_agree(description: Mapping[str, Sequence[object]], collectives: Collectives) -> None:
+    """Raises LayoutMismatchError, on all ranks, with the first difference between their descriptions: JSON-able rows by
+    what they tell. Collective."""
+    if (descriptions := if_different(description, collectives)) is not None:
+        raise first_difference(descriptions)
+
+
+def if_different(
+    description: Mapping[str, Sequence[object]], collectives: Collectives
+) -> list[Mapping[str, Sequence[object]]] | None:
+    """Every rank's description, by rank; None, on all ranks, if they are equal. Collective."""
+    # 32 bytes first: the whole description of a large model is megabytes, and almost always the same. Ranks agree by a
+    # maximum, in log2(ranks) messages where a gather has ranks - 1: all bytes are equal where the largest of each is
+    # the smallest.
+    own = list(digest(description))
+    largest = collectives.max_of_bytes([*own, *(255 - byte for byte in own)])
+    if all(byte == 255 - other for byte, other in zip(largest[: len(own)], largest[len(own) :], strict=True)):
+        return None
+    return collectives.all_gather_objects(description)
+
+
+def first_difference(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> LayoutMismatchError:
+    # Parameters come first in it, so the first difference is the cause and not one of its consequences.
+    for what in descriptions[0]:
+        for rank, theirs in enumerate(descriptions):
+            pairs = itertools.zip_longest(descriptions[0][what], theirs[what], fillvalue="none")
+            for expected, got in pairs:
+                if expected != got:
+                    return LayoutMismatchError(
+                        "the ranks do not hold the same model or configuration. First difference, in the "
+                        f"{what}: rank 0 has {expected}, rank {rank} has {got}. Build the same module, in the same "
+                        "order and with the same frozen parameters and options, on every rank"
+                    )
+    raise AssertionError("digests differ but descriptions do not")
