@@ -38,6 +38,7 @@ def if_different(
 
 
 def first_difference(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> LayoutMismatchError:
+    """Returns the error that names the first difference between the ranks' descriptions."""
     # Parameters come first in it, so the first difference is the cause and not one of its consequences.
     for what in descriptions[0]:
         for rank, theirs in enumerate(descriptions):
