@@ -148,7 +148,7 @@ def train_rows(door: str, mode: str, codes: Sequence[UserCode]) -> list[tuple[En
 
 def rows_of(door: str, mode: str, size: int) -> Iterator[UserCode]:
     for code in ROWS:
-        if code.parts_torch_ddp or (code.needs_whole_grads and mode == "shards" and size > 1):
+        if code.parts_torch_ddp or code.torch_ddp_refuses or (code.needs_whole_grads and mode == "shards" and size > 1):
             continue
         if (door == "trainer" and code.drives) or (door == "fabric" and code.ignored_by_fabric):
             continue

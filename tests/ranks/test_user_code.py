@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.errors import MegastrategyError
 from tests.support.ranks import run_ranks
-from tests.support.user_code import ROWS, UserCode
+from tests.support.user_code import ROWS, WHY_TORCH_DDP_REFUSES, UserCode
 from tests.support.user_code_training import Ended, Net, compare, make_optimizer, play, site_of
 
 MODES: dict[str, dict[str, Any]] = {
@@ -52,6 +52,8 @@ def test_equal_to_torch_ddp_or_refused_by_name(code: UserCode, mode: str, size: 
     sharded = mode != "all-reduce" and size > 1
     if sharded and code.needs_whole_grads:
         pytest.skip("the step refuses it, and would not be made: tests/ranks/test_reduced_grad.py")
+    if code.torch_ddp_refuses:
+        pytest.skip(WHY_TORCH_DDP_REFUSES)
     refusal = code.refused if sharded else None
     reference = with_torch_ddp(None if refusal else code, size)
     compare(with_ours(code, size, mode, refusal), reference, rtol=1e-5 if code.rounds and sharded else 0.0)

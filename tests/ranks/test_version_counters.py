@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from tests.support.ranks import run_ranks
+from tests.support.user_code import TORCH_DDP_MOVES_VERSIONS, WHY_TORCH_DDP_REFUSES
 
 ENGINES: dict[str, Mapping[str, Any]] = {
     "sharded": {"bucket_size": 1},
@@ -105,10 +106,7 @@ def no_sync_forward(model: Any, module: Net, rank: int) -> Tensor:
 BETWEEN: list[Callable[[Any, Net, int], Tensor | None]] = [second_forward, validation, inference, no_sync_forward]
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12),
-    reason="torch DDP of 2.11, which is compared with, moves the versions of buffers that it broadcasts, and raises",
-)
+@pytest.mark.skipif(TORCH_DDP_MOVES_VERSIONS, reason=WHY_TORCH_DDP_REFUSES)
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda between: between.__name__)
 @each_engine
 def test_a_forward_between_a_forward_and_its_backward(

@@ -26,6 +26,9 @@ from megastrategy.errors import MegastrategyError, ReducedGradError
 Place = Literal["before backward", "before step", "after step"]
 PLACES: tuple[Place, ...] = ("before backward", "before step", "after step")
 
+TORCH_DDP_MOVES_VERSIONS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+WHY_TORCH_DDP_REFUSES = "torch DDP of 2.11, which is compared with, moves the versions of buffers that it broadcasts"
+
 STEPS = 4
 ACTING_STEPS = (1, 2)
 """The steps in which a row is played: twice, so that the second finds what the first has left."""
@@ -82,6 +85,7 @@ class UserCode:
         parts_torch_ddp: whether torch DDP's ranks have different weights afterwards, unless it is wrapped again.
         ignored_by_fabric: whether Fabric's optimizer does it to itself, and not to the one that it has inside.
         needs_whole_grads: whether a step refuses what it leaves where gradients are sharded (test_reduced_grad.py).
+        forwards: whether it calls the wrapper's forward.
     """
 
     run: Code
@@ -92,6 +96,12 @@ class UserCode:
     parts_torch_ddp: bool = False
     ignored_by_fabric: bool = False
     needs_whole_grads: bool = False
+    forwards: bool = False
+
+    @property
+    def torch_ddp_refuses(self) -> bool:
+        """Whether torch DDP raises: until 2.12 it moves the versions of buffers that it broadcasts."""
+        return self.forwards and self.place == "before backward" and TORCH_DDP_MOVES_VERSIONS
 
     @property
     def name(self) -> str:
@@ -363,7 +373,7 @@ def exchange_the_gradients_of_two_weights(site: Site) -> None:
 # --- other forwards --------------------------------------------------------------------------------------------------
 
 
-@row("before backward")
+@row("before backward", forwards=True)
 def add_another_forward(site: Site) -> Tensor:
     return site.forward()
 
@@ -373,7 +383,7 @@ def add_a_direct_forward(site: Site) -> Tensor:
     return site.direct()
 
 
-@row("before backward", "before step", "after step")
+@row("before backward", "before step", "after step", forwards=True)
 def validate(site: Site) -> None:
     site.model.eval()
     with torch.no_grad():
@@ -381,7 +391,7 @@ def validate(site: Site) -> None:
     site.model.train()
 
 
-@row("before backward", "before step", "after step")
+@row("before backward", "before step", "after step", forwards=True)
 def predict_in_inference_mode(site: Site) -> None:
     site.model.eval()
     with torch.inference_mode():
@@ -389,7 +399,7 @@ def predict_in_inference_mode(site: Site) -> None:
     site.model.train()
 
 
-@row("before backward", "before step", "after step")
+@row("before backward", "before step", "after step", forwards=True)
 def forward_without_gradients_in_training_mode(site: Site) -> None:
     with torch.no_grad():
         site.forward()
@@ -419,7 +429,7 @@ def call_functionally_with_gradients(site: Site) -> Tensor:
     return 0 * loss.detach()
 
 
-@row("before backward", "after step")
+@row("before backward", "after step", forwards=True)
 def forward_that_fails(site: Site) -> None:
     for module in (site.module, site.model):
         try:
@@ -460,7 +470,7 @@ def local_backward_on_the_first_rank(site: Site) -> None:
     site.optimizer.zero_grad()
 
 
-@row("before backward")
+@row("before backward", forwards=True)
 def penalise_the_gradient(site: Site) -> Tensor:
     grads = torch.autograd.grad(site.forward(), site.trained, create_graph=True, allow_unused=True)
     return sum((grad**2).sum() for grad in grads if grad is not None)  # type: ignore[return-value]

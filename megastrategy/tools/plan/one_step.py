@@ -101,6 +101,8 @@ class OneStep:
 
     def __init__(self, live: LiveBytes, dp_size: int) -> None:
         self.live, self._dp_size = live, dp_size
+        self.shares_models = False
+        """Whether a model has fewer data-parallel ranks than there are: others have parts of it."""
         self._models: list[DistributedDataParallel] = []
         self._layouts: dict[int, BufferLayout] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
@@ -124,7 +126,8 @@ class OneStep:
     def install(
         self, on_done: Callable[[], object], wrapper: type[DistributedDataParallel] = DistributedDataParallel
     ) -> RemovableHandle:
-        """Patches ``wrapper`` for the rest of the process; ``on_done`` is called once a second step begins.
+        """Patches ``wrapper`` for the rest of the process; ``on_done`` is called once a second step begins, or ranks
+        are found to share a model.
 
         Returns:
             the hook on all optimizers' steps, to be removed where the process goes on.
@@ -144,6 +147,9 @@ class OneStep:
             given = kwargs.pop("listener", None)
             init(model, *args, listener=one_listener([listen] if given is None else [given, listen]), **kwargs)
             self._layouts[number] = model.layout
+            if model.layout.dp_size != self._dp_size:
+                self.shares_models = True
+                on_done()
             model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
 
         wrapper.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
@@ -372,6 +378,11 @@ def _held(buffers: Any) -> Iterator[Tensor]:
 
 # --- the process -----------------------------------------------------------------------------------------------------
 
+RANKS_SHARE_A_MODEL = (
+    "Its ranks share a model (tensor ranks or stages), and scripts of data-parallel ranks only are planned: leave that "
+    "out of the script to plan the rest; megastrategy.plan() divides layers into stages"
+)
+
 
 def pretend_ranks(dp_size: int) -> None:
     """Makes every process group of this process a fake one, for the rest of it."""
@@ -410,7 +421,7 @@ def main() -> None:
         Path(file).write_bytes(pickle.dumps(result))
 
     def done() -> None:
-        write(step.measured())
+        write(RANKS_SHARE_A_MODEL if step.shares_models else step.measured())
         sys.stdout.flush()
         sys.stderr.flush()
         # Not an exception, which a script could catch: a Trainer would write a checkpoint.

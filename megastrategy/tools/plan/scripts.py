@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from .one_step import MeasuredStep
+from .one_step import RANKS_SHARE_A_MODEL, MeasuredStep
 
 
 class PlanError(Exception):
@@ -92,8 +92,7 @@ _HINTS = (
     # The first that is found in what it said. What comes first is the cause of what follows.
     (
         r"parallelize_module\(|/tensor/parallel/|tensor_parallel|pipeline_parallel|megastrategy/pipeline/|/pipelining/",
-        "Its ranks share a model (tensor ranks or stages), and scripts of data-parallel ranks alone are planned: leave "
-        "that out of the script to plan the rest; megastrategy.plan() divides layers into stages",
+        RANKS_SHARE_A_MODEL,
     ),
     (r"ModuleNotFoundError: No module named", "Install that into this environment: the script itself is run"),
     (
