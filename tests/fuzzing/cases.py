@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallelConfig
+from megastrategy.core.config import OF_SHARDS
 
 from ..support import switches
 from ..support.user_code import ROWS
@@ -204,13 +205,10 @@ class Case:
         return ranks != 3 and (shards or self.sums_in_fp32)
 
     def instances(self, ranks: int) -> int:
-        """Returns as many as divide the ranks, and leave shards where there has to be one to sum into."""
+        """Returns as many as divide the ranks, and leave shards where an option is about them."""
         asked: int = self.options.get("num_distributed_optimizer_instances", 1)
-        config = self.config
-        sums_in_shards = config.reduce_scatter_with_fp32_accumulation or config.grad_buffer == "pooled"
-        sums_in_shards |= config.grad_wire_dtype is not None or config.param_wire_dtype is not None
-        sums_in_shards |= config.optimizer_state_dtype is not None or config.store_param_remainders
-        return 1 if ranks % asked or (ranks == asked and sums_in_shards) else asked
+        needs_shards = any(getattr(self.config, name) not in (False, None, "contiguous") for name in OF_SHARDS)
+        return 1 if ranks % asked or (ranks == asked and needs_shards) else asked
 
 
 class Model(nn.Module):
