@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core import layout
+from megastrategy.core import layout_build
 
 from ..support.comparison import assert_equal
 from ..support.directories import saving_among_threads
@@ -116,7 +116,7 @@ def finish(player: Player, script: Script, saves: Path | None) -> Outcome:
 
 def several_default_buckets() -> contextlib.AbstractContextManager[Any]:
     """``bucket_size=None`` means several buckets for these small models as well."""
-    return mock.patch.object(layout, "default_bucket_size", lambda numel, _: max(1, numel // 8))
+    return mock.patch.object(layout_build, "default_bucket_size", lambda numel, _: max(1, numel // 8))
 
 
 def main_that_counts(saved: Saved, name: str) -> Tensor:

@@ -86,6 +86,8 @@ class UserCode:
         ignored_by_fabric: whether Fabric's optimizer does it to itself, and not to the one that it has inside.
         needs_whole_grads: whether a step refuses what it leaves where gradients are sharded (test_reduced_grad.py).
         forwards: whether it calls the wrapper's forward.
+        leaves_forward: whether it leaves a forward without its backward. Torch DDP then averages the next backward
+            under no_sync() too, and once more with the last: on three ranks thirds of thirds are rounded.
     """
 
     run: Code
@@ -97,6 +99,7 @@ class UserCode:
     ignored_by_fabric: bool = False
     needs_whole_grads: bool = False
     forwards: bool = False
+    leaves_forward: bool = False
 
     @property
     def torch_ddp_refuses(self) -> bool:
@@ -405,7 +408,7 @@ def forward_without_gradients_in_training_mode(site: Site) -> None:
         site.forward()
 
 
-@row("before step", "after step")
+@row("before step", "after step", leaves_forward=True)
 def forward_without_a_backward(site: Site) -> None:
     site.seen.append(site.forward().detach())
 
