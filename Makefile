@@ -9,13 +9,14 @@ ARGS ?=
 # also where the environment says otherwise: workers, ranks and scripts import the same files, some hundred times.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Files go to workers whole, so each worker has its own processes for ranks, and a file's trainings are done once; in their
-# order, so that the shortest, tests/unit, come last, and no worker is left alone with a long one. Two more than two cores:
-# half of the time goes to waits that tests are about (three workers took 648 s, four 533 s, on 2026-11-25).
+# order: tests/tools first (tests/conftest.py), which wait longest, and the shortest, tests/unit, last, so that no worker is
+# left alone with a long one. Two more than two cores: half of the time goes to waits that tests are about (three workers
+# took 648 s, four 533 s, on 2026-11-25).
 WORKERS ?= 4
 PYTEST += --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench bench-full gpu-check check docs test test-rest test-lazy test-long fuzz lint fast clean
+.PHONY: help setup demo bench bench-full gpu-check docs fast test nightly lint fuzz clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,19 +45,24 @@ bench-full: $(STAMP)  ## more cases, engines and ranks, hours (ARGS="--help" lis
 gpu-check: $(STAMP)  ## check the engine on this machine's GPUs (ARGS="--gpus 8"; ARGS="--device cpu" tries the program itself)
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
-check: lint  ## lint, types, structure and the tests that need no ranks: under a minute (ARGS go to pytest)
-	$(PYTEST) tests/unit $(ARGS)
+fast: $(STAMP)  ## the engine's own tests, without checkpoints or any framework: after each change (ARGS go to pytest)
+	$(PYTEST) tests/unit tests/ranks $(ARGS)
 
-test: lint  ## lint, types and the suite, sampled where a test has many cases (ARGS go to pytest)
+test: lint  ## lint, types and the suite, sampled where a test has many cases: before each merge (ARGS go to pytest)
 	$(PYTEST) $(ARGS)
+
+DOORS_PARITY := tests/doors/test_lightning_parity.py tests/doors/test_fabric.py tests/doors/test_fabric_precision.py \
+  tests/doors/test_accelerate.py
+nightly: lint  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
+	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
+	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
+	  $(PYTEST) tests/ranks $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
+	done; done
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-fast: $(STAMP)  ## the engine's own tests but those of checkpoints, without any framework (ARGS go to pytest)
-	$(PYTEST) tests/unit tests/ranks $(ARGS)
 
 docs: $(STAMP)  ## the site of the pages and of all public names, into build/docs; a warning is an error
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
@@ -65,19 +71,6 @@ docs: $(STAMP)  ## the site of the pages and of all public names, into build/doc
 
 fuzz: $(STAMP)  ## random programs against torch DDP and plain torch, a minute (ARGS="--minutes 60 --seed 7")
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzzing $(ARGS)
-
-test-rest: $(STAMP)  ## what `make test` leaves out, or a part of it (ARGS="--part 2/7"; ARGS go to pytest)
-	$(PYTEST) -m long $(ARGS)
-
-DOORS_PARITY := tests/doors/test_lightning_parity.py tests/doors/test_fabric.py tests/doors/test_fabric_precision.py \
-  tests/doors/test_accelerate.py
-test-lazy: $(STAMP)  ## the engine and the doors' parity with results that come late, early or at random (ARGS go to pytest)
-	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
-	  $(PYTEST) tests/ranks $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
-	done; done
-
-test-long: lint  ## everything, scripts in interpreters of their own (ARGS go to pytest)
-	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

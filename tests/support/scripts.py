@@ -3,7 +3,7 @@
 A fresh interpreter needs five seconds of processor time for its imports, each rank again; a fork needs none. What a
 fork cannot show is an import that the script forgot (ruff sees a name that nobody defined), what happens while the
 frameworks are imported, and how a launcher starts ranks: such tests use interpreters of their own. With
-``FRESH_SCRIPTS=1`` in the environment all do (``make test-long``).
+``FRESH_SCRIPTS=1`` in the environment all do (``make nightly``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chooses what ``make test`` runs of a test with many cases: enough that each value of each parameter is among them.
 
-The other cases, which put the same values together otherwise, are marked ``long`` (``make test-long``). A row of values
+The other cases, which put the same values together otherwise, are marked ``long`` (``make nightly``). A row of values
 that one ``parametrize`` gives together counts as one value. Where that is still too much, ``@pytest.mark.sample(n)``
-says how many cases stay, and some values are then seen by ``make test-long`` alone. What is asked for by its name is
+says how many cases stay, and some values are then seen by ``make nightly`` alone. What is asked for by its name is
 always run.
 """
 
