@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,47 +15,11 @@ from torch.utils.data import DataLoader
 
 from megastrategy.fabric import MegatronDDPStrategy
 
-from .fits import BUCKET_SIZE, NUM_TOKENS, loader, weights_of
+from .fits import BUCKET_SIZE, AwkwardNet, adamw, loader, weights_of
 from .rank_processes import number_of_ranks
 
 EPOCHS = 2
 Batch = Sequence[Tensor]
-
-
-class AwkwardNet(nn.Module):
-    """A tied weight, a frozen layer, BatchNorm, a scalar parameter, odd sizes, and a branch that is not always used."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        super().__init__()
-        # by default rank 0's values must reach rank 1
-        torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")) if seed is None else seed)
-        self.inputs = nn.Linear(5, 13)
-        self.norm = nn.BatchNorm1d(13)
-        self.frozen = nn.Linear(13, 13).requires_grad_(False)
-        self.side = nn.Linear(13, 13, bias=False)
-        self.out = nn.Linear(13, 7)
-        self.embed = nn.Embedding(NUM_TOKENS, 7)
-        self.head = nn.Linear(7, NUM_TOKENS, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, features: Tensor, tokens: Tensor, use_side: bool = True) -> Tensor:
-        hidden = torch.relu(self.frozen(self.norm(self.inputs(features))))
-        if use_side:
-            hidden = hidden + self.side(hidden)
-        return self.head(self.scale * (self.out(hidden) + self.embed(tokens)))
-
-    def loss(self, features: Tensor, tokens: Tensor, targets: Tensor, use_side: bool = True) -> Tensor:
-        """A method other than forward, for ``mark_forward_method``."""
-        return F.cross_entropy(self(features, tokens, use_side), targets)
-
-    def num_parameters(self) -> int:
-        """A method that calls no module."""
-        return sum(param.numel() for param in self.parameters())
-
-
-def adamw(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1)
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

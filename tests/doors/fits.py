@@ -1,4 +1,4 @@
-"""What the tests of the Lightning door fit: a module with everything awkward, its data, a fit with plain results."""
+"""What the tests of the doors train: a module with everything awkward, its data; and fits with plain results."""
 
 from __future__ import annotations
 
@@ -30,8 +30,40 @@ BUCKET_SIZE = 100
 """Small enough that the module below has several buckets."""
 
 
-class AwkwardModule(pl.LightningModule):
-    """A tied weight, a frozen layer, BatchNorm, a scalar parameter, odd sizes, and a branch used on odd batches only.
+class AwkwardNet(nn.Module):
+    """A tied weight, a frozen layer, BatchNorm, a scalar parameter, odd sizes, and a branch that is not always used."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__()
+        # by default rank 0's values must reach rank 1
+        torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")) if seed is None else seed)
+        self.inputs = nn.Linear(5, 13)
+        self.norm = nn.BatchNorm1d(13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.side = nn.Linear(13, 13, bias=False)
+        self.out = nn.Linear(13, 7)
+        self.embed = nn.Embedding(NUM_TOKENS, 7)
+        self.head = nn.Linear(7, NUM_TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, features: Tensor, tokens: Tensor, use_side: bool = True) -> Tensor:
+        hidden = torch.relu(self.frozen(self.norm(self.inputs(features))))
+        if use_side:
+            hidden = hidden + self.side(hidden)
+        return self.head(self.scale * (self.out(hidden) + self.embed(tokens)))
+
+    def loss(self, features: Tensor, tokens: Tensor, targets: Tensor, use_side: bool = True) -> Tensor:
+        """A method other than forward, for ``mark_forward_method``."""
+        return F.cross_entropy(self(features, tokens, use_side), targets)
+
+    def num_parameters(self) -> int:
+        """A method that calls no module."""
+        return sum(param.numel() for param in self.parameters())
+
+
+class AwkwardModule(AwkwardNet, pl.LightningModule):
+    """The same, with a branch used on odd batches only.
 
     Args:
         optimizer: makes the optimizer from the parameters; AdamW by default.
@@ -46,26 +78,10 @@ class AwkwardModule(pl.LightningModule):
         interval: str = "step",
     ) -> None:
         super().__init__()
-        torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))  # rank 0's values must reach rank 1
-        self.inputs = nn.Linear(5, 13)
-        self.norm = nn.BatchNorm1d(13)
-        self.frozen = nn.Linear(13, 13).requires_grad_(False)
-        self.side = nn.Linear(13, 13, bias=False)
-        self.out = nn.Linear(13, 7)
-        self.embed = nn.Embedding(NUM_TOKENS, 7)
-        self.head = nn.Linear(7, NUM_TOKENS, bias=False)
-        self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.tensor(1.5))
         self.make_optimizer = optimizer or adamw
         self.make_scheduler = scheduler
         self.interval = interval
         self.losses: list[float] = []
-
-    def forward(self, features: Tensor, tokens: Tensor, use_side: bool = True) -> Tensor:
-        hidden = torch.relu(self.frozen(self.norm(self.inputs(features))))
-        if use_side:
-            hidden = hidden + self.side(hidden)
-        return self.head(self.scale * (self.out(hidden) + self.embed(tokens)))
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         features, tokens, targets = batch

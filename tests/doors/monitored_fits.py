@@ -13,18 +13,11 @@ from torch.nn import functional as F
 
 from megastrategy import CommunicationMonitor
 
+from ..support.engines import engines
 from .fits import fit
 from .rank_processes import SIZE
 
-MODES: dict[str, dict[str, Any]] = {
-    "reduce-scatter": {},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "flattened": {
-        "use_distributed_optimizer": False,
-        "use_contiguous_buffers": False,
-        "overlap_grad_reduce": False,
-    },
-}
+MODES = engines("reduce-scatter", "all-reduce", "flattened")
 ALIGNMENT = 128
 """A bucket's elements are rounded up to a multiple of it, with two ranks."""
 Lines = list[tuple[int | None, dict[str, float]]]

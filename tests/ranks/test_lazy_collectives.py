@@ -21,6 +21,7 @@ from megastrategy.core.param_gather import ParamGather
 from megastrategy.core.reducer import Reducer
 from tests.support.chosen_collectives import Choice, choosing
 from tests.support.doubles import FailingCollectives, OutOfLuckError
+from tests.support.engines import engines
 from tests.support.in_flight import MAIN, InFlightGuard, Streams
 from tests.support.lazy_collectives import POISON_BYTE, ContractError, Delivery, LazyCollectives, violations
 from tests.support.ranks import run_ranks, with_instances
@@ -204,12 +205,8 @@ def test_instances_are_lazy_too(kind: Any) -> None:
 
 # --- the engine under it ---------------------------------------------------------------------------------------------
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "sharded": {},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "flattened": {"use_distributed_optimizer": False, "overlap_grad_reduce": False, "use_contiguous_buffers": False},
-    "pooled": {"grad_buffer": "pooled"},
-    "gather in forward": {"overlap_param_gather": "forward"},
+CONFIGS = {
+    **engines("reduce-scatter", "all-reduce", "flattened", "pooled", "forward"),
     "fp32 sums": {"reduce_scatter_with_fp32_accumulation": True, "grad_reduce_in_fp32": False},
 }
 

@@ -14,18 +14,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import LayoutMismatchError, ParameterChangedError
+from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
 
-ENGINES: dict[str, Mapping[str, Any]] = {
-    "sharded": {"bucket_size": 1},
-    "forward": {"overlap_param_gather": "forward"},
-    "all-reduce": {"use_distributed_optimizer": False, "bucket_size": 1},
-    "pooled": {"grad_buffer": "pooled"},
+ENGINES = {
+    **engines("reduce-scatter", bucket_size=1),
+    **engines("pooled"),
+    **engines("all-reduce", bucket_size=1),
+    **engines("forward"),
 }
-each_engine = pytest.mark.parametrize(
-    ("options", "size"),
-    [pytest.param(options, size, id=f"{name}-{size}") for name, options in ENGINES.items() for size in (1, 2)],
-)
+each_engine = each_of(ENGINES)
 
 
 # It works still, and so do modules that were saved so.

@@ -15,9 +15,10 @@ from torch.nn.utils import parametrize, prune
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import ParameterChangedError
 
+from ..support.engines import engines
 from ..support.ranks import run_ranks
 
-MODES = {"reduce-scatter": {}, "all-reduce": {"use_distributed_optimizer": False}, "pooled": {"grad_buffer": "pooled"}}
+MODES = engines("reduce-scatter", "all-reduce", "pooled")
 either_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 

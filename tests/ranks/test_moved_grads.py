@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,23 +14,16 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.contiguous_buffers import FILLED_NUMEL
+from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
 
-ENGINES: dict[str, Mapping[str, Any]] = {
-    "sharded": {"bucket_size": 1},
-    "all-reduce": {"use_distributed_optimizer": False, "bucket_size": 1},
-    "late": {"use_distributed_optimizer": False, "overlap_grad_reduce": False},
-    "flattened": {
-        "use_distributed_optimizer": False,
-        "use_contiguous_buffers": False,
-        "overlap_grad_reduce": False,
-    },
-    "pooled": {"grad_buffer": "pooled"},
+ENGINES = {
+    **engines("reduce-scatter", bucket_size=1),
+    **engines("late all-reduce"),
+    **engines("all-reduce", bucket_size=1),
+    **engines("flattened", "pooled"),
 }
-each_engine = pytest.mark.parametrize(
-    ("options", "size"),
-    [pytest.param(options, size, id=f"{name}-{size}") for name, options in ENGINES.items() for size in (1, 2)],
-)
+each_engine = each_of(ENGINES)
 
 
 class Net(nn.Module):
@@ -136,20 +130,30 @@ def train(
     return found
 
 
+Found = list[list[Tensor | None]]
+
+
+def every_moment(size: int, move: Callable[[Net], None], options: Mapping[str, Any] | None) -> Found:
+    def run(rank: int, group: ProcessGroup) -> list[Tensor | None]:
+        return [found for when in MOMENTS for how in DROPS for found in train(rank, group, options, move, when, how)]
+
+    return run_ranks(size, run)
+
+
+@functools.cache
+def reference(size: int, move: Callable[[Net], None]) -> Found:
+    return every_moment(size, move, None)
+
+
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 @each_engine
 def test_moved_gradients_are_those_of_an_average(
     move: Callable[[Net], None], size: int, options: Mapping[str, Any]
 ) -> None:
-    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor | None]:
-        return [found for when in MOMENTS for how in DROPS for found in train(rank, group, options, move, when, how)]
-
-    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
-    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
     # Scattered gradients are not there to be rounded; where they are whole, all are.
     rounds = move is in_half and options.get("use_distributed_optimizer", True)
-    for mine, reference in zip(ours, theirs, strict=True):
-        for number, (here, there) in enumerate(zip(mine, reference, strict=True)):
+    for mine, expected in zip(every_moment(size, move, options), reference(size, move), strict=True):
+        for number, (here, there) in enumerate(zip(mine, expected, strict=True)):
             assert (here is None) == (there is None), number
             if here is not None and there is not None:
                 bound = (1e-2 if rounds else 1e-6) * there.abs().max().item()

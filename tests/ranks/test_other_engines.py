@@ -16,15 +16,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
 
+from ..support.engines import engines
 from ..support.models import two_layers
 from ..support.processes import run_processes
 from ..support.ranks import gloo_group, run_ranks
 
-MODES = {
-    "reduce-scatter": {},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "pooled": {"grad_buffer": "pooled"},
-}
+MODES = engines("reduce-scatter", "all-reduce", "pooled")
 either_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,16 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.engines import all_options, both_numbers_of_ranks
 from tests.support.ranks import run_ranks
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "shards": {"bucket_size": 100},
-    "forward": {"bucket_size": 100, "overlap_param_gather": "forward"},
-    "pooled": {"bucket_size": 100, "grad_buffer": "pooled"},
-    "all-reduce": {"bucket_size": 100, "use_distributed_optimizer": False},
-}
-both_numbers_of_ranks = pytest.mark.parametrize("size", [1, 2])
-all_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 class Net(nn.Module):
@@ -82,11 +75,16 @@ def seen_by_readers(
     return run_ranks(size, run)
 
 
+@functools.cache
+def seen_under_torch_ddp(size: int, share_at: int) -> list[list[Tensor]]:
+    return seen_by_readers(size, None, share_at=share_at)
+
+
 @all_options
 @both_numbers_of_ranks
 @pytest.mark.parametrize("share_at", [-1, 0, 2], ids=["before the wrap", "after it", "in training"])
 def test_readers_see_every_step(size: int, options: dict[str, Any], share_at: int) -> None:
-    theirs = seen_by_readers(size, None, share_at=share_at)
+    theirs = seen_under_torch_ddp(size, share_at)
     for mine, reference in zip(seen_by_readers(size, options, share_at=share_at), theirs, strict=True):
         assert len(mine) == len(reference)
         assert all(map(torch.equal, mine, reference))

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.layout import BufferLayout
+from tests.support.engines import ENGINES
 from tests.support.processes import run_processes
-from tests.support.tensor_parallel import OPTIONS, Case, Outcome, Trainee, make_module, meshes, train_alone, train_on
+from tests.support.tensor_parallel import Case, Outcome, Trainee, make_module, meshes, train_alone, train_on
 
 # 383 rows on the first of two tensor ranks and 382 on the second. With the second's own sizes, a border between the
 # shards of three ranks would lie elsewhere in a replicated matrix.
@@ -27,7 +28,7 @@ class OneBucket(Case):
     """A case in which borders of shards lie within parameters."""
 
     def config(self) -> DistributedDataParallelConfig:
-        return DistributedDataParallelConfig(bucket_size=2**20, **{**OPTIONS[self.mode], **dict(self.options)})
+        return DistributedDataParallelConfig(bucket_size=2**20, **{**ENGINES[self.mode], **dict(self.options)})
 
 
 def trained_unevenly(case: Case) -> tuple[dict[str, bytes], BufferLayout]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,24 +17,16 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.contiguous_buffers import FILLED_NUMEL
 from megastrategy.core.errors import LossTokensError
 from tests.support.doubles import RecordingCollectives
+from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
 
-ENGINES: dict[str, Mapping[str, Any]] = {
-    "sharded": {"bucket_size": 1},
-    "late": {"overlap_grad_reduce": False},
-    "forward": {"overlap_param_gather": "forward"},
-    "all-reduce": {"use_distributed_optimizer": False, "bucket_size": 1},
-    "flattened": {
-        "use_distributed_optimizer": False,
-        "use_contiguous_buffers": False,
-        "overlap_grad_reduce": False,
-    },
-    "pooled": {"grad_buffer": "pooled"},
+ENGINES = {
+    **engines("reduce-scatter", bucket_size=1),
+    **engines("late"),
+    **engines("all-reduce", bucket_size=1),
+    **engines("forward", "flattened", "pooled"),
 }
-each_engine = pytest.mark.parametrize(
-    ("options", "size"),
-    [pytest.param(options, size, id=f"{name}-{size}") for name, options in ENGINES.items() for size in (1, 2)],
-)
+each_engine = each_of(ENGINES)
 
 
 class Net(nn.Module):
@@ -222,7 +215,8 @@ def adversarial_example(loop: Loop) -> None:
         loop.optimizer.step()
 
 
-SCENARIOS: list[Callable[[Loop], None]] = [
+Scenario = Callable[[Loop], None]
+SCENARIOS: list[Scenario] = [
     saliency_on_rank_zero,
     saliency_that_is_dropped_by_the_optimizer,
     gradients_before_the_first_forward,
@@ -241,28 +235,29 @@ SCENARIOS: list[Callable[[Loop], None]] = [
 ]
 
 
+def play(scenario: Scenario, size: int, options: Mapping[str, Any] | None) -> list[list[Tensor | None]]:
+    def run(rank: int, group: ProcessGroup) -> list[Tensor | None]:
+        loop = Loop(rank, group, options)
+        scenario(loop)
+        loop.train()
+        if loop.is_ours:
+            loop.model.close()
+        return loop.found
+
+    return run_ranks(size, run)
+
+
+@functools.cache
+def under_torch_ddp(scenario: Scenario, size: int) -> list[list[Tensor | None]]:
+    return play(scenario, size, None)
+
+
 @each_engine
 def test_as_under_torch_ddp(size: int, options: Mapping[str, Any]) -> None:
     """And the training that follows is right."""
     exact = not options.get("use_distributed_optimizer", True)
     for scenario in SCENARIOS:
-
-        def run(
-            rank: int,
-            group: ProcessGroup,
-            options: Mapping[str, Any] | None,
-            scenario: Callable[[Loop], None] = scenario,
-        ) -> list[Tensor | None]:
-            loop = Loop(rank, group, options)
-            scenario(loop)
-            loop.train()
-            if loop.is_ours:
-                loop.model.close()
-            return loop.found
-
-        theirs = run_ranks(size, lambda rank, group, run=run: run(rank, group, None))
-        ours = run_ranks(size, lambda rank, group, run=run: run(rank, group, options))
-        for mine, reference in zip(ours, theirs, strict=True):
+        for mine, reference in zip(play(scenario, size, options), under_torch_ddp(scenario, size), strict=True):
             for number, (here, there) in enumerate(zip(mine, reference, strict=True)):
                 name = f"{scenario.__name__}, {number}"
                 assert (here is None) == (there is None), name

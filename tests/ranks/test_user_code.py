@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 from torch.distributed import ProcessGroup
@@ -11,16 +10,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.errors import MegastrategyError
+from tests.support.engines import engines
 from tests.support.ranks import run_ranks
 from tests.support.user_code import ROWS, WHY_TORCH_DDP_REFUSES, UserCode
 from tests.support.user_code_training import Ended, Net, compare, make_optimizer, play, site_of
 
-MODES: dict[str, dict[str, Any]] = {
-    "shards": {},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "pooled": {"grad_buffer": "pooled"},
-    "forward": {"overlap_param_gather": "forward"},
-}
+MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward", bucket_size=50)
 
 
 @functools.cache
@@ -36,7 +31,7 @@ def with_torch_ddp(code: UserCode | None, size: int) -> list[Ended]:
 def with_ours(code: UserCode | None, size: int, mode: str, refusal: type[MegastrategyError] | None) -> list[Ended]:
     def run(rank: int, group: ProcessGroup) -> Ended:
         module = Net()
-        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=50, **MODES[mode]), group)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(**MODES[mode]), group)
         optimizer = DistributedOptimizer(make_optimizer(module), model)
         ended = play(site_of(module, model, optimizer, rank), code, refusal)
         model.close()

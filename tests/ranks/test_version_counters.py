@@ -13,25 +13,17 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.engines import each_of, engines
 from tests.support.ranks import run_ranks
 from tests.support.user_code import TORCH_DDP_MOVES_VERSIONS, WHY_TORCH_DDP_REFUSES
 
-ENGINES: dict[str, Mapping[str, Any]] = {
-    "sharded": {"bucket_size": 1},
-    "all-reduce": {"use_distributed_optimizer": False, "bucket_size": 1},
-    "flattened": {
-        "use_distributed_optimizer": False,
-        "use_contiguous_buffers": False,
-        "overlap_grad_reduce": False,
-    },
-    "pooled": {"grad_buffer": "pooled", "bucket_size": 1},
-    "forward": {"overlap_param_gather": "forward", "bucket_size": 1},
-    "late": {"overlap_grad_reduce": False, "overlap_param_gather": False},
+ENGINES = {
+    **engines("reduce-scatter", bucket_size=1),
+    **engines("late", overlap_param_gather=False),
+    **engines("all-reduce", "pooled", "forward", bucket_size=1),
+    **engines("flattened"),
 }
-each_engine = pytest.mark.parametrize(
-    ("options", "size"),
-    [pytest.param(options, size, id=f"{name}-{size}") for name, options in ENGINES.items() for size in (1, 2)],
-)
+each_engine = each_of(ENGINES)
 
 
 class Net(nn.Module):

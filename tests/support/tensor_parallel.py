@@ -21,6 +21,8 @@ from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
+from .engines import ENGINES
+
 SEQUENCE = 8
 
 FLATTENS_SEQUENCES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
@@ -28,14 +30,6 @@ FLATTENS_SEQUENCES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12
 raises "Attempted to flatten multiple dimensions", also without megastrategy (docs/tensor_parallel.md)."""
 
 Mode = Literal["reduce-scatter", "all-reduce", "pooled", "flattened", "forward", "instances"]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "reduce-scatter": {},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "pooled": {"grad_buffer": "pooled"},
-    "flattened": {"use_distributed_optimizer": False, "use_contiguous_buffers": False, "overlap_grad_reduce": False},
-    "forward": {"overlap_param_gather": "forward"},
-    "instances": {"num_distributed_optimizer_instances": 2},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +50,7 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
 
     def config(self) -> DistributedDataParallelConfig:
-        return DistributedDataParallelConfig(bucket_size=20_000, **{**OPTIONS[self.mode], **dict(self.options)})
+        return DistributedDataParallelConfig(bucket_size=20_000, **{**ENGINES[self.mode], **dict(self.options)})
 
 
 class Block(nn.Module):

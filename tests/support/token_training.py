@@ -13,20 +13,12 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 
 from .doubles import RecordingCollectives
+from .engines import engines
 from .ragged_tokens import batch, count, token_model
 from .ranks import with_instances
 
-MODES: dict[str, dict[str, Any]] = {
-    "reduce-scatter": {},
-    "late": {"overlap_grad_reduce": False},
-    "forward": {"overlap_param_gather": "forward"},
-    "pooled": {"grad_buffer": "pooled"},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "flattened": {
-        "use_distributed_optimizer": False,
-        "use_contiguous_buffers": False,
-        "overlap_grad_reduce": False,
-    },
+MODES = {
+    **engines("reduce-scatter", "late", "forward", "pooled", "all-reduce", "flattened"),
     "sums apart": {"grad_wire_dtype": "fp16"},
 }
 WINDOWS = {1: [1, 1, 1, 1], 3: [3, 3, 3, 2]}

@@ -16,7 +16,8 @@ from torch.nn import functional
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import read_weights, to_host
 
-from .tensor_parallel import OPTIONS, Mode, whole
+from .engines import ENGINES
+from .tensor_parallel import Mode, whole
 
 ROWS, WIDTH, INNER, FIXED = 10, 12, 43, 5
 """Over four ranks 3, 3, 3 and 1 of 10, 11, 11, 11 and 10 of 43, 2, 2, 1 and 0 of 5. torch looks nothing up in a table
@@ -123,7 +124,7 @@ class Run:
         if world.is_cut:
             cut(self.module, mesh)
         self.module.fixed.weight.requires_grad_(False)  # from the start
-        config = DistributedDataParallelConfig(bucket_size=400, **OPTIONS[kind.mode])
+        config = DistributedDataParallelConfig(bucket_size=400, **ENGINES[kind.mode])
         self.model = DistributedDataParallel(self.module, config, process_group=mesh.get_group("dp"))
         self.optimizer = DistributedOptimizer(kind.optimizer(self.module), self.model)
 
