@@ -106,3 +106,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = part(items, which)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+    # Tests of programs wait for them: begun last, they would keep one worker busy when the others have ended.
+    items.sort(key=lambda item: item.path.parent.name != "tools")

@@ -75,6 +75,7 @@ def save_near_and_far(folder: Path, url: str, dtype: torch.dtype) -> None:
         assert size != 2 or losses == expected
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_hold_what_a_directory_on_a_disk_does_for_any_number_of_ranks(
     tmp_path: Path, url: str, dtype: torch.dtype

@@ -141,6 +141,7 @@ def roll_back(tp: int) -> None:
     trainee.model.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_what_was_returned_on_each_rank_is_loaded_again(size: int) -> None:
     """Also where a rank has no state of its own: the whole one comes from the first rank of all."""

@@ -59,7 +59,7 @@ def script(page: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("page", ["lightning.md", "tensor_parallel.md", "pipelines.md"])
+@pytest.mark.parametrize("page", LAUNCHERS)
 def test_the_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
     text, times = PRINTED[page]
     done = run_script(script(page, tmp_path), cwd=tmp_path)
@@ -67,10 +67,9 @@ def test_the_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
     assert (done.stdout + done.stderr).count(text) == times
 
 
+@pytest.mark.long
 @pytest.mark.fresh
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[] if page == "plain_loop.md" else pytest.mark.long) for page in LAUNCHERS]
-)
+@pytest.mark.parametrize("page", LAUNCHERS)
 def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: str) -> None:
     text, times = PRINTED[page]
     assert run([sys.executable, *LAUNCHERS[page], script(page, tmp_path).name], tmp_path).count(text) == times

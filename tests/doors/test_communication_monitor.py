@@ -349,6 +349,7 @@ class BareOptimizer(Manual):
         self.optimizers(use_pl_optimizer=False).zero_grad()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("module", "steps", "sent_bytes"),
     [
@@ -371,6 +372,7 @@ def test_manual_optimization_is_counted_by_optimizer_steps(
 # --- skipped steps ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_that_a_grad_scaler_skips_are_counted(ranks: Ranks, mode: str) -> None:
     """Gradients were sent for nothing, and no weights."""

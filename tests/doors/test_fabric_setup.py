@@ -318,6 +318,7 @@ def teacher_and_student(strategy_options: dict[str, Any]) -> tuple[Tensor, dict[
     return F.mse_loss(s(x), t(x)), weights_of(teacher)
 
 
+@pytest.mark.sample(1)
 @both_modes
 def test_a_model_without_trainable_parameters_may_be_set_up(ranks: Ranks, options: dict[str, Any]) -> None:
     (loss, teacher), (other_loss, other_teacher) = ranks.run(teacher_and_student, options)

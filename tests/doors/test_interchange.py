@@ -168,7 +168,7 @@ def kept(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.items() if key not in ("callbacks", "loops")}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("reader", WORLDS, ids=str)
 def test_what_is_resumed_is_what_was_saved(
     worlds: dict[int, Ranks], files: dict[World, Path], tmp_path: Path, reader: World

@@ -95,6 +95,7 @@ def finetuned(
     return watched(name, strategy_options, callbacks=callbacks, module=module, max_epochs=max_epochs, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("mode", MODES)
 def test_an_unfrozen_backbone_is_synchronised(ranks: Ranks, mode: str, optimizer: type[torch.optim.Optimizer]) -> None:

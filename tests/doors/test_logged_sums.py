@@ -69,8 +69,8 @@ def fit(kind: Any, options: dict[str, Any], devices: int, batch_size: int) -> di
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (CountingParts, {"tensor_parallel_size": 2}),
-        (CountingStages, {"pipeline_parallel_size": 2}),
+        pytest.param(CountingParts, {"tensor_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param(CountingStages, {"pipeline_parallel_size": 2}, marks=pytest.mark.long),
         (CountingStages, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     ],
 )

@@ -35,7 +35,7 @@ def run_under_ddp(ranks: Ranks, number: int) -> list[Any]:
     return ranks.run(feature.job, "ddp", {}, **feature.options)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(feature) for feature in FEATURES])
 def test_feature_equals_ddp(ranks: Ranks, under_ddp: Callable[[int], list[Any]], number: int, mode: str) -> None:
@@ -55,7 +55,7 @@ def test_feature_equals_ddp(ranks: Ranks, under_ddp: Callable[[int], list[Any]],
         assert_equal(mine, other, feature.rtol if mode == "reduce-scatter" else 0.0)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", range(len(FEATURES)), ids=[str(feature) for feature in FEATURES])
 def test_feature_equals_ddp_on_one_rank(

@@ -48,6 +48,7 @@ def resume_from_far(url: str, **options: Any) -> Fit:
     return resume("megatron_ddp", url, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_a_run_resumes_from_a_store(ranks: Ranks, url: str, kind: str) -> None:
     """Losses and weights to the bit; ModelCheckpoint keeps what it shall."""

@@ -44,7 +44,7 @@ WAYS: dict[str, dict[str, Any]] = {
 ENDED_BY = {"SIGTERM": "SIGTERMException", "Ctrl-C": "SystemExit"}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_goes_on_is_the_fit_that_nobody_stopped(ranks: Ranks, tmp_path: Path, way: str) -> None:
     options = {"way": way, **WAYS[way]}

@@ -434,6 +434,7 @@ def test_of_a_link_the_link_is_removed(tmp_path: Path) -> None:
     assert folder_of(tmp_path / "one.ckpt") == {".metadata"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("keeps", [1, -1])
 def test_links_to_the_last_checkpoint_have_names_that_vary(ranks: Ranks, tmp_path: Path, keeps: int) -> None:
     """``save_last="link"``: Lightning has the strategy remove the link before it, as under "ddp"; rests of a removal

@@ -62,7 +62,7 @@ def assert_sharded(ours: list[Run], theirs: list[Run], mode: dict[str, Any]) -> 
         assert held == [whole, whole]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", FITS.values(), ids=FITS)
 def test_a_fit_ends_in_the_bits_of_torch_ddp(worlds: Worlds, options: dict[str, Any], tmp_path: Path) -> None:
     theirs = worlds.run(fit, "ddp", {}, tmp_path, **options)
@@ -146,7 +146,7 @@ def test_the_best_model_is_loaded_at_the_end(worlds: Worlds, tmp_path: Path) -> 
 # --- optimizers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"])
 def test_element_wise_optimizers_of_trainers_names_shard(worlds: Worlds, optim: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"optim": optim, "weight_decay": 0.1}

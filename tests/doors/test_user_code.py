@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,13 +19,14 @@ from megastrategy.errors import MegastrategyError
 
 from ..support.user_code import ACTING_STEPS, ROWS, STEPS, UserCode
 from ..support.user_code_training import Ended, Net, compare, make_optimizer, play, site_of
-from .accelerate_loops import Worlds, make_accelerator
+from .accelerate_loops import make_accelerator
 from .fabric_loops import make_fabric
 from .fits import make_strategy
 from .rank_processes import Ranks, number_of_ranks
 
 MODES: dict[str, dict[str, Any]] = {"shards": {}, "all-reduce": {"use_distributed_optimizer": False}}
-Train = Callable[[str, dict[str, Any], "UserCode | None", "type[MegastrategyError] | None"], Ended]
+Refusal = type[MegastrategyError]
+Train = Callable[[str, dict[str, Any], "UserCode | None", "Refusal | None"], Ended]
 """A training of one row under "ddp" or "megatron_ddp", with the engine's options, and the refusal that is expected."""
 
 
@@ -33,32 +34,24 @@ def rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def with_fabric(
-    name: str, options: dict[str, Any], code: UserCode | None, refusal: type[MegastrategyError] | None
+def in_a_loop(
+    make: Callable[..., Any], name: str, options: dict[str, Any], code: UserCode | None, refusal: Refusal | None
 ) -> Ended:
-    fabric = make_fabric(name, options)
+    """Through Fabric or Accelerate, which ``make`` makes: they differ in the names of what they do."""
+    door = make(name, options)
+    set_up, no_sync = (door.prepare, door.no_sync) if make is make_accelerator else (door.setup, door.no_backward_sync)
     net = Net()
-    model, optimizer = fabric.setup(net, make_optimizer(net))
-    no_sync = functools.partial(fabric.no_backward_sync, model)
-    return play(site_of(net, model, optimizer, rank(), fabric.backward, no_sync), code, refusal)
-
-
-def with_accelerate(
-    name: str, options: dict[str, Any], code: UserCode | None, refusal: type[MegastrategyError] | None
-) -> Ended:
-    accelerator = make_accelerator(name, options)
-    net = Net()
-    model, optimizer = accelerator.prepare(net, make_optimizer(net))
-    no_sync = functools.partial(accelerator.no_sync, model)
-    ended = play(site_of(net, model, optimizer, rank(), accelerator.backward, no_sync), code, refusal)
-    accelerator.free_memory()
+    model, optimizer = set_up(net, make_optimizer(net))
+    ended = play(site_of(net, model, optimizer, rank(), door.backward, lambda: no_sync(model)), code, refusal)
+    if make is make_accelerator:
+        door.free_memory()
     return ended
 
 
 class Module(pl.LightningModule):
     """Plays a row in the hooks of an automatic optimisation."""
 
-    def __init__(self, code: UserCode | None, refusal: type[MegastrategyError] | None) -> None:
+    def __init__(self, code: UserCode | None, refusal: Refusal | None) -> None:
         super().__init__()
         self.net = Net()
         self.code, self.refusal = code, refusal
@@ -102,9 +95,7 @@ class Module(pl.LightningModule):
         return make_optimizer(self.net)
 
 
-def with_trainer(
-    name: str, options: dict[str, Any], code: UserCode | None, refusal: type[MegastrategyError] | None
-) -> Ended:
+def with_trainer(name: str, options: dict[str, Any], code: UserCode | None, refusal: Refusal | None) -> Ended:
     module = Module(code, refusal)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -122,7 +113,11 @@ def with_trainer(
     return module.ended
 
 
-DOORS: dict[str, Train] = {"fabric": with_fabric, "accelerate": with_accelerate, "trainer": with_trainer}
+DOORS: dict[str, Train] = {
+    "fabric": functools.partial(in_a_loop, make_fabric),
+    "accelerate": functools.partial(in_a_loop, make_accelerator),
+    "trainer": with_trainer,
+}
 
 
 def train_rows(door: str, mode: str, codes: Sequence[UserCode]) -> list[tuple[Ended, Ended] | str | None]:
@@ -146,13 +141,47 @@ def train_rows(door: str, mode: str, codes: Sequence[UserCode]) -> list[tuple[En
     return outcomes
 
 
-def rows_of(door: str, mode: str, size: int) -> Iterator[UserCode]:
+def rows_of(door: str, mode: str, size: int) -> list[UserCode]:
+    def is_left_out(code: UserCode) -> bool:
+        at_this_door = code.drives if door == "trainer" else door == "fabric" and code.ignored_by_fabric
+        whole = code.needs_whole_grads and mode == "shards" and size > 1
+        return code.parts_torch_ddp or code.torch_ddp_refuses or at_this_door or whole
+
+    return [code for code in ROWS if not is_left_out(code)]
+
+
+ONE_WAY = {"fabric": ("shards", 2), "accelerate": ("all-reduce", 2), "trainer": ("shards", 2)}
+
+
+def rows_in_turn() -> dict[str, list[UserCode]]:
+    """Deals the rows to the doors, each to one of the doors that play it, the same number to each."""
+    played = {door: rows_of(door, *way) for door, way in ONE_WAY.items()}
+    dealt: dict[str, list[UserCode]] = {door: [] for door in DOORS}
     for code in ROWS:
-        if code.parts_torch_ddp or code.torch_ddp_refuses or (code.needs_whole_grads and mode == "shards" and size > 1):
+        if doors := [door for door in DOORS if code in played[door]]:
+            dealt[min(doors, key=lambda door: len(dealt[door]))].append(code)
+    return dealt
+
+
+def assert_as_under_ddp(request: pytest.FixtureRequest, door: str, mode: str, size: int, codes: list[UserCode]) -> None:
+    if door == "accelerate":
+        by_rank = request.getfixturevalue("worlds").run(train_rows, door, mode, codes, size=size)
+    else:
+        pool: Ranks = request.getfixturevalue("ranks" if size == 2 else "one_rank")
+        by_rank = pool.run(train_rows, door, mode, codes)
+    failed = dict[str, str]()
+    for code, *outcomes in zip(codes, *by_rank, strict=True):
+        if raised := [outcome for outcome in outcomes if isinstance(outcome, str)]:
+            failed[code.name] = raised[0]
             continue
-        if (door == "trainer" and code.drives) or (door == "fabric" and code.ignored_by_fabric):
+        if outcomes[0] is None:
             continue
-        yield code
+        ours, reference = zip(*outcomes, strict=True)
+        try:
+            compare(ours, reference, rtol=1e-5 if code.rounds else 0.0)
+        except AssertionError as error:
+            failed[code.name] = str(error)
+    assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
 
 
 def reset_after_two_steps(options: dict[str, Any]) -> list[float]:
@@ -172,27 +201,16 @@ def test_fabrics_optimizer_resets_the_one_that_it_has_inside(ranks: Ranks, mode:
     assert set(ranks.run(reset_after_two_steps, MODES[mode])[0]) == {1.0}
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_each_row_is_as_under_ddp_through_one_door(request: pytest.FixtureRequest, door: str) -> None:
+    assert_as_under_ddp(request, door, *ONE_WAY[door], rows_in_turn()[door])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 1])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("door", DOORS)
 def test_rows_are_as_under_ddp_or_refused_by_name(
-    ranks: Ranks, one_rank: Ranks, worlds: Worlds, door: str, mode: str, size: int
+    request: pytest.FixtureRequest, door: str, mode: str, size: int
 ) -> None:
-    codes = list(rows_of(door, mode, size))
-    if door == "accelerate":
-        by_rank = worlds.run(train_rows, door, mode, codes, size=size)
-    else:
-        by_rank = (ranks if size == 2 else one_rank).run(train_rows, door, mode, codes)
-    failed = dict[str, str]()
-    for code, *outcomes in zip(codes, *by_rank, strict=True):
-        if raised := [outcome for outcome in outcomes if isinstance(outcome, str)]:
-            failed[code.name] = raised[0]
-            continue
-        if outcomes[0] is None:
-            continue
-        ours, reference = zip(*outcomes, strict=True)
-        try:
-            compare(ours, reference, rtol=1e-5 if code.rounds else 0.0)
-        except AssertionError as error:
-            failed[code.name] = str(error)
-    assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
+    assert_as_under_ddp(request, door, mode, size, rows_of(door, mode, size))

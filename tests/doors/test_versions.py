@@ -30,8 +30,8 @@ def refused(ask, *words):
 """
 
 
+@pytest.mark.long
 @pytest.mark.fresh
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("package", "door"), DOORS.items())
 def test_a_name_and_an_import_refuse_an_old_lightning(tmp_path: Path, package: str, door: str) -> None:
     """The installed one with an old version's number: what it lacks must not be what is complained about."""

@@ -23,6 +23,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_example("megatron_ddp", tmp_path_factory.mktemp("gan")).printed
 
 
+@pytest.mark.long
 def test_it_learns_to_draw_digits(printed: str) -> None:
     losses = re.findall(r"^epoch \d: discriminator ([\d.]+), generator ([\d.]+)$", printed, re.MULTILINE)
     assert len(losses) == EPOCHS, "from one rank only"

@@ -26,6 +26,7 @@ def run_example(strategy: str, ranks: int, cwd: Path) -> tuple[list[tuple[str, s
     return epochs, int(kept[1].replace(",", ""))
 
 
+@pytest.mark.long
 def test_it_learns_what_ddp_learns_with_half_of_the_matrices_on_each_rank(tmp_path: Path) -> None:
     """To every digit that is printed."""
     ours, num_kept = run_example("megatron_ddp", 2, tmp_path)

@@ -90,7 +90,7 @@ PLANTS = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found_within_two_minutes(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The minutes are this process's own: a loaded machine takes longer."""

@@ -190,6 +190,7 @@ def test_what_was_said_before_the_command_is_killed_is_in_the_json(tmp_path: Pat
     assert not content["is_complete"]
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_lanes_run_side_by_side_and_the_jobs_of_one_in_order(tmp_path: Path) -> None:
     """Each of two waits for a file that the other makes; the third is in the first one's lane."""
@@ -284,6 +285,7 @@ def test_a_section_begins_no_case_that_is_too_long_for_the_time_left(monkeypatch
     assert lines[0].detail == f"{LEFT_OUT}: 3 s were left"
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the time of a process's start is asked of /proc")
 def test_imports_are_in_the_budget() -> None:
@@ -299,8 +301,8 @@ def test_without_a_budget_all_cases_are_begun() -> None:
 # --- the check itself ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.fresh
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("letters", ["A,B,E,G,I,J,L", "H,M,Q", "C", "D,F", "K,P", "N,R,S", "O"])
 def test_it_passes_on_the_host(letters: str, tmp_path: Path) -> None:
     """``.ci/run`` has all of it in one run."""

@@ -136,6 +136,7 @@ def counted_peaks(cwd: Path, *arguments: str) -> list[int]:
     return peaks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "model",
     [
@@ -330,6 +331,7 @@ dist.init_process_group("gloo")
 
 
 @pytest.mark.fresh
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "text",
     [

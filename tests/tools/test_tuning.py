@@ -193,8 +193,8 @@ def test_a_lightning_script_leaves_no_checkpoint_of_its_end(tmp_path: Path) -> N
     assert not (tmp_path / "saved").exists() or not list((tmp_path / "saved").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.fresh
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("script", "complaint"), [("", "no step was recorded"), ("raise SystemExit(3)\n", "train.py: rank")]
 )
