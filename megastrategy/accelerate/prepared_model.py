@@ -23,7 +23,7 @@ from ..core import (
     scale_to_norm_,
     total_grad_norm,
 )
-from .torch_ddp_by_name import NOT_USED, TorchDDPByName
+from .torch_ddp_by_name import TorchDDPByName
 
 
 class PreparedModel(DistributedDataParallel, TorchDDPByName):
@@ -45,8 +45,6 @@ class PreparedModel(DistributedDataParallel, TorchDDPByName):
             # after the module, which may have an attribute of the same name and is more likely meant
             if name in OF_TORCHS_REDUCER and not hasattr(module, name):
                 raise
-            if name in NOT_USED and not hasattr(module, name):
-                return NOT_USED[name]()
             return getattr(module, name)
 
     @property

@@ -16,32 +16,23 @@ read four of them). Each has one of three answers, and a test looks for names of
 
 - What has a meaning here is the engine's value. Setting it does what it does under torch, or is refused: a value that
   nobody reads would be silently without effect.
-- What describes a feature that this engine has not is torch's value for "not used".
+- What describes a feature that this engine has not is torch's value for "not used"; an attribute of the module's goes
+  before it: ``model.dim`` is more likely to mean its width than the dimension along which torch's DDP would scatter.
 - What belongs to torch's reducer is an AttributeError that says so.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn import Module
 
-from ..core import SHOWN, DistributedDataParallel, field_names
+from ..core import DDP_FUNCTIONS, SHOWN, DistributedDataParallel, field_names, refuse_function
 
 TorchDDP = torch.nn.parallel.DistributedDataParallel
-
-
-def _refuse(name: str) -> Callable[..., NoReturn]:
-    def refused(self: Any, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name}() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Communication hooks, "
-            "join() and optimizers fused into backward need accelerate's own Accelerator"
-        )
-
-    return refused
 
 
 class TorchDDPByName(TorchDDP):
@@ -68,15 +59,9 @@ class TorchDDPByName(TorchDDP):
 
 _OWN = ("require_forward_param_sync", "reducer")
 
-for _name, _value in vars(TorchDDP).items():
-    if callable(_value) and not (
-        _name.startswith("__")
-        or hasattr(Module, _name)
-        or hasattr(DistributedDataParallel, _name)
-        or _name in vars(TorchDDPByName)
-        or _name in SHOWN
-    ):
-        setattr(TorchDDPByName, _name, _refuse(_name))
+for _name in DDP_FUNCTIONS - vars(TorchDDPByName).keys():
+    if not hasattr(DistributedDataParallel, _name):
+        setattr(TorchDDPByName, _name, staticmethod(functools.partial(refuse_function, _name)))
 
 
 # --- see [Note: torch's attributes] ----------------------------------------------------------------------------------
@@ -84,38 +69,9 @@ for _name, _value in vars(TorchDDP).items():
 
 _BEHIND_THE_MODULES = ("dim", "use_side_stream_for_tensor_copies")
 _ENGINES: dict[str, Callable[[Any], Any]] = {
-    **{name: value for name, value in SHOWN.items() if name not in (*_OWN, *_BEHIND_THE_MODULES)},
-    "_static_graph_delay_allreduce_enqueued": lambda model: True,  # no first backward has to be prepared
-    "batched_grad_copy": lambda model: False,
-    "is_multi_device_module": lambda model: False,
-    "require_manual_backward_finalization": lambda model: False,  # backward ends with all gradients reduced
-    "should_finalize_after_backward": lambda model: False,
+    name: value for name, value in SHOWN.items() if name not in (*_OWN, *_BEHIND_THE_MODULES)
 }
 """Attributes that have a meaning here, each with the engine's value. The module's own stand behind, as under torch."""
-
-NOT_USED: dict[str, Callable[[], Any]] = {
-    "dim": lambda: 0,
-    "mixed_precision": lambda: None,
-    "bucket_bytes_cap_list": list,
-    "broadcast_bucket_size": lambda: 250 * 1024 * 1024,
-    "use_side_stream_for_tensor_copies": lambda: False,
-    "skip_all_reduce_unused_params": lambda: False,
-    "_join_config": _JoinConfig.construct_disabled_join_config,
-    "_use_python_reducer": lambda: False,
-    "lazy_bucket_allocation": lambda: False,
-    "_require_manual_backward_finalization": lambda: False,
-    "_delay_all_reduce_params": list,
-    "_delay_all_reduce_all_params": lambda: False,
-    "_delay_grad_buffer": lambda: None,
-    "_delay_grad_views": list,
-    "_comm_hooks": list,
-    "_accum_grad_hooks": list,
-    "_has_rebuilt_buckets": lambda: False,
-    "_lazy_init_ran": lambda: True,
-    "_ddp_sink_clone": lambda: False,
-}
-"""Features of torch's that are not used, with torch's value for that. An attribute of the module's goes before them:
-``model.dim`` is more likely to mean its width than the dimension along which torch's DDP would scatter."""
 
 
 def _engines_value(name: str, value: Callable[[Any], Any]) -> property:

@@ -48,12 +48,14 @@ from .rebucketing.arrival_order import better_layout_order
 from .stages import Copies, FollowsStages, StagedModule, names_elsewhere
 from .step_watchers import may_see_shards
 from .strangers import describe_unreduced
-from .torch_ddp_surface import OF_TORCHS_REDUCER, SHOWN
+from .torch_ddp_surface import DDP_FUNCTIONS, NOT_USED, OF_TORCHS_REDUCER, SHOWN, refuse_function
 from .trials.known_findings import KnownFindings
 
 __all__ = [
+    "DDP_FUNCTIONS",
     "EXTRA_FILE",
     "NOT_TENSORS",
+    "NOT_USED",
     "OF_TORCHS_REDUCER",
     "SHOWN",
     "Bucket",
@@ -107,6 +109,7 @@ __all__ = [
     "read_remote_extra",
     "read_weights",
     "reason_of",
+    "refuse_function",
     "remove_path",
     "removed_name",
     "replace_meta",

@@ -123,7 +123,8 @@ class GradBuffers(ABC):
             for param, spec in zip(params[first:], layout.params[first:], strict=True):
                 if has_main_grad(param):
                     raise no_place_for_main_grad(spec.name)
-        grads = [param.grad for param in params[first:]]
+        # A stand-in is that of a wrapper that was collected, and the gradient with it.
+        grads = [None if isinstance(param.grad, ReducedGrad) else param.grad for param in params[first:]]
         for param, spec in zip(params[first:], layout.params[first:], strict=True):
             param.grad = None  # first: torch takes no other dtype while a gradient is there
             # autograd then accumulates a 16-bit parameter's gradient in fp32; a no-op where the two dtypes are one

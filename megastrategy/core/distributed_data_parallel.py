@@ -25,7 +25,7 @@ from .loss_tokens import read_count
 from .module_checks import common_device
 from .reduced_grad import inside_backward
 from .replicas import check_replicas
-from .torch_ddp_surface import OF_TORCHS_REDUCER, SHOWN, config_with, logging_data, refuse_attribute, refuse_comm_hook
+from .torch_ddp_surface import config_with, logging_data, refuse_comm_hook, shown
 from .whole_grads import full_grad, grad_norms
 
 
@@ -42,7 +42,7 @@ class DistributedDataParallel(nn.Module):
         listener: called with every :class:`~megastrategy.core.events.Event`.
         all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
         torch_options: torch DDP's arguments, in the place of ``config``: ``find_unused_parameters``, ``static_graph``,
-            ``broadcast_buffers``, ``bucket_cap_mb`` and the like, and ``device_ids`` with the module's own device.
+            ``broadcast_buffers``, ``bucket_cap_mb`` and the like, and ``device_ids`` (by position too) with its own device.
 
     Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
     gradient is sent.
@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        if torch_options:
+        if torch_options or not isinstance(config, DistributedDataParallelConfig | None):
             config = config_with(config, torch_options, common_device(dict(module.named_parameters())))
         self.ddp_config = config or DistributedDataParallelConfig()
         self.static_graph_is_declared = False
@@ -105,12 +105,10 @@ class DistributedDataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in OF_TORCHS_REDUCER:
-                refuse_attribute(name)
             # A module's own attribute of that name is more likely meant where a subclass shows the module's.
-            if name not in SHOWN or "ddp_config" not in self.__dict__ or hasattr(self.module, name):
+            if "ddp_config" not in self.__dict__ or hasattr(self.module, name):
                 raise
-            return SHOWN[name](self)
+        return shown(self, name)
 
     def _set_static_graph(self) -> None:
         """Notes the declaration, and switches nothing.

@@ -172,9 +172,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._impl.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute that the user's optimizer has there, where its ``step`` looks for it."""
+        """Sets an attribute that the user's optimizer has there, where its ``step`` looks for it, or a new option."""
         impl: ShardedStep | None = self.__dict__.get("_impl")
-        if impl is not None and name in impl.inner.__dict__ and not hasattr(type(self), name):
+        is_option = isinstance(value, bool | int | float | str) and not name.startswith("_")
+        if impl is not None and (is_option or name in impl.inner.__dict__) and not hasattr(type(self), name):
             setattr(impl.inner, name, value)
         else:
             super().__setattr__(name, value)

@@ -311,7 +311,7 @@ class Engine:
             common_device(self.named_params())
             if self.collectives.size > 1:
                 check_no_experts(self.named_params(), self.local_parts)
-            take_over([(name, param) for name, param in others if param.requires_grad], self.module)
+            take_over(joining)
             is_sharded = layout.num_shards > 1
             check_memory_is_own(self.module, joining, self.local_parts, self.all_reduce_option, sharded=is_sharded)
             layout = agree_on_layout(layout, self.config, self.collectives)

@@ -88,7 +88,8 @@ class CheckpointError(MegastrategyError):
 def raise_closed() -> NoReturn:
     """Raises the error of a closed wrapper, of a copy, and of the optimizer of either."""
     raise ClosedError(
-        "this DistributedDataParallel was closed, or its module was wrapped again since, or it is a copy (deepcopy, "
-        "pickle): it reduces no gradients. To train its module, call the wrapper that was made last, or wrap the "
-        "module again, and make a new DistributedOptimizer"
+        "this DistributedDataParallel was closed, or its module or a layer of it was wrapped again since, or it is a "
+        "copy (deepcopy, pickle): it reduces no gradients. To train its module, call the wrapper that was made last, "
+        "or wrap the module again, and make a new DistributedOptimizer. Models that share a layer and are trained in "
+        "turns have one wrapper: wrap one module that contains them all (torch.nn.ModuleDict)"
     )

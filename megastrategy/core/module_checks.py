@@ -23,13 +23,18 @@ from .weight_chunks import ChunkPlace
 
 
 def check_module(module: nn.Module, own: type[nn.Module]) -> None:
-    """Raises ValueError for a submodule that torch DDP wraps.
+    """Raises ValueError for a submodule that is a wrapper: torch DDP's, or one of this engine that is not closed.
 
     Args:
         module: to be wrapped.
-        own: the class of this engine's wrappers. Those in ``module`` are told by their parameters, if they are open.
+        own: the class of this engine's wrappers.
     """
     for name, child in module.named_modules():
+        if isinstance(child, own) and not getattr(child, "is_closed", True):
+            raise ValueError(
+                f"{f'the submodule {name!r}' if name else 'the module'} is wrapped already, and one wrapper reduces a "
+                "parameter: put the module that it wraps (its .module) in its place"
+            )
         # A prepared model of Accelerate's is an instance of both classes, and reduces nothing of torch's.
         if isinstance(child, TorchDDP) and not isinstance(child, own):
             what = f"the submodule {name!r}" if name else "the module"

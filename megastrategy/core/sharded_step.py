@@ -245,6 +245,8 @@ class ShardedStep(OptimizerShards):
                         self.kept_state.end_step(self.engine.collectives)
             # Somebody's wrapper may have left the step out: then none has begun, and none is counted.
             self.num_steps_done = self.num_steps_begun
+            if self._later_trials is not None:
+                self._later_trials.end_step()
 
     def _step_main_params(self) -> None:
         self._begin_step()

@@ -67,8 +67,9 @@ class Strangers:
             if is_wrapped(groups[place[0]]["params"][place[1]]):
                 raise ValueError(
                     f"{_describe(groups, place)} of this {kind} belongs to another wrapped model, and a "
-                    "DistributedOptimizer has one. Give each model an optimizer of its own, wrap one module that holds "
-                    f"them all, or step the optimizer itself, with {self._engine.all_reduce_option} for every model"
+                    "DistributedOptimizer has one. Give each model an optimizer of its own, or wrap one module that "
+                    "contains them all (torch.nn.ModuleDict): everything stays sharded. Without shards, step the "
+                    f"optimizer itself, with {self._engine.all_reduce_option} for every model"
                 )
         self._places, self.params = found, [groups[n]["params"][p] for n, p in found]
 

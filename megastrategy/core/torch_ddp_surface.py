@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .collectives.process_groups import world_group
@@ -14,15 +17,18 @@ from .config import DistributedDataParallelConfig
 from .ddp_arguments import config_from_arguments
 
 
-def config_with(
-    config: DistributedDataParallelConfig | None, options: Mapping[str, Any], device: torch.device
-) -> DistributedDataParallelConfig:
-    """Returns the configuration of a model on ``device``: ``config``, or that of torch DDP's arguments.
+def config_with(config: Any, options: Mapping[str, Any], device: torch.device) -> DistributedDataParallelConfig:
+    """Returns the configuration of a model on ``device``: ``config``, or that of torch DDP's arguments, whose
+    ``device_ids`` may be in the place of ``config``.
 
     Raises:
         ValueError: if both are given, or for an argument that cannot have its effect here.
     """
     rest = dict(options)
+    if isinstance(config, list | tuple):
+        rest, config = {"device_ids": config, **rest}, None
+    if not isinstance(config, DistributedDataParallelConfig | None):
+        raise ValueError(f"config: expected a DistributedDataParallelConfig, got {type(config).__name__}")
     for name in ("device_ids", "output_device"):
         value = rest.pop(name, None)
         given = value if isinstance(value, list | tuple) else [] if value is None else [value]
@@ -83,17 +89,76 @@ SHOWN: dict[str, Callable[[Any], Any]] = {
     "scatter": lambda model: types.MethodType(TorchDDP.scatter, model),  # these three need nothing but the device
     "to_kwargs": lambda model: types.MethodType(TorchDDP.to_kwargs, model),
     "gather": lambda model: types.MethodType(TorchDDP.gather, model),
+    "join_device": lambda model: model.device,
+    "join_process_group": lambda model: world_group(),
+    "_distributed_rank": lambda model: model.engine.collectives.rank,
+    "_static_graph_delay_allreduce_enqueued": lambda model: True,  # no first backward has to be prepared
 }
 """torch DDP's attributes that have a meaning here, each with its value."""
 
+NOT_USED: dict[str, Callable[[], Any]] = {
+    "mixed_precision": lambda: None,
+    "bucket_bytes_cap_list": list,
+    "broadcast_bucket_size": lambda: 250 * 1024 * 1024,
+    "skip_all_reduce_unused_params": lambda: False,
+    "is_multi_device_module": lambda: False,
+    "batched_grad_copy": lambda: False,
+    "lazy_bucket_allocation": lambda: False,
+    "require_manual_backward_finalization": lambda: False,  # backward ends with all gradients reduced
+    "should_finalize_after_backward": lambda: False,
+    "_require_manual_backward_finalization": lambda: False,
+    "_join_config": _JoinConfig.construct_disabled_join_config,
+    "_use_python_reducer": lambda: False,
+    "_delay_all_reduce_params": list,
+    "_delay_all_reduce_all_params": lambda: False,
+    "_delay_grad_buffer": lambda: None,
+    "_delay_grad_views": list,
+    "_comm_hooks": list,
+    "_accum_grad_hooks": list,
+    "_has_rebuilt_buckets": lambda: False,
+    "_lazy_init_ran": lambda: True,
+    "_ddp_sink_clone": lambda: False,
+}
+"""Attributes of features that are not used here, with torch's value for that."""
+
 OF_TORCHS_REDUCER = ("logger", "_bucket_config")
 
+DDP_FUNCTIONS = frozenset(
+    name
+    for name, value in vars(TorchDDP).items()
+    if callable(value) and not (name.startswith("__") or hasattr(nn.Module, name) or name in SHOWN)
+)
+"""torch DDP's functions, but for those that every module has and those that have a meaning here."""
 
-def refuse_attribute(name: str) -> NoReturn:
-    """Says what takes the place of what belongs to torch's reducer."""
-    raise AttributeError(
-        f"{name} belongs to torch DDP's reducer, and this model is reduced by megastrategy: _get_ddp_logging_data() "
-        "returns its figures, layout.buckets its buckets"
+
+def shown(model: Any, name: str) -> Any:
+    """Returns the value here of an attribute of torch DDP's.
+
+    Raises:
+        AttributeError: if it belongs to torch's reducer, with what takes its place; and for a name that is not torch's.
+    """
+    if name in OF_TORCHS_REDUCER:
+        raise AttributeError(
+            f"{name} belongs to torch DDP's reducer, and this model is reduced by megastrategy: "
+            "_get_ddp_logging_data() returns its figures, layout.buckets its buckets"
+        )
+    if name in SHOWN:
+        return SHOWN[name](model)
+    if name in NOT_USED:
+        return NOT_USED[name]()
+    if name in DDP_FUNCTIONS:
+        return functools.partial(refuse_function, name)
+    raise AttributeError(f"{type(model).__name__!r} object has no attribute {name!r}")
+
+
+def refuse_function(name: str, *_: Any, **__: Any) -> NoReturn:
+    """Says that a function of torch DDP's has nothing to work on."""
+    if name == "_register_builtin_comm_hook":
+        refuse_comm_hook(name)
+    raise NotImplementedError(
+        f"{name}() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Leave the call out; "
+        "communication hooks, join() and optimizers fused into backward need torch's own DDP (strategy='ddp', "
+        "accelerate's own Accelerator)"
     )
 
 
@@ -112,10 +177,10 @@ def logging_data(model: Any) -> dict[str, Any]:
     }
 
 
-def refuse_comm_hook() -> NoReturn:
+def refuse_comm_hook(name: str = "register_comm_hook") -> NoReturn:
     """Says what takes the place of a communication hook."""
     raise NotImplementedError(
-        "register_comm_hook() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Instead of "
+        f"{name}() belongs to torch DDP's reducer, and this model is reduced by megastrategy. Instead of "
         "fp16_compress_hook or bf16_compress_hook set grad_wire_dtype='fp16' or 'bf16' before the wrap (a field of "
         "DistributedDataParallelConfig and of the plugin, an argument of the strategy); leave allreduce_hook out"
     )

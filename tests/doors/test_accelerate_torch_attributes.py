@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy.accelerate.torch_ddp_by_name import _ENGINES, NOT_USED
-from megastrategy.core import OF_TORCHS_REDUCER
+from megastrategy.core import NOT_USED, OF_TORCHS_REDUCER, SHOWN
 
 from ..support.comparison import assert_equal
 from .accelerate_comparison import both_modes, inputs, net_of, with_mode
@@ -36,8 +35,7 @@ def names_of_torchs() -> set[str]:
 
 def test_every_attribute_of_torchs_has_an_answer(worlds: Worlds) -> None:
     """A new one in a new torch is seen here."""
-    inherited = {"join_device", "join_process_group", "_distributed_rank"}
-    known = inherited | THE_ENGINES_OWN | set(_ENGINES) | set(NOT_USED) | set(OF_TORCHS_REDUCER)
+    known = THE_ENGINES_OWN | set(SHOWN) | set(NOT_USED) | set(OF_TORCHS_REDUCER)
     for names in worlds.run(names_of_torchs):
         assert names <= known
         assert len(names) > 30

@@ -264,19 +264,20 @@ def test_memory_shared_across_another_tensor_is_found() -> None:
 
 
 def test_a_step_that_raises_leaves_the_groups_as_they_were() -> None:
-    class Explodes(torch.optim.SGD):
-        armed = False
+    armed = set[int]()
 
+    class Explodes(torch.optim.SGD):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
-            if self.armed:
+            if armed:
                 raise ZeroDivisionError("inside step")
             super().step()
 
     def run(rank: int, group: ProcessGroup) -> None:
         model = DistributedDataParallel(two_layers(), process_group=group)
-        optimizer = DistributedOptimizer(inner := Explodes(model.parameters(), lr=0.1), model)
+        optimizer = DistributedOptimizer(Explodes(model.parameters(), lr=0.1), model)
         model(torch.ones(1, 10)).sum().backward()
-        inner.armed = True
+        group.barrier().wait()  # both have tried it
+        armed.add(rank)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
         assert optimizer.param_groups[0]["params"] == list(model.module.parameters())

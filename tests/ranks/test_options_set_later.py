@@ -51,6 +51,42 @@ class Word(Simple):
         param.sub_(grad / grad.norm() if couples else grad, alpha=group["lr"])
 
 
+class Off(Simple):
+    """What couples its elements is off: by a sign, by infinity, by an entry that is missing, by its attributes."""
+
+    clips = False
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, most=-1.0, largest=float("inf"))
+        self.trusts = 0
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        by_entry = group["most"] > 0 or group["largest"] < 1e9 or group.get("by_norm", False)
+        couples = by_entry or self.clips or self.trusts or getattr(self, "adapts", False)
+        param.sub_(grad / grad.norm() if couples else grad, alpha=group["lr"])
+
+
+class WarmsUp(Simple):
+    """Makes its state in its first 20 steps, more than a trial has, and counts on it afterwards."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.steps, self.is_warm = 0, False
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.steps += 1
+        self.is_warm = self.steps >= 20
+        if self.is_warm:
+            for group in self.param_groups:
+                group["warm"] = True
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not self.is_warm:
+            state["sum"] = torch.zeros_like(param)
+        param.sub_(state["sum"].add_(grad), alpha=group["lr"])
+
+
 class DecaysLater(CountsOnState):
     """Its state is made at construction, and between steps it is that of shards."""
 
@@ -149,6 +185,55 @@ def test_a_word_a_flag_and_a_number_in_a_pair_are_looked_at(options: dict[str, A
         model = DistributedDataParallel(module, config(), group)
         with pytest.raises(OptimizerNotShardableError, match=next(iter(options))):
             train(model, DistributedOptimizer(Word(module.parameters()), model), rank, in_all_groups(**options))
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("options", [{"most": 1.0}, {"largest": 1.0}, {"by_norm": True}], ids=str)
+def test_a_sign_an_end_of_infinity_and_a_new_entry_are_looked_at(options: dict[str, Any]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, config(), group)
+        with pytest.raises(OptimizerNotShardableError, match=next(iter(options))):
+            train(model, DistributedOptimizer(Off(module.parameters()), model), rank, in_all_groups(**options))
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("name", ["clips", "trusts", "adapts"])
+@pytest.mark.parametrize("through", ["wrapper", "user's own"])
+def test_an_attribute_that_is_set_is_an_option(name: str, through: str) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = two_layers()
+        model = DistributedDataParallel(module, config(), group)
+        inner = Off(module.parameters())
+        optimizer = DistributedOptimizer(inner, model)
+        of: Any = optimizer if through == "wrapper" else inner
+        with pytest.raises(OptimizerNotShardableError, match=f"attribute {name}=1, which was .* before"):
+            train(model, optimizer, rank, lambda _: setattr(of, name, 1))
+        assert optimizer.num_steps == (3, 3)
+        setattr(inner, name, 0)
+        optimizer.step()
+
+    run_ranks(2, run)
+
+
+def test_what_its_own_step_sets_late_is_not_tried() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        theirs, ours = two_layers(), two_layers()
+        model = DistributedDataParallel(ours, config(), group)
+        pairs = (
+            (TorchDDP(theirs, process_group=group), WarmsUp(theirs.parameters(), 0.01)),
+            (
+                model,
+                DistributedOptimizer(WarmsUp(ours.parameters(), 0.01), model),
+            ),
+        )
+        for wrapped, optimizer in pairs:
+            for _ in range(4):
+                train(wrapped, optimizer, rank, lambda _: None)
+        for param, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(param, other)
 
     run_ranks(2, run)
 

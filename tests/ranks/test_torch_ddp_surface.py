@@ -13,7 +13,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
 from tests.support.processes import run_processes
 
+FEATURES = (
+    "mixed_precision",
+    "_comm_hooks",
+    "_use_python_reducer",
+    "is_multi_device_module",
+    "_delay_all_reduce_params",
+)
 READ = (
+    *FEATURES,
     *("device", "device_ids", "output_device", "device_type", "dim", "static_graph"),
     *("broadcast_buffers", "require_backward_grad_sync", "require_forward_param_sync"),
 )
@@ -62,12 +70,27 @@ def _be_refused() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             DistributedDataParallel(module, **arguments)
+    for by_position, text in (
+        ([0], r"device_ids=\[0\]: the module is on cpu"),
+        ({"bucket_size": 1}, "config: .* got dict"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            DistributedDataParallel(module, by_position)  # type: ignore[arg-type]
+    DistributedDataParallel(module, [torch.device("cpu")]).close()  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"static_graph: pass torch DDP's arguments or a .*, not both"):
         DistributedDataParallel(module, config, static_graph=True)
     model = DistributedDataParallel(module, config, device_ids=None)
     for name in ("logger", "_bucket_config"):
         with pytest.raises(AttributeError, match=rf"{name} belongs to torch DDP's reducer.*_get_ddp_logging_data\(\)"):
             getattr(model, name)
+    for name in ("_register_fused_optim", "_check_reducer_finalized", "_set_ddp_runtime_logging_sample_rate"):
+        with pytest.raises(
+            NotImplementedError, match=rf"{name}\(\) belongs to torch DDP's reducer.*Leave the call out"
+        ):
+            getattr(model, name)(10)
+    with pytest.raises(NotImplementedError, match=r"_register_builtin_comm_hook\(\).*grad_wire_dtype='fp16'"):
+        model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+    assert not hasattr(model, "generate")
     with pytest.raises(NotImplementedError, match=r"register_comm_hook\(\).*grad_wire_dtype='fp16'"):
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
 

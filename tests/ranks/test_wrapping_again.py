@@ -1,19 +1,17 @@
-"""A module that is wrapped again is the new wrapper's, as under torch DDP; one that another model uses is refused."""
+"""A module that is wrapped again is the new wrapper's, as under torch DDP, and so is a layer that two models share."""
 
 from __future__ import annotations
 
-import gc
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import ClosedError
-from megastrategy.core.holders import describe_holders
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
 
@@ -28,6 +26,10 @@ class Shared(nn.Module):
         super().__init__()
         self.encoder, self.head = encoder, nn.Linear(7, 2)
 
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.encoder(x))
+        return output
+
 
 def wrap(module: nn.Module, group: ProcessGroup, sharded: bool) -> DistributedDataParallel:
     return DistributedDataParallel(module, DistributedDataParallelConfig(use_distributed_optimizer=sharded), group)
@@ -41,7 +43,7 @@ def test_a_wrapper_that_has_lost_its_module_says_so(size: int, sharded: bool) ->
         first = wrap(module, group, sharded)
         second = wrap(module, group, sharded)
         assert first.is_closed
-        with pytest.raises(ClosedError, match=r"its module was wrapped again since.*the wrapper that was made last"):
+        with pytest.raises(ClosedError, match=r"was wrapped again since.*the wrapper that was made last"):
             first(torch.ones(1, 10))
         second(torch.ones(1, 10)).sum().backward()
         grads = {name: second.full_grad(param) for name, param in module.named_parameters()}
@@ -75,38 +77,65 @@ def test_a_layer_of_a_model_that_was_dropped_is_taken_over(size: int, sharded: b
     run_ranks(size, run)
 
 
+def train(model: Any, optimizer: Any, rank: int) -> None:
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.full((2, 10), 1.0 + rank + step)).square().mean().backward()
+        optimizer.step()
+
+
 @both_modes
 @both_numbers_of_ranks
-def test_models_in_use_that_share_an_encoder_are_refused_by_what_uses_the_first(size: int, sharded: bool) -> None:
+@pytest.mark.parametrize("held", ["wrapper", "optimizer", "nothing"])
+def test_models_that_share_an_encoder_are_trained_one_after_the_other(size: int, sharded: bool, held: str) -> None:
+    """Gradients of the last step are left, in which a stand-in is that of the model before."""
+
     def run(rank: int, group: ProcessGroup) -> None:
-        encoder = two_layers()
-        generator = wrap(Shared(encoder), group, sharded)
-        with pytest.raises(ValueError, match=r"'encoder\.0\.weight' is in another wrapped model") as caught:
-            wrap(Shared(encoder), group, sharded)
-        for text in ("a Shared", "the variable 'generator' of run()", "torch.nn.ModuleDict", "call its close()"):
-            assert text in str(caught.value)
-        generator.close()
-        wrap(Shared(encoder), group, sharded).close()
+        theirs, ours = two_layers(), two_layers()
+        kept = []
+        for _ in range(3):
+            model: Any = Shared(theirs)
+            mine: Any = Shared(ours)
+            mine.load_state_dict(model.state_dict())
+            reference = TorchDDP(model, process_group=group)
+            train(reference, torch.optim.AdamW(model.parameters(), lr=0.1), rank)
+            wrapped = wrap(mine, group, sharded)
+            optimizer = DistributedOptimizer(torch.optim.AdamW(mine.parameters(), lr=0.1), wrapped)
+            train(wrapped, optimizer, rank)
+            kept.append({"wrapper": wrapped, "optimizer": optimizer, "nothing": None}[held])
+            del wrapped, optimizer
+            for param, other in zip(mine.parameters(), model.parameters(), strict=True):
+                assert torch.equal(param, other)
 
     run_ranks(size, run)
 
 
-def test_holders_are_named_by_variable_attribute_and_container() -> None:
-    class Model:
-        pass
+@both_modes
+@both_numbers_of_ranks
+def test_models_that_share_an_encoder_and_are_trained_in_turns_are_refused(size: int, sharded: bool) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        encoder = two_layers()
+        first = wrap(Shared(encoder), group, sharded)
+        second = wrap(Shared(encoder), group, sharded)
+        with pytest.raises(ClosedError, match=r"or a layer of it was wrapped again since.*torch\.nn\.ModuleDict"):
+            first(torch.ones(1, 10))
+        first.eval()
+        with torch.no_grad():
+            assert torch.equal(first(torch.ones(1, 10)), first.module.head(encoder(torch.ones(1, 10))))
+        second(torch.ones(1, 10)).sum().backward()
 
-    class Trainer:
-        model: Any = None
+    run_ranks(size, run)
 
-    module, trainer, parent = nn.Linear(1, 1), Trainer(), nn.Module()
-    parent.net, trainer.model = module, module
-    described = describe_holders(module).split(", ")
-    assert described[0] == "the variable 'module' of test_holders_are_named_by_variable_attribute_and_container()"
-    assert {"the attribute 'model' of a Trainer", "the attribute 'net' of a Module"} <= set(described)
-    script = ModuleType("script")
-    script.model = (model := Model())  # type: ignore[attr-defined]
-    assert "the variable 'model' of the module script" in describe_holders(model)
-    kept = {"net": (wanted := Model())}
-    gc.collect()
-    assert "the entry 'net' of a dict" in describe_holders(wanted)
-    assert kept
+
+def test_a_wrapper_is_no_part_of_another_one() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = wrap(two_layers(), group, sharded=True)
+        with pytest.raises(ValueError, match=r"the module is wrapped already.*\(its \.module\)"):
+            wrap(model, group, sharded=True)
+        with pytest.raises(ValueError, match="the submodule '0' is wrapped already"):
+            wrap(nn.Sequential(model), group, sharded=True)
+        model(torch.ones(1, 10)).sum().backward()
+        model.close()
+        wrap(model, group, sharded=True)
+
+    run_ranks(2, run)

@@ -4,8 +4,10 @@
 A trial tells of the options that it ran with. A ``weight_decay`` of zero lets LARS pass, since it takes no norm then;
 set by hand, by a schedule or by a loaded state, each rank would take the norms of its own shards, and nothing would
 show it. A decay that becomes another number multiplies the term that was tried. A term that was not there can couple
-elements: a number that was zero, and a flag, a word or None in the place of another. So the optimizer is tried once
-more with that. (Tensors are not looked into: that would wait for the device in every step.)
+elements: an option that was not there, a number that was zero, infinite or of the other sign (a clip that was off), and
+a flag, a word or None in the place of another. So the optimizer is tried once more with that. (Tensors are not looked
+into: that would wait for the device in every step.) Attributes of an optimizer that is not torch's are options, too, if
+they change between its steps.
 
 An entry that the optimizer's own steps change (Schedule-Free's ``k``) is nobody's wish; trials show which these are.
 They, and all that was not set, have the values of the first trial in a later one: with the counters of a long training
@@ -14,6 +16,7 @@ beside state that is new, an optimizer may do anything, and a refusal would be w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -26,6 +29,7 @@ from .step_arguments import StepArguments
 from .trial import own
 
 _OF_TRIALS = {"params", "lr", "initial_lr"}  # a trial has its own tensors, and a rate of its own where there is none
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class LaterTrials:
@@ -43,6 +47,9 @@ class LaterTrials:
         self._seen: list[dict[str, Any]] = []  # by group, the options that may be set, as they were last found tried
         self._tried: set[Hashable] = {StepArguments().kind}
         self._whole_groups = set(findings.whole_groups)
+        self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")  # reads its own entries, no others
+        self._attributes = dict[str, Any]()  # that are plain values, as its last step left them
+        self.end_step()
         for group in optimizer.param_groups:
             self._begin(group, findings)
 
@@ -66,7 +73,8 @@ class LaterTrials:
         """
         groups = self._optimizer.param_groups
         untried = [number for number, group in enumerate(groups) if not self._is_tried(number, group)]
-        if not untried:
+        attributes = self._attributes_set_later()
+        if not untried and (not attributes or _kind(attributes) in self._tried):
             return None
         again = object.__new__(type(self._optimizer))
         again.__dict__.update(self._optimizer.__dict__)
@@ -79,13 +87,33 @@ class LaterTrials:
         findings = known.probe(again, self._device, dtype)
         findings = self._if_divided_alike(findings)
         if findings.reason is not None:
-            return Findings(self._in_words(untried) + findings.reason)
+            return Findings(self._in_words(untried, attributes) + findings.reason)
+        self._tried.add(_kind(attributes))
         for number in untried:
             if number < len(self._first):
                 self._tried.add((number, _kind(self._set_later(number, groups[number]))))
             else:
                 self._begin(groups[number], findings)
         return findings
+
+    def end_step(self) -> None:
+        """Notes the attributes and entries that a step leaves: what it changes itself, nobody has set."""
+        if self._is_torchs:
+            return
+        self._attributes = {name: value for name, value in vars(self._optimizer).items() if type(value) in _PLAIN}
+        for first, group in zip(self._first, self._optimizer.param_groups, strict=False):
+            first.update((name, group[name]) for name in group.keys() - first.keys() - _OF_TRIALS)
+
+    def _attributes_set_later(self) -> dict[str, Any]:
+        if self._is_torchs:
+            return {}
+        return {
+            name: value
+            for name, value in vars(self._optimizer).items()
+            # Frameworks put attributes of their own on an optimizer, with an underscore.
+            if type(value) in _PLAIN and (name in self._attributes or not name.startswith("_"))
+            if value is not self._attributes.get(name) and _may_add_a_term(self._attributes.get(name), value)
+        }
 
     def _if_divided_alike(self, findings: Findings) -> Findings:
         """The findings; a refusal where shards were cut of what now has to be whole."""
@@ -109,6 +137,9 @@ class LaterTrials:
         if number >= len(self._first):
             return False
         seen = self._seen[number]
+        if not self._is_torchs:
+            for name in group.keys() - self._first[number].keys() - _OF_TRIALS:
+                self._first[number][name] = seen[name] = None
         # By identity, in every step: nearly always nobody has set anything.
         if all(group.get(name) is value for name, value in seen.items()):
             return True
@@ -125,8 +156,10 @@ class LaterTrials:
             if name in group and _may_add_a_term(first[name], group[name])
         }
 
-    def _in_words(self, untried: list[int]) -> str:
+    def _in_words(self, untried: list[int], attributes: Mapping[str, Any]) -> str:
         said = dict[str, None]()  # in order, and once: often all groups are set alike
+        for name, value in attributes.items():
+            said[f"its attribute {name}={value!r}, which was {self._attributes.get(name)!r} before: "] = None
         for number in untried:
             if number < len(self._first):
                 for name, value in self._set_later(number, self._optimizer.param_groups[number]).items():
@@ -140,15 +173,21 @@ def _may_add_a_term(first: Any, now: Any) -> bool:
         return len(first) != len(now) or any(map(_may_add_a_term, first, now))
     if any(isinstance(value, bool | str | None) for value in (first, now)):
         return type(first) is not type(now) or first != now
-    return isinstance(first, int | float) and isinstance(now, int | float) and first == 0 != now
+    is_number = isinstance(first, int | float) and isinstance(now, int | float)
+    return is_number and now != 0 and _regime(first) != _regime(now)
+
+
+def _regime(number: float) -> tuple[float, bool]:
+    """Its sign, 0 for zero, and whether it is finite."""
+    return (0.0 if number == 0 else math.copysign(1.0, number)), math.isfinite(number)
 
 
 def _kind(value: Any) -> Hashable:
-    """Alike for options that differ in numbers alone, none of which is zero."""
+    """Alike for options that differ in numbers alone, of one sign."""
     if isinstance(value, Mapping):
         return frozenset((name, _kind(item)) for name, item in value.items())
     if isinstance(value, tuple | list):
         return tuple(map(_kind, value))
-    return (
-        value if isinstance(value, bool | str | None) else (type(value), isinstance(value, int | float) and value != 0)
-    )
+    if isinstance(value, bool | str | None):
+        return value
+    return type(value), _regime(value) if isinstance(value, int | float) else None
