@@ -42,7 +42,7 @@ class DistributedDataParallel(nn.Module):
         listener: called with every :class:`~megastrategy.core.events.Event`.
         all_reduce_option: how the user of this object asks for an all-reduce instead, for errors whose way out it is.
         torch_options: torch DDP's arguments, in the place of ``config``: ``find_unused_parameters``, ``static_graph``,
-            ``broadcast_buffers``, ``bucket_cap_mb`` and the like, and ``device_ids`` (by position too) with its own device.
+            ``broadcast_buffers``, ``bucket_cap_mb`` and the like, and ``device_ids`` (by position too) with its device.
 
     Hooks of your own on a parameter's accumulated gradient (``register_post_accumulate_grad_hook``) run before the
     gradient is sent.
