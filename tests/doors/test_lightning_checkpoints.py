@@ -210,6 +210,7 @@ def test_bf16_weights_resume_without_losing_their_main_params(ranks: Ranks, tmp_
         assert_same_tensors(mine.weights, expected.weights)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """With what was left out; a checkpoint whose remainders are lost goes on from the weights alone."""

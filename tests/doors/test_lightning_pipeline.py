@@ -131,6 +131,7 @@ def fit_on_tensor_ranks(folder: str, epochs: int, resume: str | None, kind: Any)
     return fit(strategy, 4, BATCH_SIZE, folder, epochs, resume)
 
 
+@pytest.mark.long
 def test_stages_whose_layers_are_cut_resume_from_a_directory_and_from_a_file(
     one_rank: Ranks, mesh: Ranks, tmp_path: Path
 ) -> None:

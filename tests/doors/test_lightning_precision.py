@@ -57,6 +57,7 @@ def fit_one_weight(name: str, **options: Any) -> tuple[list[float], dict[str, Te
     return module.losses, weights_of(module)
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @MODES
 def test_bf16_weights_stall_under_ddp_and_learn_here(ranks: Ranks, sharded: bool) -> None:

@@ -149,6 +149,7 @@ def under_ddp(ranks: Ranks) -> list[Result]:
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "strategy",
     ["megatron_ddp", {"bucket_size": 50}, {"bucket_size": 50, "use_distributed_optimizer": False}],

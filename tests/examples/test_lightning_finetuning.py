@@ -45,6 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run
 
 
+@pytest.mark.long
 def test_it_learns_to_read_digits_with_equal_weights_on_all_ranks(runs: Runs) -> None:
     run = runs("megatron_ddp", 2)
     epochs = run.epochs()
@@ -55,6 +56,7 @@ def test_it_learns_to_read_digits_with_equal_weights_on_all_ranks(runs: Runs) ->
     assert "weights of the ranks: equal\n" in run.printed
 
 
+@pytest.mark.long
 def test_its_checkpoint_is_whole(runs: Runs) -> None:
     """The optimizer's state of the backbone, which joined late and is sharded like the head's, among it."""
     checkpoint = torch.load(runs("megatron_ddp", 2).path / "runs/finetuning/megatron_ddp/best.ckpt", weights_only=True)

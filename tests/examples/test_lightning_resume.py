@@ -30,6 +30,7 @@ def saved(folder: Path) -> dict[str, Any]:
     return checkpoint
 
 
+@pytest.mark.long
 def test_three_runs_on_other_processes_are_one_run(tmp_path: Path) -> None:
     """Each starts where the one before ended, and the end is that of a run under "ddp" that was never interrupted."""
     chain: dict[int, tuple[str, float]] = {}

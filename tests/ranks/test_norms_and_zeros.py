@@ -122,6 +122,7 @@ def on_a_mesh(tp: int, cases: list[Case]) -> list[tuple[int, float, float, int]]
     return seen
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
 def test_tensor_ranks_count_each_element_once(dp: int, tp: int) -> None:
     cases = [Case(vocab=509), Case("all-reduce", tied=True), Case("forward", sequence_parallel=False)]

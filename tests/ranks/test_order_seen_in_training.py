@@ -142,6 +142,7 @@ def test_training_is_the_same_to_the_bit(case: Case) -> None:
     assert_same_bits(train(case, 2, moving=True), train(case, 2, moving=False))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", [CASES["main params and groups"], Case(step_every=3)])
 def test_on_three_ranks_all_have_the_same_weights(case: Case) -> None:
     """Sums over three ranks depend on where an element lies in its bucket, in the last bit."""

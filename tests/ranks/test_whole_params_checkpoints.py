@@ -22,6 +22,7 @@ from tests.support.ranks import run_ranks
 from tests.support.whole_params import batch, model_on, same, train
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "kind", [optimizers.Shampoo, optimizers.InBlocks, optimizers.KeepsNested, optimizers.WrapsState]
 )

@@ -25,7 +25,7 @@ from tests.support.training import assert_close, train_with_ddp, train_with_ours
 from tests.support.whole_params import KINDS, SOME, WholeRun, batch, model_on, same
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def train_alone(
     return [param.detach() for param in params], optimizer.state_dict()["state"]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -175,6 +175,7 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], complaint: st
     assert complaint in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.fresh
 def test_what_was_said_before_the_command_is_killed_is_in_the_json(tmp_path: Path) -> None:
     """As a session on a GPU ends: in the middle of a section."""
