@@ -64,6 +64,13 @@ def engine_collectives(device: torch.device, *, agreed: bool = False) -> Collect
     return state.collectives
 
 
+def count_barrier(barrier: str) -> None:
+    """Counts a barrier of the framework's, which all ranks enter: a rank in it is then known to be past the place where
+    another rank saves without it."""
+    if (collectives := _state().collectives) is not None:
+        collectives.progress.enter(barrier)
+
+
 def give_up_engine_collectives() -> None:
     """Drops all groups after an exception, since a collective may have been cut off in them on some rank.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from .._faults.process_collectives import give_up_engine_collectives, meeting_collectives
+from .._faults.process_collectives import count_barrier, give_up_engine_collectives, meeting_collectives
 from ..core import CollectiveError
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class MeetingPlace:
             CollectiveError: if some rank came to another, or does not come.
         """
         # The maximum has a mark for each place that some rank has come to: more than one is a mismatch.
+        count_barrier(f"a meeting of all ranks: it {_PLACES[place]}")
         told = torch.tensor([*(name == place for name in _PLACES), *facts], device="cpu")
         self.collectives.all_reduce_max(told).wait()
         marks: list[int] = told.tolist()

@@ -38,7 +38,7 @@ from .._checkpoints.directories import (
 )
 from .._checkpoints.files import own_memory, trainable_weights
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
-from .._faults.process_collectives import checkpoint_collectives, engine_collectives
+from .._faults.process_collectives import checkpoint_collectives, count_barrier, engine_collectives
 from .._prepared_models import PreparedModels
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
@@ -73,6 +73,9 @@ else:
 MAIN_PARAMS_KEY = "megatron_ddp_main_params"
 """Key in a checkpoint of 16-bit weights. It holds, by the optimizer's key in the saved state, its fp32 main params by
 parameter name, whole."""
+
+
+_SAVE_ON_ALL_RANKS = "Call fabric.save(...) on every rank, not under `if fabric.is_global_zero:`: rank 0 writes"
 
 
 class FabricStrategy(WholeFilesByDefault, _Base):
@@ -260,6 +263,11 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         ]
         return [(opt, model) for opt, model in pairs if opt is not None and model is not None and not model.is_closed]
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits as "ddp" does."""
+        count_barrier("fabric.barrier()")
+        super().barrier(*args, **kwargs)
+
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any | Tensor]:
@@ -287,14 +295,14 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Adds the fp32 main params under a key of their own, which "ddp" leaves in the remainder."""
+        optimizers = {key: self._distributed(value) for key, value in state.items()}
+        distributed = {key: value for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)}
+        for value in distributed.values():
+            value.require_all_ranks("fabric.save()", _SAVE_ON_ALL_RANKS)  # which ends in a barrier
         if self.state_dict_type == "sharded":
             refuse_storage_options(storage_options)
             self._save_directory(place_of_directory(self.broadcast(path)), state, filter or {})
             return
-        optimizers = {key: self._distributed(value) for key, value in state.items()}
-        distributed = {key: value for key, value in optimizers.items() if isinstance(value, DistributedOptimizer)}
-        for value in distributed.values():
-            value.require_all_ranks("fabric.save()")  # which ends in a barrier
         # collective, so for every optimizer on every rank, although rank 0 alone is given any
         gathered = {key: value.main_params() for key, value in distributed.items()}
         main_params = {key: params for key, params in gathered.items() if params}

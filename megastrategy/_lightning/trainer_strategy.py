@@ -85,6 +85,10 @@ else:
 T = TypeVar("T")
 _log = logging.getLogger("megastrategy")
 
+_SAVE_ON_ALL_RANKS = (
+    "Call trainer.save_checkpoint(...) on every rank, not under `if trainer.is_global_zero:`: rank 0 writes"
+)
+
 MAIN_PARAMS_KEY = "megatron_ddp_main_params"
 """Key in a checkpoint of 16-bit weights: for each optimizer the fp32 main params by parameter name, whole."""
 
@@ -371,10 +375,10 @@ class TrainerStrategy(
         # :meth:`save_checkpoint` finds the same, and writes nothing
         if not self._may_save():
             return {}
-        if self.state_dict_type == "sharded" and isinstance(optimizer, DistributedOptimizer):
-            return optimizer.sharded_state_dict()
         if isinstance(optimizer, DistributedOptimizer):
-            optimizer.require_all_ranks("saving a checkpoint")  # which ends in a barrier
+            optimizer.require_all_ranks("saving a checkpoint", _SAVE_ON_ALL_RANKS)  # which ends in a barrier
+            if self.state_dict_type == "sharded":
+                return optimizer.sharded_state_dict()
         return optimizer.state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

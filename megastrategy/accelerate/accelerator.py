@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from .._checkpoints.directories import written_by
 from .._faults.process_collectives import checkpoint_collectives
 from .._whole_optimizers import WholeOptimizers
-from ..core import DistributedOptimizer, LoneCollectives, adapt_scaler
+from ..core import Collectives, DistributedOptimizer, LoneCollectives, adapt_scaler
 from . import checkpoint
 from .counts_tokens import CountsTokens
 from .plugin import MegatronDDPPlugin, refuse_other_engines
@@ -53,7 +53,6 @@ from .prepared_model import (
     trained_by,
 )
 from .resumable_data import ResumesData
-from .saves_alone import SavesAlone
 from .tensor_parallel import TensorParallel, check_parallelism
 from .transformers_trainer import wrap_trainer
 
@@ -62,7 +61,7 @@ __all__ = ["Accelerator", "MegatronDDPPlugin"]
 _log = get_logger(__name__)
 
 
-class Accelerator(TensorParallel, SavesAlone, CountsTokens, ResumesData, accelerate.Accelerator):  # type: ignore[misc]
+class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelerator):  # type: ignore[misc]
     """``accelerate.Accelerator``, with all of its arguments and methods, training with Megatron-LM's data parallelism.
 
     Args:
@@ -367,24 +366,56 @@ class Accelerator(TensorParallel, SavesAlone, CountsTokens, ResumesData, acceler
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Saves torch DDP's files, and fp32 main params beside them; with ``state_dict_type="sharded"`` a directory.
 
-        All ranks call it together. The main process may call it alone if its optimizers are not sharded or, on the CPU,
-        between a step and the next backward; it does not write a directory so.
+        All ranks call it together. Where nothing is sharded, and accelerate does not number the checkpoints, the main
+        process may call it without the others, as under torch DDP; then it waits for no other rank.
 
         Raises:
-            NotOnAllRanksError: if a rank calls it alone otherwise.
+            NotOnAllRanksError: if not all ranks call it otherwise.
         """
         in_directory = self.megatron_ddp_plugin.state_dict_type == "sharded" and self.use_distributed
         optimizers = [_sharded_inside(item) for item in self._optimizers]
         is_sharded = any(item is not None and item.is_sharded for item in optimizers)
-        with self._saving(is_sharded=is_sharded, in_directory=in_directory) as is_everybody_here:
+        configuration = self.project_configuration
+        if not (is_sharded or in_directory or configuration.automatic_checkpoint_naming):
+            location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
+            for_node = configuration.save_on_each_node and self.is_local_main_process
+            checkpoint.save_main_params(location, optimizers, for_node or self.is_main_process)
+            return location
+        with checkpoint.on_all_ranks(self._collectives()):
             if in_directory:
                 return self._save_sharded(output_dir, safe_serialization, **kwargs)
             location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
             checkpoint.save_main_params(location, optimizers, self.is_main_process)
-            if self.project_configuration.save_on_each_node and self.use_distributed and is_everybody_here:
+            if configuration.save_on_each_node and self.use_distributed:
                 checkpoint.copy_to_nodes(location, optimizers, self.is_local_main_process)
             self.wait_for_everyone()  # so that it may be loaded at once, which accelerate leaves to the user
         return location
+
+    def _collectives(self) -> Collectives | None:
+        """Returns the collectives of the prepared models; None in one process, or where nothing is prepared."""
+        if not self.use_distributed:
+            return None
+        return next((model.engine.collectives for model in PREPARED.of(self._models)), None)
+
+    def wait_for_everyone(self) -> None:
+        """Waits as accelerate's does."""
+        self._enter("accelerator.wait_for_everyone()")
+        super().wait_for_everyone()
+
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        """Gathers as accelerate's does."""
+        self._enter("accelerator.gather()")
+        return super().gather(*args, **kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduces as accelerate's does, with its defaults."""
+        self._enter("accelerator.reduce()")
+        return super().reduce(*args, **kwargs)
+
+    def _enter(self, barrier: str) -> None:
+        """Counts a barrier, so that a rank in it is known to be past where another rank is."""
+        if (collectives := self._collectives()) is not None:
+            collectives.progress.enter(barrier)
 
     def _save_sharded(self, *args: Any, **kwargs: Any) -> Path:
         models, hooks = self._models, self._save_model_state_pre_hook

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..core import (
     CheckpointError,
     Collectives,
     DistributedOptimizer,
+    NotOnAllRanksError,
     directory_keys,
     is_directory_checkpoint,
     not_tensors,
@@ -26,12 +28,33 @@ from ..core import (
 )
 from .tensor_parallel import cut_in_place
 
+_CALL_ON_ALL_RANKS = (
+    "Move accelerator.save_state(...) out of `if accelerator.is_main_process:`: every rank calls it, and the main "
+    "process writes. Or leave the script as it is, and keep the whole optimizer on every rank: "
+    "`use_distributed_optimizer: false`, with `state_dict_type: full`, in the YAML file of -m megastrategy.launch, or "
+    "as arguments of MegatronDDPPlugin"
+)
+
 MAIN_PARAMS_FILE = "megatron_ddp_main_params.bin"
 """Holds, by the optimizer's number, its fp32 main params by parameter name, whole."""
 
 DIRECTORY = "megatron_ddp"
 """Holds, with ``state_dict_type="sharded"``, weights and sharded optimizers for torch.distributed.checkpoint, under
 ``model``, ``model_1``, ..., ``optimizer``, ``optimizer_1``, ..., as accelerate numbers its files."""
+
+
+@contextlib.contextmanager
+def on_all_ranks(collectives: Collectives | None) -> Iterator[None]:
+    """Enters a save when all ranks have come to it; its errors say what to change in the script."""
+    try:
+        if collectives is not None:
+            collectives.require_all_ranks("accelerator.save_state()", _CALL_ON_ALL_RANKS)
+        yield
+    except NotOnAllRanksError as error:
+        # from inside of the save: tensor ranks, or stages, that are elsewhere
+        if _CALL_ON_ALL_RANKS in str(error):
+            raise
+        raise NotOnAllRanksError(f"in accelerator.save_state(): {error}\n{_CALL_ON_ALL_RANKS}") from error
 
 
 def save_main_params(folder: Path, optimizers: Sequence[DistributedOptimizer | None], writes: bool) -> None:

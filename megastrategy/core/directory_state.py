@@ -80,16 +80,15 @@ def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], Non
         return {name: value.local if isinstance(value, FlatShard) else value for name, value in values.items()}
 
     def apply() -> None:
-        with impl.at_rest.replaced():
-            impl.split_state(replace=True)
-            groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
-            index_by_id = impl.followed_by_id if impl.has_shards else {}
-            groups = saved["param_groups"]
-            if is_staged(impl):
-                groups = [own_options(*pair) for pair in zip(groups, impl.inner.param_groups, strict=True)]
-            load_own_state(impl.inner, groups, values_of, index_by_id, impl.shards, groups_of_shards, impl.stays_here)
-            impl.keep_loaded()
-            impl.load_main_params(main_params_of_stage(impl, main_params) if is_staged(impl) else main_params)
+        impl.split_state(replace=True)
+        groups_of_shards = impl.groups_of_shards if impl.has_shards else contextlib.nullcontext
+        index_by_id = impl.followed_by_id if impl.has_shards else {}
+        groups = saved["param_groups"]
+        if is_staged(impl):
+            groups = [own_options(*pair) for pair in zip(groups, impl.inner.param_groups, strict=True)]
+        load_own_state(impl.inner, groups, values_of, index_by_id, impl.shards, groups_of_shards, impl.stays_here)
+        impl.keep_loaded()
+        impl.load_main_params(main_params_of_stage(impl, main_params) if is_staged(impl) else main_params)
 
     return apply
 

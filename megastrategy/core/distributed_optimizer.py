@@ -20,17 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .at_rest import MAIN_PARAMS, STATE
 from .checkpoint.full_state import load_full_state_dict
-from .checkpoint.hand_over import Borrowing
 from .checkpoint.remote_directory import Directory, directory_at
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
+from .collectives.roll_call import CALL_ON_EVERY_RANK
 from .directory_state import own_share, read_share
 from .distributed_data_parallel import DistributedDataParallel, refuse_join
 from .errors import OptimizerNotShardableError
 from .events import profiler_range
 from .forwarded import forwarding_members
-from .gathered_state import CollectiveGather, Gather, gather_main_params, gather_state_dict, number_params
+from .gathered_state import Gather, gather_main_params, gather_state_dict
 from .host_copies import to_host
 from .model_state import (
     as_on_rank_zero,
@@ -44,7 +43,7 @@ from .model_state import (
 from .nested_optimizers import take_back
 from .optimizer_checks import check_main_params, check_optimizer, not_shardable
 from .optimizer_copies import StateOfCopy, same
-from .shard_state import groups_as_saved
+from .own_parts import MAIN_PARAMS, STATE
 from .sharded_step import ShardedStep
 from .shown_state import ShownState, own_state_of
 from .stage_state import is_staged
@@ -79,7 +78,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _impl: ShardedStep
-    _borrowing: Borrowing | None
 
     def __new__(cls, optimizer: torch.optim.Optimizer, model: DistributedDataParallel) -> DistributedOptimizer:
         optimizer = _of_closed(optimizer)
@@ -107,9 +105,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         findings = check_optimizer(optimizer, engine)
         self._impl = impl = ShardedStep(optimizer, engine, findings)
         self._loads_by_itself = False
-        self._borrowing = None
-        if impl.owner_collectives is not None:
-            self._borrowing = Borrowing(impl, engine.collectives, impl.owner_collectives, engine.device)
+        self._number = 0
+        if impl.owner_collectives is not None and (roll_call := engine.collectives.roll_call) is not None:
+            roll_call.attend()
+            self._number = roll_call.num_attended
         if impl.has_shards:
             impl.hooks = [
                 optimizer.register_step_pre_hook(impl.refuse_direct_use),
@@ -152,10 +151,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Loops that start anew assign an empty one."""
         impl = self._impl
         state = own_state_of(state, impl.why_no_state)
-        with impl.at_rest.replaced():
-            impl.split_state(replace=True)
-            impl.inner.state = state
-            impl.keep_loaded()
+        impl.split_state(replace=True)
+        impl.inner.state = state
+        impl.keep_loaded()
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -248,14 +246,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         index = impl.index_by_id.get(id(param))
         return index is not None and impl.is_cut(index)
 
-    def require_all_ranks(self, what: str) -> None:
+    def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
         """Returns when all ranks are about to do ``what``, as a framework's saving needs; at once if it is not sharded.
+
+        ``remedy`` is the last sentence of the message.
 
         Raises:
             NotOnAllRanksError: if they are not, within bounded time.
         """
         if self.is_sharded:
-            require_everybody(self._impl, what)
+            require_everybody(self._impl, what, remedy)
 
     @property
     def num_steps(self) -> tuple[int, int]:
@@ -375,11 +375,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
 
-        Rank 0 gets the state; on other ranks ``state`` is empty. All ranks call this together; on the CPU rank 0 may
-        call it alone, between a step and the next backward, see [Note: handing over].
+        Rank 0 gets the state; on other ranks ``state`` is empty. All ranks call this together.
 
         Raises:
-            NotOnAllRanksError: if it is sharded and a rank calls it alone otherwise.
+            NotOnAllRanksError: if it is sharded and not all ranks call it.
         """
         impl = self._impl
         if not impl.has_shards:  # the user's optimizer calls its hooks itself
@@ -395,26 +394,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 return impl.inner.state_dict()
             with impl.groups_of_shards(), without_state_hooks(impl.inner):
                 return impl.inner.state_dict()
-        with self._gather(STATE) as (gather, is_here):
-            if gather is None or not is_here:
-                return {"state": None, "param_groups": groups_as_saved(impl.inner, number_params(impl.inner))}
-            own = impl.own_parts(STATE)
-            return gather_state_dict(impl.inner, impl.followed_by_id, own, gather, impl.engine.device)
+        gather = self._gather(STATE)
+        assert gather is not None, "sharded"
+        return gather_state_dict(impl.inner, impl.followed_by_id, impl.own_parts(STATE), gather, impl.engine.device)
 
-    @contextlib.contextmanager
-    def _gather(self, what: str) -> Iterator[tuple[Gather | None, bool]]:
-        """Yields a way for the ranks' parts to come together (None where all is here), and whether they come here."""
-        if self._borrowing is None or self._impl.is_given_back:
-            yield None, True
-            return
+    def _gather(self, what: str) -> Gather | None:
+        """Returns a way for the ranks' parts to come together, when all ranks are here; None where all is on each."""
         engine, owners = self._impl.engine, self._impl.owner_collectives
-        if owners is not None and not self._borrowing.is_over(engine.collectives):
-            # after an exception others took their place, on which all ranks meet that save
-            engine.collectives.require_all_ranks(f"{what} of a sharded optimizer")
-            yield CollectiveGather(owners, engine.device), True
-            return
-        with self._borrowing.gather(self._impl, what) as gather:
-            yield gather, gather is not None
+        if owners is None:
+            return None
+        # By number: one rank's call for the first of two optimizers must not meet another's for the second.
+        which = f" (number {self._number})" if self._number > 1 else ""
+        engine.collectives.require_all_ranks(f"{what} of a sharded optimizer{which}")
+        return Gather(owners, engine.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state as torch DDP would have saved it and keeps this rank's shards. Collective.
@@ -461,19 +453,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _load_whole_state(self, state_dict: dict[str, Any]) -> None:
         impl = self._impl
         state_dict = parts_of_state(impl, state_dict)
-        with impl.at_rest.replaced():
-            impl.split_state(replace=True)
-            load_full_state_dict(
-                impl.inner,
-                state_dict,
-                impl.followed_by_id,
-                impl.shards,
-                impl.layout,
-                impl.element_names,
-                impl.groups_of_shards,
-                impl.stays_here,
-            )
-            impl.keep_loaded()
+        impl.split_state(replace=True)
+        load_full_state_dict(
+            impl.inner,
+            state_dict,
+            impl.followed_by_id,
+            impl.shards,
+            impl.layout,
+            impl.element_names,
+            impl.groups_of_shards,
+            impl.stays_here,
+        )
+        impl.keep_loaded()
 
     def main_params(self) -> dict[str, Tensor]:
         """The fp32 main params of 16-bit weights by parameter name, whole, on rank 0's host; else empty. Called as
@@ -490,13 +481,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _main_params_of_parts(self) -> dict[str, Tensor] | None:
         impl, to_come = self._impl, self._impl.main_params_to_come
-        with self._gather(MAIN_PARAMS) as (gather, is_here):
-            if not is_here:
-                return None
-            own = impl.own_parts(MAIN_PARAMS)
-            cut = [index for index in impl.param_indices() if impl.is_cut(index)]
-            main_params = gather_main_params(cut, own, gather, impl.engine.device) | to_host(to_come)
-            return main_params if gather is None or gather.is_root else None
+        gather, own = self._gather(MAIN_PARAMS), impl.own_parts(MAIN_PARAMS)
+        cut = [index for index in impl.param_indices() if impl.is_cut(index)]
+        main_params = gather_main_params(cut, own, gather, impl.engine.device) | to_host(to_come)
+        return main_params if gather is None or gather.is_root else None
 
     def load_main_params(self, main_params: dict[str, Tensor]) -> None:
         """Takes over saved main params where they round to the present weights; elsewhere the weights win. Collective,
@@ -505,8 +493,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         exchanges = self.is_sharded and not self._loads_by_itself
         if exchanges and not impl.engine.is_closed and self._has_main_params():
             main_params = dict(as_on_rank_zero(impl, main_params, MAIN_PARAMS))
-        with impl.at_rest.replaced():
-            impl.load_main_params(parts_of_main_params(impl, main_params))
+        impl.load_main_params(parts_of_main_params(impl, main_params))
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state by parameter name, for ``torch.distributed.checkpoint.save`` or ``async_save``.

@@ -150,8 +150,7 @@ def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) ->
             "optimizer_state_dtype, store_param_remainders or offload_optimizer_states keep them otherwise between "
             "steps. Leave these options out"
         )
-    # read on another rank's behalf meanwhile, a state would be half of each mode
-    with impl.at_rest.replaced() if moves else impl.at_rest.lock, torch.no_grad():
+    with torch.no_grad():
         try:
             for shard in mains:
                 assert shard.weights is not None

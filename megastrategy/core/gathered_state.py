@@ -8,7 +8,7 @@ on the number of ranks, buckets or padding.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,40 +23,30 @@ from .own_parts import Described, Keys, OwnParts, agreed_keys
 from .shard_state import MAIN_PARAM, as_saved, groups_as_saved, saved_name
 
 
-class Gather(Protocol):
-    """Brings the ranks' parts of a state to rank 0."""
+class Gather:
+    """Brings the ranks' parts of a state to rank 0, or ``everywhere``. Collective.
 
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank gets what is gathered."""
-
-    def everybody(self, own: Any) -> list[Any]:
-        """Every rank's picklable ``own``; on other ranks than the root it may be a part of them."""
-
-    def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
-        """``flat``, with this rank's part of a bucket in it, becomes whole on the root. ``name``: whose elements."""
-
-    def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
-        """The states of parameters that ranks step whole, by parameter, on the root's host; nothing elsewhere, where it
-        has to be exhausted too."""
-
-
-class CollectiveGather:
-    """Gathers by collectives, which all ranks call together; on rank 0, or ``everywhere``."""
+    Attributes:
+        is_root: whether this rank gets what is gathered.
+    """
 
     def __init__(self, collectives: Collectives, device: torch.device, *, everywhere: bool = False) -> None:
         self._collectives, self._device, self._everywhere = collectives, device, everywhere
         self.is_root = everywhere or collectives.is_rank_zero
 
     def everybody(self, own: Any) -> list[Any]:
+        """Every rank's picklable ``own``."""
         return self._collectives.all_gather_objects(own)
 
-    def bucket(self, bucket: Bucket, name: str, flat: Tensor) -> None:
+    def bucket(self, flat: Tensor) -> None:
+        """``flat``, with this rank's part of a bucket in it, becomes whole."""
         self._collectives.all_gather(flat).wait()
         if self.is_root:  # which copies what has come to the host next
             self._collectives.wait_for_device(self._device, "all-gather")
 
     def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+        """The states of parameters that ranks step whole, by parameter, on the root's host; nothing elsewhere, where it
+        has to be exhausted too."""
         if self._everywhere:
             return gather_whole_everywhere(own, self._collectives)
         wholes = gather_whole(own, self._collectives, self._device)
@@ -183,8 +173,8 @@ def _gather_bucket(
     """Gathers one tensor for each of ``members`` from the ranks' parts; returns them whole, on rank 0 alone."""
     layout = parts.layout
     flat = scratch.on_device(dtype, bucket.numel).zero_()  # of the bucket before
-    parts.put(flat, bucket.start, bucket, key)
-    gather.bucket(bucket, key, flat)
+    parts.put(flat, bucket, key)
+    gather.bucket(flat)
     if not gather.is_root:  # the collective was this rank's part
         return ()
     host = scratch.on_host(flat)

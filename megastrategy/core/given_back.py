@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from .at_rest import MAIN_PARAMS, STATE
 from .collectives import Collectives
 from .engine import Engine
-from .gathered_state import CollectiveGather, gather_main_params, gather_state_dict, number_params
+from .gathered_state import Gather, gather_main_params, gather_state_dict, number_params
 from .host_copies import to_host
-from .own_parts import OwnParts
+from .own_parts import MAIN_PARAMS, STATE, OwnParts
 from .shard_state import as_saved, groups_as_saved
 from .state_hooks import without_state_hooks
 
@@ -69,10 +68,10 @@ def give_back(stepped: Stepped) -> dict[str, Tensor]:
         saved: dict[str, Any] = {"state": as_saved(inner, owned), "param_groups": groups_as_saved(inner, numbers)}
     else:
         engine.collectives.require_all_ranks(f"the first use of a sharded {type(inner).__name__} after close()")
-        everywhere = CollectiveGather(owners, engine.device, everywhere=True)
+        everywhere = Gather(owners, engine.device, everywhere=True)
         saved = gather_state_dict(inner, stepped.followed_by_id, stepped.own_parts(STATE), everywhere, engine.device)
         cut = [index for index in stepped.param_indices() if stepped.is_cut(index)]
-        on_rank_zero = CollectiveGather(owners, engine.device)
+        on_rank_zero = Gather(owners, engine.device)
         main_params = gather_main_params(cut, stepped.own_parts(MAIN_PARAMS), on_rank_zero, engine.device)
     as_grad = engine.local_parts.as_grad
     state = {number: _shown(values, params.get(number), as_grad, engine) for number, values in saved["state"].items()}

@@ -12,12 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from . import stage_state
-from .at_rest import MAIN_PARAMS, STATE
 from .checkpoint.tensor_ranks import join_parts
+from .collectives.roll_call import CALL_ON_EVERY_RANK
 from .errors import CheckpointError
 from .gather_whole import entries_of_rank_zero
 from .gathered_state import number_params
 from .local_parts import CutParam
+from .own_parts import MAIN_PARAMS, STATE
 from .shard_state import REMAINDER
 from .sharded_step import ShardedStep
 
@@ -154,12 +155,12 @@ def _cut_by_saved_name(impl: ShardedStep) -> dict[str, CutParam]:
     return cut | {name + REMAINDER: part for name, part in cut.items()}
 
 
-def require_everybody(impl: ShardedStep, what: str) -> None:
+def require_everybody(impl: ShardedStep, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
     """Returns when all data-parallel ranks, and all that share the model, are about to do the same.
 
     Raises:
         NotOnAllRanksError: if they are not, within bounded time.
     """
-    impl.engine.collectives.require_all_ranks(what)
+    impl.engine.collectives.require_all_ranks(what, remedy)
     for ranks in impl.engine.local_parts.model_groups:
-        ranks.require_all_ranks(what)
+        ranks.require_all_ranks(what, remedy)

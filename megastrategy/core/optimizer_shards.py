@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .at_rest import STATE, AtRest, Version
 from .collectives import Collectives
 from .engine import Engine
 from .errors import OptimizerNotShardableError
@@ -25,7 +24,7 @@ from .given_back import give_back, remove
 from .holders import is_used_elsewhere
 from .layout import BufferLayout
 from .main_param_buffer import MainParamBuffer
-from .own_parts import MainParamWhenRead, OwnParts, Piece
+from .own_parts import STATE, MainParamWhenRead, OwnParts, Piece
 from .param_buffers import ParamBuffers
 from .param_shard import ParamShard
 from .rebucketing.shard_holder import Contents, PerElement, ShardHolder
@@ -70,7 +69,6 @@ class OptimizerShards(ShardHolder):
         self._groups: dict[int, int] = {}  # by parameter, its group's number
         self._times = Counter[int]()  # by parameter, how often it is in its group
         self._is_joined = False  # whether state is that of the runs
-        self.at_rest = AtRest()
         self._is_on_cpu = engine.device.type == "cpu"
         self.element_names = set(findings.element_names) if findings is not None else None
         self._keeps_state_only = findings is not None and findings.in_parts
@@ -170,8 +168,7 @@ class OptimizerShards(ShardHolder):
         if whole and self.sharded:
             self._whole.add(whole)
         if params:
-            with self.at_rest.lock:
-                self._follow(params)
+            self._follow(params)
 
     def _follow(self, params: Mapping[int, Parameter]) -> None:
         buffers = self.engine.param_buffers
@@ -192,7 +189,6 @@ class OptimizerShards(ShardHolder):
         self.keep_loaded(params)
         remainders = self.sharded and self.engine.config.param_wire_dtype is not None
         self.main_params_to_come = main_params_to_come(to_come, self._params_to_come(), with_remainders=remainders)
-        self.at_rest.num_moves += 1
 
     def _add_unsharded(self, params: Mapping[int, Parameter]) -> None:
         specs, mains = self.layout.params, dict[int, Tensor]()
@@ -369,27 +365,23 @@ class OptimizerShards(ShardHolder):
         Args:
             replace: another state is about to be loaded.
         """
-        with self.at_rest.lock:
-            if self._is_joined:
-                for run in self._runs:
-                    run.split_state(self.inner.state, self.element_names)
-                    if self.element_names is not None:  # state may come into being later than the probe's first step
-                        self.element_names |= run.element_names(self.element_names)
-                self._is_joined = False
-            if replace:
-                for run in self._runs:
-                    run.forget_state()
+        if self._is_joined:
+            for run in self._runs:
+                run.split_state(self.inner.state, self.element_names)
+                if self.element_names is not None:  # state may come into being later than the probe's first step
+                    self.element_names |= run.element_names(self.element_names)
+            self._is_joined = False
+        if replace:
+            for run in self._runs:
+                run.forget_state()
 
     def whole_states(self) -> dict[int, Mapping[str, Any]]:
         """The state of parameters that this rank owns whole, by parameter, as it is saved."""
         owned = self._whole.indices & self.shards.keys()
         return as_saved(self.inner, {index: self.shards[index].main for index in owned})
 
-    def version(self) -> Version:
-        rest, size = self.at_rest, len(self.layout.params)
-        return Version(self.num_steps_begun, self.num_steps_done, rest.num_replaced, rest.num_moves, size)
-
     def own_parts(self, what: str) -> OwnParts:
+        """This rank's parts of a ``what``, STATE or MAIN_PARAMS. Changes nothing."""
         state, shards, names = self.inner.state, dict(self.shards), self.element_names
         pieces: list[Piece] = []
         whole: dict[int, Mapping[str, Any]] | None = None
@@ -412,8 +404,7 @@ class OptimizerShards(ShardHolder):
             own, names = self.param_indices(), {MAIN_PARAM}
             with_main = [shards[i] for i in own if i in shards and self.layout.is_stepped_apart(i)]
             pieces += [Piece((shard,), shard.numel, MainParamWhenRead(MAIN_PARAM, shard)) for shard in with_main]
-        rank, way_out = self.engine.shard_collectives.rank, self.engine.all_reduce_option
-        return OwnParts(pieces, self.layout, rank, way_out, names, whole)
+        return OwnParts(pieces, self.layout, self.engine.all_reduce_option, names, whole)
 
     def _join_state(self, with_grads: Set[int]) -> list[FlatRun]:
         """Makes the state that of the runs, and returns those that have gradients to step with."""
@@ -467,10 +458,9 @@ class OptimizerShards(ShardHolder):
     def give_back(self, *, keep_hooks: bool = False) -> None:
         """See given_back's [Note: when an optimizer is given back]. ``keep_hooks``: one of them is running."""
         if self.has_shards:
-            with self.at_rest.replaced():
-                self.main_params_to_come |= give_back(self)
-                self.is_given_back, self.sharded = True, False
-                self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
+            self.main_params_to_come |= give_back(self)
+            self.is_given_back, self.sharded = True, False
+            self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
             self.engine.release_groups()
         if not keep_hooks:
             remove(self.hooks)
@@ -509,7 +499,6 @@ class OptimizerShards(ShardHolder):
         return part.clone() if self.kept_state is None or name == MAIN_PARAM else self.kept_state.copy_of(part)
 
     def release(self) -> None:
-        self.at_rest.num_moves += 1
         states = {index: self.inner.state.pop(shard.main, None) for index, shard in self.shards.items()}
         self._staying = {index: (self.shards[index], states[index]) for index in self._whole.indices & states.keys()}
         self.shards, self._grad_views, self._runs, self._members = {}, {}, [], []
@@ -531,4 +520,3 @@ class OptimizerShards(ShardHolder):
                 state[self.shards[index].main] = kept
         self._staying = {}
         self.keep_loaded(contents)
-        self.at_rest.num_moves += 1

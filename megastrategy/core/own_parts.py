@@ -22,6 +22,9 @@ from .layout import Bucket, BufferLayout
 from .param_shard import ParamShard
 from .trials.elementwise import is_per_element, why_not_saved
 
+STATE, MAIN_PARAMS = "state_dict()", "main_params()"
+"""The two parts of a checkpoint, by the call that returns them."""
+
 Keys = tuple[tuple[str, torch.dtype], ...]
 """The names and dtypes of what is kept for each element of a parameter."""
 
@@ -110,7 +113,7 @@ class OwnParts:
 
     Attributes:
         pieces: all of them, by [Note: pieces].
-        layout, rank: where they lie, and which of a bucket's parts is this rank's.
+        layout: where they are.
         all_reduce_option: how the user asks for whole parameters, for an error whose way out it is.
         known: the names of what the optimizer keeps for each element, where that is known.
         whole: by parameter, the state of those that this rank steps whole; None if no rank steps any so.
@@ -118,7 +121,6 @@ class OwnParts:
 
     pieces: Sequence[Piece]
     layout: BufferLayout
-    rank: int
     all_reduce_option: str
     known: set[str] | None
     whole: Mapping[int, Mapping[str, Any]] | None = None
@@ -167,28 +169,18 @@ class OwnParts:
             if name not in self.known and is_per_element(name, value, (piece.numel,), None)
         }
 
-    def put(self, flat: Tensor, first: int, bucket: Bucket, name: str) -> None:
-        """Puts this rank's elements of a bucket, under one name and of the dtype of ``flat``, where they belong in it.
-
-        ``first``: the element of the bucket's buffer with which ``flat`` begins.
-        """
+    def put(self, flat: Tensor, bucket: Bucket, name: str) -> None:
+        """Puts this rank's elements of a bucket, of one name and of the dtype of ``flat``, where they belong in it."""
         spans: list[tuple[int, int]] = []
         values: list[Tensor] = []
         for piece in self._by_bucket.get(bucket.index, ()):
             value, shard = piece.state.get(name), piece.shards[0]
             if isinstance(value, Tensor) and value.dtype == flat.dtype and value.shape == (piece.numel,):
-                start = self.layout.slots[shard.param].start + shard.start - first
+                start = self.layout.slots[shard.param].start + shard.start - bucket.start
                 spans.append((start, start + piece.numel))
                 values.append(value)
         if values:  # one call for all of them: there may be thousands
             torch._foreach_copy_(_views(flat, spans), values)
-
-    def part(self, bucket: Bucket, name: str, dtype: torch.dtype) -> Tensor:
-        """This rank's part of a bucket: one name's elements where its shards lie, zeros elsewhere."""
-        numel = bucket.numel // self.layout.num_shards
-        part = torch.zeros(numel, dtype=dtype, device="cpu")
-        self.put(part, bucket.start + self.rank * numel, bucket, name)
-        return part
 
 
 def agreed_keys(everybody: Sequence[Described], layout: BufferLayout, all_reduce_option: str) -> dict[int, Keys]:

@@ -233,20 +233,19 @@ class ShardedStep(OptimizerShards):
     def step(self, arguments: StepArguments) -> None:
         """Steps what this rank owns; ``arguments`` are those of the user's ``step``, without the closure."""
         self.finish_grads()
-        with self.at_rest.lock:
-            self._arguments = arguments
-            if not self.sharded:
-                self._step_main_params()
-            else:
-                try:
-                    self._step_watched() if is_watched(self.inner) else self._step_shards()
-                finally:
-                    if self.kept_state is not None:
-                        self.kept_state.end_step(self.engine.collectives)
-            # Somebody's wrapper may have left the step out: then none has begun, and none is counted.
-            self.num_steps_done = self.num_steps_begun
-            if self._later_trials is not None:
-                self._later_trials.end_step()
+        self._arguments = arguments
+        if not self.sharded:
+            self._step_main_params()
+        else:
+            try:
+                self._step_watched() if is_watched(self.inner) else self._step_shards()
+            finally:
+                if self.kept_state is not None:
+                    self.kept_state.end_step(self.engine.collectives)
+        # Somebody's wrapper may have left the step out: then none has begun, and none is counted.
+        self.num_steps_done = self.num_steps_begun
+        if self._later_trials is not None:
+            self._later_trials.end_step()
 
     def _step_main_params(self) -> None:
         self._begin_step()

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy.core.errors import CheckpointError
-from tests.support.processes import run_processes
 from tests.support.ranks import run_ranks, try_ranks
 
 LARGE = 1e6
@@ -146,34 +144,3 @@ def test_a_part_of_one_element_takes_the_others_word() -> None:
                 assert torch.equal(saved[index]["peak"], LARGE * torch.arange(1.0, len(param) + 1))
 
     run_ranks(2, run)
-
-
-def rank_zero_alone() -> list[str]:
-    said = []
-    for holder in (0, 1):
-        optimizer = one_weight(SGDWithPeaks, None)
-        own = optimizer._impl.layout.owned_range(0, holder)
-        assert own is not None
-        gradients = torch.ones(1, 96)
-        gradients[0, own[0]] = LARGE
-        step(optimizer, gradients)
-        if dist.get_rank() == 0:
-            try:
-                optimizer.state_dict()
-            except CheckpointError as error:
-                said.append(str(error))
-        step(optimizer, torch.full((1, 96), LARGE))
-        if dist.get_rank() == 0:  # and from then on both have it
-            said.append(f"{optimizer.state_dict()['state'][0]['peak'].shape}")
-        dist.barrier()
-    return said
-
-
-def test_rank_zero_that_saves_alone_raises_too_and_the_others_go_on() -> None:
-    said, _ = run_processes(2, rank_zero_alone)
-    assert [text.split("which")[0].strip() for text in said] == [
-        "state 'peak' of parameter 'weight' is kept on rank(s) [0] and not on rank(s) [1],",
-        "torch.Size([1, 96])",
-        "state 'peak' of parameter 'weight' is kept on rank(s) [1] and not on rank(s) [0],",
-        "torch.Size([1, 96])",
-    ]

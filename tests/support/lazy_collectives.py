@@ -35,6 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megastrategy.core.collectives import Collectives, Handle, interface
+from megastrategy.core.collectives.roll_call import CALL_ON_EVERY_RANK
 from megastrategy.core.layout import Spans
 
 from . import doubles
@@ -403,11 +404,8 @@ class LazyCollectives(Collectives):
     def is_rank_zero(self) -> bool:
         return self.real.is_rank_zero
 
-    def require_all_ranks(self, what: str) -> None:
-        self.real.require_all_ranks(what)
-
-    def meeting(self, what: str, **options: Any) -> Any:
-        return self.real.meeting(what, **options)
+    def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
+        self.real.require_all_ranks(what, remedy)
 
     def probe(self, rank: int) -> None:
         self.real.probe(rank)

@@ -70,7 +70,6 @@ ROOMS_OF_CORE = {
         "state_hooks",
         "collectives",
         "trials",
-        "at_rest",
         "flat_shard",
         "gather_whole",
         "gathered_state",

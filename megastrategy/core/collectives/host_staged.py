@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import devices
 from ..layout import Spans
 from .interface import Collectives, Handle, Watchdog
-from .roll_call import Meeting
+from .roll_call import CALL_ON_EVERY_RANK
 from .worker import Worker
 
 _POLL_S = 5e-5
@@ -111,15 +111,9 @@ class HostStagedCollectives(Collectives):
     def broadcast(self, tensor: Tensor) -> Handle:
         return self._start(self.real.broadcast, (tensor, _ALL if self.rank == 0 else slice(0), _ALL))
 
-    def require_all_ranks(self, what: str) -> None:
+    def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
         self._finish_started()
-        self.real.require_all_ranks(what)
-
-    @contextlib.contextmanager
-    def meeting(self, what: str, **options: Any) -> Iterator[Meeting]:
-        self._finish_started()
-        with self.real.meeting(what, **options) as meeting:
-            yield meeting
+        self.real.require_all_ranks(what, remedy)
 
     def probe(self, rank: int) -> None:
         self.real.probe(rank)

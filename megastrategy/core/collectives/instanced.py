@@ -30,6 +30,7 @@ from .gloo_rings import GlooRings
 from .host_staged import HostStagedCollectives
 from .interface import Collectives, Handle
 from .process_groups import destroy_group, part_of_group
+from .roll_call import CALL_ON_EVERY_RANK
 from .tensor_parts import add_parts_
 
 
@@ -127,8 +128,8 @@ class InstanceCollectives(Collectives):
         """Whether this is rank 0 of all ranks: the instances gather the same, and one of them keeps it."""
         return self.every.is_rank_zero
 
-    def require_all_ranks(self, what: str) -> None:
-        self.every.require_all_ranks(what)
+    def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
+        self.every.require_all_ranks(what, remedy)
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         return self.every.all_reduce(tensor, scale, scale_sum=scale_sum)

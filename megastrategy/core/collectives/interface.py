@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import CollectiveError, MegastrategyError
 from ..layout import Spans
-from .roll_call import Meeting, Progress, RollCall
+from .roll_call import CALL_ON_EVERY_RANK, Progress, RollCall
 from .tensor_parts import chunks_by_dtype
 
 GLANCE_S = 1.0  # between two looks at the others while this rank waits
@@ -143,28 +143,20 @@ class Collectives(ABC):
         """The kinds of the last of them, the newest last."""
         return self.progress.last_started
 
-    def require_all_ranks(self, what: str) -> None:
+    def require_all_ranks(self, what: str, remedy: str = CALL_ON_EVERY_RANK) -> None:
         """Returns when all ranks are about to do the same, which is collective and called ``what`` by the user.
+
+        ``remedy`` says what to do, in the form of the door. Where there is no roll call, all ranks are taken to come.
 
         Raises:
             NotOnAllRanksError: if they are not, within bounded time.
         """
-        with self.meeting(what):
-            pass
-
-    @contextlib.contextmanager
-    def meeting(self, what: str, **options: Any) -> Iterator[Meeting]:
-        """Enters a :meth:`.RollCall.meeting`. Where there is no roll call, all ranks are taken to come."""
         # Without a store ranks cannot be asked; the call itself then waits, as any collective does.
         if self.roll_call is None or self.size == 1:
-            yield Meeting(True)
             return
         self._finish_started()
-        # Only entering is named: what the caller does inside has errors of its own.
-        with contextlib.ExitStack() as stack:
-            with self.named_failures(what):
-                meeting = stack.enter_context(self.roll_call.meeting(what, self.probe, **options))
-            yield meeting
+        with self.named_failures(what):
+            self.roll_call.meet(what, self.probe, remedy)
 
     @contextlib.contextmanager
     def named_failures(self, what: str) -> Iterator[None]:

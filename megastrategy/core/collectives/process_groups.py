@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined] # missing in torch's stubs
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -378,30 +377,6 @@ def _while_all_live(
                     f"out of memory: look at the first error among the ranks. The backend said: {error}"
                 ) from error
     return future.result()
-
-
-class Pair:
-    """A gloo connection of two ranks, for tensors in host memory, that torch.distributed does not know.
-
-    Args:
-        store: that both see.
-        name: that no other connection has or had in it.
-        place: 0 on one of the ranks, 1 on the other; both make it at about the same time.
-        timeout: of that, and of each message.
-    """
-
-    def __init__(self, store: Store, name: str, place: int, timeout: timedelta) -> None:
-        # Not registered with torch: an attendant's thread makes it at any time, and torch's counters must stay equal on
-        # all ranks.
-        self._group: Any = dist.ProcessGroupGloo(PrefixStore(name, store), place, 2, timeout)
-        self._other = 1 - place
-
-    def send(self, tensor: Tensor) -> None:
-        self._group.send([tensor], self._other, 0).wait()
-
-    def receive(self, tensor: Tensor) -> None:
-        """Waits for a message and puts it into ``tensor``, which has its size."""
-        self._group.recv([tensor], self._other, 0).wait()
 
 
 def destroy_group(group: ProcessGroup) -> None:
