@@ -147,7 +147,10 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
             return self._finish_model(known)
         with self._compiling_regions_only(model):
             placed: Module = super().prepare_model(model, device_placement, evaluation_mode=True)
-        del placed._is_accelerate_prepared  # which it is not, if it comes again without its wrapper
+        # It is not prepared, if it comes again without its wrapper. A traced module has its attributes elsewhere, and
+        # cannot delete them.
+        placed._is_accelerate_prepared = False  # type: ignore[assignment]
+        vars(placed).pop("_is_accelerate_prepared", None)
         prepared = self._wrap(placed)
         # such an optimizer would find stand-ins for gradients, or step 16-bit weights without their main params
         if not prepared.engine.steps_params_themselves and (early := self._whole_optimizers.of(prepared)) is not None:

@@ -75,7 +75,7 @@ class OptimizerShards(ShardHolder):
         self.kept_state = self._kept_state()
         self._whole_groups = set(findings.whole_groups) if findings is not None else set[int]()
         self._whole = WholeParams(engine)
-        self._num_whole_tensors = findings.whole_tensors if findings is not None else 0
+        self._num_whole_tensors = findings.whole_tensors if findings is not None else {}
         self._staying: dict[int, tuple[ParamShard, Any]] = {}  # while the layout changes, what stays at this owner
         self.hooks: list[Any] = []  # handles of ours on the user's optimizer, which the face registers
         self.is_given_back = False  # the state is by Parameter again, and the optimizer one of torch's
@@ -271,7 +271,8 @@ class OptimizerShards(ShardHolder):
         if self.element_names is None:
             return None
         num_flat, num_whole = len(self.element_names), self._num_whole_tensors
-        return {i: num_whole if i in self._whole.indices else num_flat for i in self.param_indices()}
+        dims, most = [len(spec.shape) for spec in self.layout.params], max(num_whole.values(), default=0)
+        return {i: num_whole.get(dims[i], most) if i in self._whole.indices else num_flat for i in self.param_indices()}
 
     def start_gather(self, bucket: int, indices: Sequence[int], *, exact: bool = False) -> None:
         """Starts to bring each rank what others have stepped of a bucket; ``indices``: of this optimizer's parameters.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,8 +45,10 @@ def fake_group(size: int) -> ProcessGroup:
     return group
 
 
-def train(model: DistributedDataParallel, num_steps: int, dtype: torch.dtype) -> DistributedOptimizer:
-    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+def train(
+    model: DistributedDataParallel, num_steps: int, dtype: torch.dtype, kind: Callable[..., Any] = torch.optim.Adam
+) -> DistributedOptimizer:
+    optimizer = DistributedOptimizer(kind(model.parameters()), model)
     for _ in range(num_steps):
         optimizer.zero_grad()
         model(torch.ones(2, 100, dtype=dtype)).sum().backward()
@@ -53,7 +56,12 @@ def train(model: DistributedDataParallel, num_steps: int, dtype: torch.dtype) ->
     return optimizer
 
 
-def planned(size: int, config: DistributedDataParallelConfig, dtype: torch.dtype) -> MeasuredStep:
+def planned(
+    size: int,
+    config: DistributedDataParallelConfig,
+    dtype: torch.dtype,
+    kind: Callable[..., Any] = torch.optim.Adam,
+) -> MeasuredStep:
     """One step as rank 0 of ranks that do not exist."""
 
     class Watched(DistributedDataParallel):
@@ -66,7 +74,7 @@ def planned(size: int, config: DistributedDataParallelConfig, dtype: torch.dtype
         if (instances := config.num_distributed_optimizer_instances) > 1:
             collectives.instances[size // instances] = FakeCollectives(fake_group(size // instances))
         with step.live:
-            train(Watched(wide(dtype), config, collectives=collectives), 1, dtype)
+            train(Watched(wide(dtype), config, collectives=collectives), 1, dtype, kind)
         return step.measured()
     finally:
         hook.remove()

@@ -199,7 +199,7 @@ def test_groups_are_decided_one_by_one() -> None:
     findings = found(optimizer)
     assert findings.whole_groups == {1, 2}
     assert findings.element_names == {"momentum", "square"}
-    assert findings.whole_tensors == 1
+    assert findings.whole_tensors == {2: 1}
 
 
 def test_shapes_of_trials_have_the_dimensions_of_the_parameters() -> None:

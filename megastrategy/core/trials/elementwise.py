@@ -18,7 +18,7 @@ import collections
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ class Findings:
         changed_entries: the entries of groups that its steps change, beside options that the user sets.
         whole_groups: the numbers of groups whose shards would not be, but whose parameters are stepped each by itself,
             so that they can be divided among ranks as a whole.
-        whole_tensors: how many numbers the optimizer keeps for each element of those, at most.
+        whole_tensors: how many numbers the optimizer keeps for each element of those, at most, by their number of
+            dimensions: Adafactor keeps one of vectors, and none of matrices.
         may_communicate: whether the code of its step names torch.distributed.
     """
 
@@ -58,7 +59,7 @@ class Findings:
     in_parts: bool = False
     changed_entries: frozenset[str] = frozenset()
     whole_groups: frozenset[int] = frozenset()
-    whole_tensors: int = 0
+    whole_tensors: Mapping[int, int] = dataclasses.field(default_factory=dict)
     may_communicate: bool = False
 
 
@@ -164,18 +165,19 @@ class GroupProbe:
                 reason = self._moved_too_little(whole)
         if whole is None or reason is not None:
             return Findings(reason)
-        names = {
-            name
-            for number, param in enumerate(whole.params)
-            for name, value in whole.state(number).items()
-            if is_per_element(name, value, param.shape, None)
-        }
+        names, by_dim = set[str](), dict[int, int]()
+        for number, param in enumerate(whole.params):
+            state = whole.state(number)
+            kept = {name for name, value in state.items() if is_per_element(name, value, param.shape, None)}
+            names |= kept
+            by_dim[param.dim()] = max(by_dim.get(param.dim(), 0), len(kept))
         # Without tensors, which are the trial's: the model's own may be DTensors, which compare with their like alone.
         after = {name: value for name, value in whole.optimizer.param_groups[0].items() if name != "params"}
         changed = frozenset(
             name for name in after if name not in self.group or not equal(self.group[name], after[name])
         )
-        return Findings(None, frozenset(names), self._steps_in_parts(whole, lr), frozenset(changed))
+        in_parts = self._steps_in_parts(whole, lr)
+        return Findings(None, frozenset(names), in_parts, frozenset(changed), whole_tensors=by_dim)
 
     def _double(self, lr: float | None) -> torch.optim.Optimizer:
         # Made anew for each trial: an optimizer that keeps something outside of its state would carry it into the next.

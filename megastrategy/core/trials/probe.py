@@ -103,7 +103,7 @@ def _probe(
         all(one.in_parts for one in flat + whole),
         frozenset[str]().union(*(one.changed_entries for one in flat + whole)),
         frozenset(whole_groups),
-        max((len(one.element_names) for one in whole), default=0),
+        {dim: max(one.whole_tensors.get(dim, 0) for one in whole) for one in whole for dim in one.whole_tensors},
     )
 
 

@@ -103,7 +103,8 @@ class OneStep:
         self.live, self._dp_size = live, dp_size
         self.shares_models = False
         """Whether a model has fewer data-parallel ranks than there are: others have parts of it."""
-        self._models: list[DistributedDataParallel] = []
+        self._models: dict[int, DistributedDataParallel] = {}  # by number, those that the script has not closed
+        self._num_models = 0
         self._layouts: dict[int, BufferLayout] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._begun: set[int] = set()
@@ -116,7 +117,7 @@ class OneStep:
     @property
     def has_models(self) -> bool:
         """Whether the script has wrapped any."""
-        return bool(self._models)
+        return self._num_models > 0
 
     @property
     def is_complete(self) -> bool:
@@ -129,6 +130,8 @@ class OneStep:
         """Patches ``wrapper`` for the rest of the process; ``on_done`` is called once a second step begins, or ranks
         are found to share a model.
 
+        It is also called before a model is closed whose step is complete: state and gradients are gone then.
+
         Returns:
             the hook on all optimizers' steps, to be removed where the process goes on.
         """
@@ -136,8 +139,9 @@ class OneStep:
 
         @functools.wraps(init)
         def init_with_listener(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-            number = len(self._models)
-            self._models.append(model)
+            number = self._num_models
+            self._num_models += 1
+            self._models[number] = model
 
             def listen(event: Event) -> None:
                 if self.is_complete and number in self._complete and event.kind in BEGINS_STEP:
@@ -153,6 +157,20 @@ class OneStep:
             model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
 
         wrapper.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
+
+        close = wrapper.close
+
+        @functools.wraps(close)
+        def close_when_measured(model: DistributedDataParallel, **options: Any) -> None:
+            if self.is_complete:
+                on_done()
+            for number in [number for number, other in self._models.items() if other is model]:
+                del self._models[number]
+                self._begun.discard(number)
+                self._complete.discard(number)
+            close(model, **options)
+
+        wrapper.close = close_when_measured  # type: ignore[method-assign,assignment]
 
         # Not watched: steps are to go in pieces where those of the run do.
         @may_see_shards
@@ -181,7 +199,8 @@ class OneStep:
             self._step_start = live.position()
         elif event.kind is EventKind.STEP_END:
             self._end_step()
-        if number == 0 and event.kind in _COUNTED and number in self._begun and number not in self._complete:
+        is_first, is_in_step = number == next(iter(self._models)), number in self._begun - self._complete
+        if is_first and is_in_step and event.kind in _COUNTED:
             self._flops.append((event.kind, event.index, live.flops))
         if number in self._begun and completes_step(event, model.engine.has_optimizer):
             self._complete.add(number)
@@ -199,7 +218,7 @@ class OneStep:
     def measured(self) -> MeasuredStep:
         """Sums up the counts; to be called once all steps are complete."""
         live = self.live
-        for model in self._models:
+        for model in self._models.values():
             live.keep(_held(model.engine.grad_buffers))
             live.keep(_held(model.engine.param_buffers))
             live.keep(_mains(model.engine).values())
@@ -211,14 +230,15 @@ class OneStep:
             outside = max(outside, live.peak_bytes(begin, start))
             begin = end
         inside = max((live.peak_bytes(start, end) for start, end in self._steps), default=0)
-        models = [self._plan(number) for number in range(len(self._models))]
+        models = {number: self._plan(number) for number in self._models}
         if models:  # of all optimizers, once
-            per_element = sum(map(self._per_element_bytes, self._models, models))
-            models[0] = dataclasses.replace(models[0], other_state_bytes=self._state_bytes() - per_element)
+            per_element = sum(self._per_element_bytes(self._models[number], plan) for number, plan in models.items())
+            first = next(iter(models))
+            models[first] = dataclasses.replace(models[first], other_state_bytes=self._state_bytes() - per_element)
         unknown = self._add_what_was_not_reached(models)
         return MeasuredStep(
             self._dp_size,
-            tuple(models),
+            tuple(models.values()),
             self._input_bytes,
             self._saved_bytes,
             outside,
@@ -229,7 +249,7 @@ class OneStep:
             unknown,
         )
 
-    def _add_what_was_not_reached(self, models: list[ModelPlan]) -> tuple[str, ...]:
+    def _add_what_was_not_reached(self, models: dict[int, ModelPlan]) -> tuple[str, ...]:
         """Counts the state of parameters that an optimizer has and that this step did not reach (experts that no token
         chose, a generator that is stepped every second time), as that of others of the optimizer, or of its class.
 
@@ -238,7 +258,7 @@ class OneStep:
         """
         of_class: dict[type, int] = {}
         missing: list[tuple[int, int, type, int | None]] = []
-        for number, model in enumerate(self._models):
+        for number, model in self._models.items():
             kept = models[number].num_kept
             for holder in _holders(model.engine):
                 indices: list[int] = holder.param_indices()
@@ -249,14 +269,14 @@ class OneStep:
                 missing += [(number, index, kind, known) for index in indices if index not in kept]
                 if known is not None:
                     of_class[kind] = max(known, of_class.get(kind, 0))
-        unknown, added = [], [dict(model.num_kept) for model in models]
+        unknown, added = [], {number: dict(model.num_kept) for number, model in models.items()}
         for number, index, kind, known in missing:
             found = of_class.get(kind) if known is None else known
             if found is None:
                 unknown.append(models[number].layout.params[index].name)
             else:
                 added[number][index] = found
-        for number, num_kept in enumerate(added):
+        for number, num_kept in added.items():
             models[number] = dataclasses.replace(models[number], num_kept=num_kept)
         return tuple(unknown)
 
@@ -283,7 +303,7 @@ class OneStep:
         on_host = set(map(id, self._kept_on_host()))
         state = [tensor for optimizer in self._optimizers.values() for tensor in _state_of(optimizer)]
         state = [tensor for tensor in state if id(tensor) not in on_host]
-        for model in self._models:
+        for model in self._models.values():
             buffers = model.engine.param_buffers
             bitmaps = [] if buffers is None else [bitmap for bitmap in buffers.bitmaps if bitmap is not None]
             of_state = set(map(id, bitmaps))  # of main params, and beside the weights in memory alone
@@ -294,7 +314,7 @@ class OneStep:
 
     def _kept_on_host(self) -> Iterator[Tensor]:
         """State of shards that is in the host's memory between steps, with the elements between them."""
-        offloading = [model.engine for model in self._models if model.layout.offloads_state]
+        offloading = [model.engine for model in self._models.values() if model.layout.offloads_state]
         shards = [shard for engine in offloading for holder in _holders(engine) for shard in holder.shards.values()]
         elsewhere = {id(shard.main) for shard in shards if not shard.is_cut}
         for optimizer in self._optimizers.values() if shards else ():
