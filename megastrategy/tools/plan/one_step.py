@@ -144,6 +144,8 @@ class OneStep:
             self._models[number] = model
 
             def listen(event: Event) -> None:
+                if number not in self._models:
+                    return
                 if self.is_complete and number in self._complete and event.kind in BEGINS_STEP:
                     on_done()
                 self._hear(number, event)
