@@ -144,7 +144,7 @@ class OneStep:
             self._models[number] = model
 
             def listen(event: Event) -> None:
-                if number not in self._models:
+                if number not in self._models:  # it was closed
                     return
                 if self.is_complete and number in self._complete and event.kind in BEGINS_STEP:
                     on_done()
@@ -160,6 +160,18 @@ class OneStep:
 
         wrapper.__init__ = init_with_listener  # type: ignore[method-assign,assignment]
 
+        self._measure_before_close(on_done, wrapper)
+
+        # Not watched: steps are to go in pieces where those of the run do.
+        @may_see_shards
+        def see_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            # Trials step copies before the first forward.
+            if self._begun:
+                self._optimizers[id(optimizer)] = optimizer
+
+        return register_optimizer_step_post_hook(see_step)
+
+    def _measure_before_close(self, on_done: Callable[[], object], wrapper: type[DistributedDataParallel]) -> None:
         close = wrapper.close
 
         @functools.wraps(close)
@@ -173,15 +185,6 @@ class OneStep:
             close(model, **options)
 
         wrapper.close = close_when_measured  # type: ignore[method-assign,assignment]
-
-        # Not watched: steps are to go in pieces where those of the run do.
-        @may_see_shards
-        def see_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            # Trials step copies before the first forward.
-            if self._begun:
-                self._optimizers[id(optimizer)] = optimizer
-
-        return register_optimizer_step_post_hook(see_step)
 
     def _hear(self, number: int, event: Event) -> None:
         model, live = self._models[number], self.live
