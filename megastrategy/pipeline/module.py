@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..core import (
     Copies,
@@ -28,7 +28,7 @@ from ..core import (
 )
 from ..errors import StageError
 from .plan import StagePlan, check_schedule, make_plan
-from .schedules import Chunk, Run, scalar, split
+from .schedules import Chunk, Run, check_sent, map_leaves, scalar, shapes_of, split
 from .stage import PlainValues
 
 _MOST_RUNS = 8
@@ -243,9 +243,9 @@ class Pipeline(StagedModule):
         for is_again in (False, True):
             run = self._run(False, microbatches, args, inputs, target)
             output, problem = run.evaluate(args, inputs), run.problem
-            if is_last and target is not None and not problem:
+            if is_last and not problem:
                 try:
-                    output = scalar(self._loss(output, target))
+                    output = check_sent(output) if target is None else scalar(self._loss(output, target))
                 except ValueError as error:
                     problem = str(error)
             self._numbers.note()
@@ -317,8 +317,7 @@ class Pipeline(StagedModule):
 
     def _output_from_last_stage(self, output: Any) -> Any:
         last, is_last = self.plan.num_ranks - 1, self._rank == self.plan.num_ranks - 1
-        shape = tree_map(lambda t: torch.empty_like(t, device="meta") if isinstance(t, Tensor) else t, output)
-        known = [shape]
+        known = [shapes_of(output)]
         dist.broadcast_object_list(known, group=self._in_order, group_src=last, device=self._device)
 
         def receive(value: Any, own: Any) -> Any:
@@ -329,7 +328,7 @@ class Pipeline(StagedModule):
             dist.broadcast(sent, group=self._in_order, group_src=last)
             return tensor
 
-        return tree_map(receive, known[0], output if is_last else known[0])
+        return map_leaves(receive, known[0], output if is_last else known[0])
 
 
 def whole_state_dict(module: nn.Module) -> dict[str, Any]:

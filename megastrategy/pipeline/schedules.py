@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +129,7 @@ class Run:
             return None
         try:
             return merge(outputs)
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             last.problem = f"{self._chunks[-1].last_layer} is the last layer and {error}"
             return None
 
@@ -203,20 +205,73 @@ def merge(outputs: Sequence[Any]) -> Any:
     return tree_unflatten([_merged(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1])
 
 
+def map_leaves(do: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """Does as torch's ``tree_map``, which takes a dataclass for a leaf, and looks into dataclasses."""
+
+    def of_leaf(one: Any, *same: Any) -> Any:
+        if not _is_dataclass(one):
+            return do(one, *same)
+        names = [field.name for field in dataclasses.fields(one)]
+        values = {name: map_leaves(do, *(getattr(each, name) for each in (one, *same))) for name in names}
+        return dataclasses.replace(one, **values)
+
+    return tree_map(of_leaf, first, *others)
+
+
+def shapes_of(output: Any) -> Any:
+    """Returns the output with tensors that have shapes, and no memory."""
+    return map_leaves(lambda t: torch.empty_like(t, device="meta") if isinstance(t, Tensor) else t, output)
+
+
+def check_sent(output: Any) -> Any:
+    """Returns the output of the last stage, which all stages get.
+
+    Raises:
+        ValueError: if they cannot, in words.
+    """
+    try:
+        pickle.dumps(shapes_of(output))
+    except Exception as error:
+        raise ValueError(
+            f"the last layer returned what other stages cannot get ({type(error).__name__}: {error}): return tensors, "
+            "numbers, and containers of them whose class is defined in a module"
+        ) from error
+    return output
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def _merged(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
+    if _is_dataclass(first) and all(type(leaf) is type(first) for leaf in leaves):
+        names = [field.name for field in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{name: merge([getattr(leaf, name) for leaf in leaves]) for name in names})
     if isinstance(first, Tensor) and first.dim():
+        if len({leaf.shape[1:] for leaf in leaves}) > 1:
+            raise ValueError(
+                f"returned {' and '.join(str(list(leaf.shape)) for leaf in leaves)} for the microbatches of a batch, "
+                "which cannot be joined along the first dimension: pad to one shape"
+            )
         return torch.cat(list(leaves))
     if isinstance(first, Tensor) and (first.is_floating_point() or first.is_complex()):
         return torch.stack(list(leaves)).mean(0)
     if type(first) is float:
         return sum(leaves) / len(leaves)
-    if any(type(leaf) is not type(first) or bool(leaf != first) for leaf in leaves):
+    if any(type(leaf) is not type(first) or _differ(leaf, first) for leaf in leaves):
         raise ValueError(
             f"returned {first!r} for one microbatch of a batch and another value for another one, which cannot be "
             "joined: return tensors with a row for each sample"
         )
     return first
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return bool(one != other)
+    except Exception:  # noqa: BLE001 - whatever a comparison of unknown values raises, they cannot be joined
+        return True
 
 
 def split(values: Any, count: int) -> list[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +51,14 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x).mean(1)
+
+
+@dataclasses.dataclass
+class Output:
+    """Of a layer, as models of transformers return one."""
+
+    logits: Any
+    more: Any
 
 
 class Returns(nn.Module):
@@ -249,7 +259,16 @@ ENDS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "a tensor without dimensions": (lambda x: x.mean(), None),
     "a tuple": (lambda x: (x, x.mean(), "text", True), None),
     "complex": (lambda x: torch.complex(x, x), None),
+    "a dataclass": (lambda x: Output(x, (x.mean(), Output(x.sum(2), None))), None),
 }
+
+NOT_JOINED: dict[str, Callable[[Tensor], Any]] = {
+    "rows of different lengths": lambda x: x[:, : 1 + next(LENGTHS)],
+    "something local": lambda x: (x, lambda: x),
+    "arrays": lambda x: (x, x.detach().numpy()),
+}
+LENGTHS = itertools.count()
+SOMETHING_LOCAL = lambda x: x  # noqa: E731
 
 
 def outputs_of_the_last_layer(mesh: DeviceMesh) -> dict[str, bool]:
@@ -270,11 +289,30 @@ def outputs_of_the_last_layer(mesh: DeviceMesh) -> dict[str, bool]:
     return found
 
 
+def refused_of_the_last_layer(mesh: DeviceMesh) -> dict[str, str]:
+    """On all stages at once, and the next evaluation is right."""
+    found = {}
+    for name, make in NOT_JOINED.items():
+        both = Both(mesh, [nn.Linear(WIDTH, WIDTH), Returns(make)])
+        with torch.no_grad(), pytest.raises(StageError) as caught:
+            both.model(both.x)
+        found[name] = str(caught.value)
+        if isinstance(last := both.net.layers[1], Returns):
+            last.make = lambda x: x.mean(1)
+        both.alone[1].make = lambda x: x.mean(1)
+        with torch.no_grad():
+            assert same(both.model(both.x), whole(both.alone, both.x))
+        both.model.close()
+    return found
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, Output):
+        return type(other) is Output and same((one.logits, one.more), (other.logits, other.more))
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
@@ -374,6 +412,7 @@ ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
     numbers_between_stages,
     gradient_of_a_scalar,
     outputs_of_the_last_layer,
+    refused_of_the_last_layer,
     refused_between_stages,
     refused_losses,
     losses_with_parameters,
@@ -418,6 +457,15 @@ def test_numbers_and_none_pass_between_stages(answered: list[dict[str, Any]]) ->
 def test_the_last_layer_returns_what_it_returns_in_one_process(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
         assert answer["outputs_of_the_last_layer"] == dict.fromkeys([*ENDS, "trained on a dictionary"], True)
+
+
+def test_what_the_stages_cannot_get_is_refused_on_all_at_once(answered: list[dict[str, Any]]) -> None:
+    for answer in answered:
+        said = answer["refused_of_the_last_layer"]
+        assert list(said) == list(NOT_JOINED)
+        assert "cannot be joined along the first dimension" in said["rows of different lengths"]
+        assert "cannot be joined" in said["arrays"]
+        assert "cannot get" in said["something local"]
 
 
 def test_what_cannot_pass_is_refused_on_all_stages_at_once(answered: list[dict[str, Any]]) -> None:
