@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core import CheckpointError, is_directory_checkpoint
-from .foreign import describe_folder
+from .foreign import describe_file, describe_folder
 from .parts import MAIN_PARAMS_KEY, Parts, read_directory_parts, read_object
 
 SHARDED = "megatron_ddp"
@@ -132,6 +132,10 @@ def _header_of(file: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with file.open("rb") as content:
             length = int.from_bytes(content.read(8), "little")
+            # Of a file that has none, these bytes are any number, and as many would be asked of memory.
+            if length > file.stat().st_size:
+                what = describe_file(file) or "is no file of safetensors, or is cut off: check the path"
+                raise CheckpointError(f"{file} {what}")
             header = content.read(length)
         entries = json.loads(header)
         end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)

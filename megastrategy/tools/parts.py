@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._checkpoints.files import load_file
 from ..core import EXTRA_FILE, NOT_TENSORS, CheckpointError, describe_hole, is_directory_checkpoint
-from .foreign import check_readable, describe_file
+from .foreign import check_readable, describe_file, describe_folder
 from .trusting import directory_reader, load_planner, refusal
 
 if TYPE_CHECKING:  # importing it takes half a second
@@ -203,7 +203,11 @@ def read_metadata(path: Path, trust: bool = False) -> Metadata:
         CheckpointError: if it is no complete directory of torch.distributed.checkpoint, or needs ``trust``.
     """
     if not is_directory_checkpoint(path):
-        raise CheckpointError(f"{path} is no complete sharded checkpoint: it has no .metadata, which is written last")
+        check_readable(path)
+        what = describe_folder(path) if path.is_dir() else ""
+        raise CheckpointError(
+            f"{path} {what or 'is no complete sharded checkpoint: it has no .metadata, which is written last'}"
+        )
     try:
         metadata = directory_reader(path, trust).read_metadata()
         # ``.metadata`` is written last, and yet a copy may lack files, or have some cut off

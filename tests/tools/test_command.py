@@ -120,7 +120,7 @@ def test_expected_failures_are_one_line_with_the_path_and_the_remedy(
     out = tmp_path / "out"
     assert f"{tmp_path}/nothing is not there" in fails("inspect", tmp_path / "nothing")
     assert f"{tmp_path}/text is no checkpoint" in fails("inspect", tmp_path / "text")
-    assert f"{tmp_path}/empty is no complete sharded" in fails("consolidate", tmp_path / "empty", out)
+    assert f"{tmp_path}/empty is an empty folder" in fails("consolidate", tmp_path / "empty", out)
     assert "--module package.module:LitModel" in fails("convert", file.path, out)
     assert "importable from here" in fails("convert", file.path, out, "--module", "no_such_package:model")
     assert f"{tmp_path}/text/out" in fails("convert", file.path, tmp_path / "text" / "out", "--names", directory.path)

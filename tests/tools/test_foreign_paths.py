@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from megastrategy.core import CheckpointError
 from megastrategy.tools.commands import root
 from megastrategy.tools.contents import inspect_checkpoint, loads_with
+from megastrategy.tools.conversion import consolidate
 from tests.doors.test_checkpoint_files import without_privileges
 
 
@@ -125,13 +126,26 @@ def test_an_index_stands_for_its_files(tmp_path: Path) -> None:
 
 def test_texts_and_archives_are_no_checkpoints(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 100\n"
-    (tmp_path / "pointer.ckpt").write_text(pointer)
+    for name in ("pointer.ckpt", "pointer.safetensors"):
+        (tmp_path / name).write_text(pointer)
+    (tmp_path / "text.safetensors").write_bytes(b"\xff" * 40)
     (tmp_path / "config.yaml").write_text("model: 3\n" * 9)
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("a.txt", "text")
     whole = (tmp_path / "archive.zip").read_bytes()
     (tmp_path / "cut.zip").write_bytes(whole[: len(whole) // 2])
     assert said_of(tmp_path / "pointer.ckpt").startswith("is a pointer of Git LFS")
+    assert said_of(tmp_path / "pointer.safetensors").startswith("is a pointer of Git LFS")
+    assert said_of(tmp_path / "text.safetensors").startswith("is no file of safetensors, or is cut off")
     assert said_of(tmp_path / "config.yaml").startswith("is no checkpoint: torch.save did not write it")
     assert said_of(tmp_path / "archive.zip").startswith("is no checkpoint: torch.save did not write it")
     assert said_of(tmp_path / "cut.zip").startswith("is cut off after")
+
+
+def test_folders_of_others_are_named_where_a_directory_is_consolidated(tmp_path: Path) -> None:
+    deepspeed(tmp_path)
+    with pytest.raises(CheckpointError, match="is a checkpoint of DeepSpeed"):
+        consolidate(tmp_path, tmp_path.parent / "out.ckpt")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="is an empty folder"):
+        consolidate(tmp_path / "empty", tmp_path.parent / "out.ckpt")
