@@ -264,7 +264,7 @@ ENDS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
 
 NOT_JOINED: dict[str, Callable[[Tensor], Any]] = {
     "rows of different lengths": lambda x: x[:, : 1 + next(LENGTHS)],
-    "something local": lambda x: (x, lambda: x),
+    "something local": lambda x: (x, SOMETHING_LOCAL),
     "arrays": lambda x: (x, x.detach().numpy()),
 }
 LENGTHS = itertools.count()
