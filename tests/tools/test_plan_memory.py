@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,10 +44,8 @@ def fake_group(size: int) -> ProcessGroup:
     return group
 
 
-def train(
-    model: DistributedDataParallel, num_steps: int, dtype: torch.dtype, kind: Callable[..., Any] = torch.optim.Adam
-) -> DistributedOptimizer:
-    optimizer = DistributedOptimizer(kind(model.parameters()), model)
+def train(model: DistributedDataParallel, num_steps: int, dtype: torch.dtype) -> DistributedOptimizer:
+    optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
     for _ in range(num_steps):
         optimizer.zero_grad()
         model(torch.ones(2, 100, dtype=dtype)).sum().backward()
@@ -56,12 +53,7 @@ def train(
     return optimizer
 
 
-def planned(
-    size: int,
-    config: DistributedDataParallelConfig,
-    dtype: torch.dtype,
-    kind: Callable[..., Any] = torch.optim.Adam,
-) -> MeasuredStep:
+def planned(size: int, config: DistributedDataParallelConfig, dtype: torch.dtype) -> MeasuredStep:
     """One step as rank 0 of ranks that do not exist."""
 
     class Watched(DistributedDataParallel):
@@ -74,7 +66,7 @@ def planned(
         if (instances := config.num_distributed_optimizer_instances) > 1:
             collectives.instances[size // instances] = FakeCollectives(fake_group(size // instances))
         with step.live:
-            train(Watched(wide(dtype), config, collectives=collectives), 1, dtype, kind)
+            train(Watched(wide(dtype), config, collectives=collectives), 1, dtype)
         return step.measured()
     finally:
         hook.remove()
