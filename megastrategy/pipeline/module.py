@@ -27,6 +27,7 @@ from ..core import (
     subgroup,
 )
 from ..errors import StageError
+from .loss_buffers import LossBuffers
 from .plan import StagePlan, check_schedule, make_plan
 from .schedules import Chunk, Run, check_sent, map_leaves, scalar, shapes_of, split
 from .stage import PlainValues
@@ -142,6 +143,7 @@ class Pipeline(StagedModule):
         self._runs: dict[Any, Run] = {}
         self._seen: list[Any] = []  # what the kept schedules are of
         self._numbers = PlainValues(self.layers)
+        self._loss_buffers = LossBuffers(loss)
         self._backwards: FollowsStages | None = None
 
     def attach(self, backwards: FollowsStages | None) -> None:
@@ -217,10 +219,11 @@ class Pipeline(StagedModule):
             backwards.abandon()
             raise
         try:
-            backwards.finish(run.problem)
+            backwards.finish(run.problem or self._loss_buffers.problem())
         except StageError:
             self._runs.clear()
             raise
+        self._loss_buffers.share(self._in_order, self.plan.num_ranks - 1)
         return _Done.apply(torch.zeros((), device=loss.device, requires_grad=True), loss, backwards)  # type: ignore[no-any-return]
 
     def _loss_alone(self, args: tuple[Any, ...], inputs: Mapping[str, Any], target: Any) -> Tensor:
@@ -248,13 +251,17 @@ class Pipeline(StagedModule):
                     output = check_sent(output) if target is None else scalar(self._loss(output, target))
                 except ValueError as error:
                     problem = str(error)
+            problem = problem or self._loss_buffers.problem()
             self._numbers.note()
             if not any(self._ranks.host.max_of_bytes([bool(problem)])):
                 break
             self._runs.clear()
             if is_again:
                 raise StageError(next(filter(None, self._ranks.all_gather_objects(problem))))
-        return self._output_from_last_stage(output) if target is None else self._from_last_stage(output)
+        if target is None:
+            return self._output_from_last_stage(output)
+        self._loss_buffers.share(self._in_order, self.plan.num_ranks - 1)
+        return self._from_last_stage(output)
 
     # --- between stages ----------------------------------------------------------------------------------------------
 
@@ -267,6 +274,7 @@ class Pipeline(StagedModule):
         kind = str((trains, microbatches, self.training, cast, batch, targets))
         for chunk in self._chunks:
             chunk.follow(self.layers)
+        self._loss_buffers = LossBuffers(self._loss)
         seen = [*map(id, self.layers), *((param.requires_grad, param.dtype) for param in self.layers.parameters())]
         changed, self._seen = seen != self._seen or self._numbers.have_changed(), seen
         digest = list(hashlib.sha256(kind.encode()).digest()[:8])

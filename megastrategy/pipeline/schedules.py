@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..core import FollowsStages
 from .plan import SCHEDULES, StagePlan
-from .stage import Stage
+from .stage import Stage, as_before
 
 
 class Chunk(nn.Module):
@@ -168,7 +169,8 @@ class _Mean:
         stage = self._stage
         output, stage.output = stage.output, None
         if not stage.is_refused:
-            loss = self._loss(output, self._targets[int(number)])
+            with as_before(self._loss) if stage.is_learning else contextlib.nullcontext():
+                loss = self._loss(output, self._targets[int(number)])
             try:
                 return scalar(loss) / self._microbatches
             except ValueError as error:

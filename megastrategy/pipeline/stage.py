@@ -9,6 +9,7 @@ that is expected, and goes on. All stages share their problems when the schedule
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +70,7 @@ class Stage(PipelineStage):
         output: of the last stage the output of the last microbatch, which torch's code does not see: it may be
             anything that the loss takes.
         finish_microbatch: called with it, on the last stage.
+        is_learning: whether the microbatch is the one more.
         is_refused: whether this stage or one before it returned in its first microbatch what cannot be sent.
     """
 
@@ -82,25 +84,21 @@ class Stage(PipelineStage):
         self._last_layer = last_layer
         self._sent: list[Slot] | None = None
         self._received: list[Slot] | None = None
-        self.is_refused = False
+        self.is_refused = self.is_learning = False
 
     # --- the first microbatch, whose shapes are learned -----------------------------------------------------------
 
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         if self.is_refused:
             return self._instead(args)
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        numbers = PlainValues(module)
+        self.is_learning = True
         if self.is_first:
             args = tree_map(_copy, args)
         else:
             for arg in args:
                 getattr(arg, "_local_tensor", arg).detach().zero_()
-        output = module(*self._from_slots(args, is_first_time=True), **tree_map(_copy, kwargs))
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        numbers.restore()
+        with as_before(module):
+            output = module(*self._from_slots(args, is_first_time=True), **tree_map(_copy, kwargs))
         if self.is_last:
             self.output = output
             return torch.zeros(1, device=self.device)
@@ -174,6 +172,7 @@ class Stage(PipelineStage):
     # --- every microbatch --------------------------------------------------------------------------------------------
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_learning = False
         if self.is_refused:
             return self._instead(args)
         output = super().forward_maybe_with_nosync(*self._from_slots(args), **kwargs)
@@ -295,6 +294,22 @@ def _nothing_of(values: Sequence[Any]) -> Tensor:
     tensors = [getattr(v, "to_local", lambda v=v: v)() for v in values if isinstance(v, Tensor) and v.requires_grad]
     zeros = [torch.zeros((), device=tensor.device, dtype=tensor.dtype) * tensor.sum() for tensor in tensors]
     return torch.stack([zero.float() for zero in zeros]).nan_to_num().sum() if zeros else torch.zeros(())
+
+
+@contextlib.contextmanager
+def as_before(module: Any) -> Iterator[None]:
+    """Leaves the buffers and numbers of a module as they were before the block."""
+    modules = list(module.modules()) if isinstance(module, nn.Module) else []
+    buffers = [(child, name, buffer) for child in modules for name, buffer in child.named_buffers(recurse=False)]
+    values = [buffer.clone() for _, _, buffer in buffers]
+    numbers = PlainValues(module) if modules else None
+    yield
+    with torch.no_grad():
+        for (child, name, buffer), value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+            setattr(child, name, buffer)  # a layer may have put another in its place
+    if numbers is not None:
+        numbers.restore()
 
 
 class PlainValues:

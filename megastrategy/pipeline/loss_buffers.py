@@ -1,0 +1,61 @@
+"""The buffers of a loss module, which the last stage computes: centers of classes, running statistics, counters.
+
+Every stage has the module, and its state is saved from the lowest rank. So what the last stage has made of its buffers
+comes to the others at the end of each batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+class LossBuffers:
+    """The buffers of a loss, as they are before a batch; none where it is a function.
+
+    Args:
+        loss: of a pipeline.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self._kinds = self._found()
+
+    def problem(self) -> str:
+        """Why the other stages cannot have them; empty if they can."""
+        if (found := self._found()) == self._kinds:
+            return ""
+        name = next(name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name))
+        return (
+            f"buffer {name!r} of the pipeline's loss is {_described(found.get(name))} after a batch, and was "
+            f"{_described(self._kinds.get(name))} before: the other stages, which have it too, need one shape and dtype"
+        )
+
+    def share(self, group: ProcessGroup | None, last: int) -> None:
+        """Brings those of rank ``last`` to all ranks of the stages. Collective, if there are any."""
+        if not self._kinds:
+            return
+        buffers = [buffer for _, buffer in self._loss.named_buffers()]
+        sent = torch.cat([buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers])
+        dist.broadcast(sent, group=group, group_src=last)
+        if dist.get_rank(group) == last:
+            return
+        with torch.no_grad():
+            for buffer, part in zip(buffers, sent.split([buffer.nbytes for buffer in buffers]), strict=True):
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _found(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        named = self._loss.named_buffers() if isinstance(self._loss, nn.Module) else ()
+        return {name: _kind(buffer) for name, buffer in named}
+
+
+def _kind(buffer: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(buffer.shape), buffer.dtype
+
+
+def _described(kind: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "missing" if kind is None else f"{list(kind[0])} of {str(kind[1]).removeprefix('torch.')}"
