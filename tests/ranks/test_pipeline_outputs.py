@@ -403,47 +403,6 @@ def losses_with_parameters(mesh: DeviceMesh) -> tuple[str, float, list[str], str
     return str(raised.value), far, names, str(later.value)
 
 
-class Counts(nn.Module):
-    """A loss that keeps running statistics, one of which it replaces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("center", torch.zeros(3))
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        self.count += 1
-        self.center = 0.5 * self.center + 0.5 * output.detach().mean(0)
-        return functional.mse_loss(output - self.center, target)
-
-
-def losses_with_buffers(mesh: DeviceMesh) -> tuple[list[dict[str, Tensor]], str]:
-    """By number of batches, and how a buffer that grows is refused."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Mean()]
-    alone = copy.deepcopy(layers)
-    net = Pipeline(layers, [1, 1], loss=Counts(), microbatches=2, mesh=mesh["pp"])
-    one = Pipeline(alone, [2], loss=Counts(), microbatches=2)
-    model = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
-    generator = torch.Generator().manual_seed(1)
-    x, target = torch.randn(SAMPLES, LENGTH, WIDTH, generator=generator), torch.zeros(SAMPLES, 3)
-    apart = []
-    for _ in range(2):
-        for pipeline in (model, one):
-            pipeline.zero_grad()
-            pipeline(x, target=target).backward()
-            with torch.no_grad():
-                pipeline(x, target=target)
-        expected = dict(one.named_buffers())
-        apart.append({name: (value - expected[name]).abs().max() for name, value in net.named_buffers()})
-    loss: Any = net._loss
-    loss.register_forward_hook(lambda module, *_: setattr(module, "center", torch.zeros(1)))
-    with pytest.raises(StageError) as raised:
-        model(x, target=target)
-    model.close()
-    return apart, str(raised.value)
-
-
 ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
     numbers_of_forward,
     attributes,
@@ -457,7 +416,6 @@ ASKED: tuple[Callable[[DeviceMesh], Any], ...] = (
     refused_between_stages,
     refused_losses,
     losses_with_parameters,
-    losses_with_buffers,
 )
 
 
@@ -529,15 +487,6 @@ def test_parameters_of_a_loss_are_refused_if_they_are_trained(answered: list[dic
         assert apart <= 1e-6
         assert names == ["_loss.weight"]
         assert later.startswith("parameter '_loss.weight' is trained and is outside of the pipeline's layers")
-
-
-def test_buffers_of_a_loss_are_the_last_stages_on_all_ranks(answered: list[dict[str, Any]]) -> None:
-    for answer in answered:
-        apart, refused = answer["losses_with_buffers"]
-        for values in apart:
-            assert list(values) == ["_loss.count", "_loss.center"]
-            assert all(float(value) <= 1e-6 for value in values.values())
-        assert "buffer 'center' of the pipeline's loss is [1] of float32" in refused
 
 
 def test_one_process_trains_parameters_of_a_loss() -> None:
