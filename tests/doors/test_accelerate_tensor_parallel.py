@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from megastrategy.core import read_directory
 from megastrategy.errors import CheckpointError
 from megastrategy.tools.conversion import consolidate
+from tests.support.comparison import message
 from tests.support.tensor_parallel import LanguageModel, adamw, meshes, plan, whole
 
 from .accelerate_loops import Worlds, make_accelerator
@@ -127,7 +128,8 @@ def test_a_mesh_trains_saves_and_resumes_as_one_process_does(
     assert_close(together[0]["weights"], alone["weights"])
 
 
-@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     worlds: Worlds, tmp_path: Path, tied: bool
 ) -> None:
@@ -188,12 +190,6 @@ def test_each_node_gets_whole_weights_and_states(worlds: Worlds, tmp_path: Path)
     for name in set(first) - random_states:
         one, other = ((tmp_path / node / name).read_bytes() for node in ("node 0", "node 1"))
         assert one == other, name
-
-
-def message(error: type[Exception], run: Any) -> str:
-    with pytest.raises(error) as caught:
-        run()
-    return str(caught.value)
 
 
 def refusals() -> dict[str, str]:

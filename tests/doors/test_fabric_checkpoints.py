@@ -18,16 +18,10 @@ from .fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, 
 from .fits import weights_of
 from .matrix import MODES
 from .rank_processes import Ranks
-from .test_lightning_checkpoints import assert_same_value
+from .test_lightning_checkpoints import amsgrad_in_groups, assert_same_value, load
 
 both_modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 SAVED_AFTER = 3
-
-
-def amsgrad_in_groups(params: Any) -> torch.optim.Optimizer:
-    first, second, *rest = params
-    groups = [{"params": [second, first], "lr": 3e-3}, {"params": []}, {"params": rest}]
-    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
 
 
 def train_from(
@@ -62,12 +56,6 @@ def train_from(
     return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Also a test: a checkpoint holds plain types only."""
-    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
-    return checkpoint
-
-
 @both_modes
 @pytest.mark.parametrize("make_optimizer", [adamw, sgd, amsgrad_in_groups])
 def test_checkpoints_are_ddps_and_resume_under_either(
@@ -78,7 +66,7 @@ def test_checkpoints_are_ddps_and_resume_under_either(
     whole = ranks.run(train_from, "megatron_ddp", options, make_optimizer=make_optimizer, save=str(ours))
     reference = ranks.run(train_from, "ddp", {}, make_optimizer=make_optimizer, save=str(theirs))
     assert_equal(whole, reference)
-    assert_same_value(read(ours), read(theirs), "checkpoint")
+    assert_same_value(load(ours), load(theirs), "checkpoint")
     for name, path in [("megatron_ddp", ours), ("megatron_ddp", theirs), ("ddp", ours)]:
         resumed = ranks.run(
             train_from, name, options if name != "ddp" else {}, make_optimizer=make_optimizer, load=str(path)
@@ -93,7 +81,7 @@ def test_a_bf16_run_resumes_to_the_bit(ranks: Ranks, options: dict[str, Any], tm
     """The file holds the fp32 main params beside the weights, under a key that load() takes for itself."""
     path = tmp_path / "checkpoint"
     whole = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", save=str(path))
-    saved = read(path)
+    saved = load(path)
     assert saved["model"]["scale"].dtype == torch.bfloat16
     main = saved[MAIN_PARAMS_KEY]["optimizer"]
     trained = [key for key, param in AwkwardNet().named_parameters() if param.requires_grad]
@@ -126,7 +114,7 @@ def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, kind: str
     path = tmp_path / "checkpoint"
     whole = ranks.run(train_from, "megatron_ddp", options, save=str(path))
     if kind == "full":
-        remainders = read(path)[MAIN_PARAMS_KEY]["optimizer"]
+        remainders = load(path)[MAIN_PARAMS_KEY]["optimizer"]
         trained = [f"{key} (remainder)" for key, param in AwkwardNet().named_parameters() if param.requires_grad]
         assert sorted(remainders) == sorted(trained)
         assert any(value.any() for value in remainders.values())

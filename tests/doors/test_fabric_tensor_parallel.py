@@ -19,6 +19,7 @@ from megastrategy.core import read_directory
 from megastrategy.errors import CheckpointError
 from megastrategy.fabric import MegatronDDPStrategy
 from megastrategy.tools.conversion import consolidate
+from tests.support.comparison import message
 from tests.support.tensor_parallel import LanguageModel, adamw, plan, whole
 
 from .rank_processes import Ranks
@@ -211,12 +212,6 @@ def test_model_parallel_strategys_directory_goes_on_here_and_ours_there(mesh: Ra
 
 
 # --- one mesh, many questions ----------------------------------------------------------------------------------------
-
-
-def message(error: type[Exception], run: Any) -> str:
-    with pytest.raises(error) as caught:
-        run()
-    return str(caught.value)
 
 
 class Pair(nn.Module):

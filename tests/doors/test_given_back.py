@@ -108,18 +108,6 @@ def the_trainers_after_a_fit(name: str, options: dict[str, Any]) -> list[Any]:
     return found(module, optimizer)
 
 
-@both_modes
-@both_numbers_of_ranks
-@pytest.mark.parametrize("job", [three_fits, by_hand_after_a_fit, after_an_error, the_trainers_after_a_fit])
-def test_a_modules_optimizer_outlives_the_fit(
-    request: pytest.FixtureRequest, pool: str, job: Callable[..., Any], options: dict[str, Any]
-) -> None:
-    processes: Ranks = request.getfixturevalue(pool)
-    theirs = processes.run(job, "ddp", {})
-    for mine, reference in zip(processes.run(job, "megatron_ddp", options), theirs, strict=True):
-        assert_equal(mine, reference)
-
-
 def state_numel_of_a_fit(keeps: bool) -> int:
     """Returns the number of elements of state that this rank has after a fit."""
     module = KeepsItsOptimizer() if keeps else AwkwardModule(optimizer=adamw)
@@ -166,8 +154,18 @@ def torn_down(name: str, options: dict[str, Any]) -> list[Any]:
 
 @both_modes
 @both_numbers_of_ranks
-@pytest.mark.parametrize("job", [set_up_again_and_again, torn_down])
-def test_an_optimizer_outlives_its_fabric(
+@pytest.mark.parametrize(
+    "job",
+    [
+        three_fits,
+        by_hand_after_a_fit,
+        after_an_error,
+        the_trainers_after_a_fit,
+        set_up_again_and_again,
+        torn_down,
+    ],
+)
+def test_an_optimizer_outlives_its_fit_and_its_fabric(
     request: pytest.FixtureRequest, pool: str, job: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     processes: Ranks = request.getfixturevalue(pool)

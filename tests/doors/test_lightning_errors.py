@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms import Join
-from torch.nn import functional as F
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
 from megastrategy._lightning.signature import ALL_REDUCE_OPTION
@@ -18,32 +17,13 @@ from megastrategy.core.errors import DirectUseError
 
 from ..support.comparison import assert_equal
 from .fabric_loops import make_fabric
-from .features.manual import Manual
+from .features.manual import LBFGS, Manual
 from .fits import AwkwardModule, Fit, fit, loader, make_strategy, make_trainer
 from .rank_processes import Failure, Ranks
 
 
-class SmallNet(pl.LightningModule):
-    """A dense module without BatchNorm, for optimizers that evaluate it several times a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 11))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        features, _, targets = batch
-        loss = F.cross_entropy(self.net(features), targets)
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
-
-
 def fit_lbfgs(name: str, **options: Any) -> Fit:
-    return fit(name, module=SmallNet(), max_epochs=1, **options)
+    return fit(name, module=LBFGS(), max_epochs=1, **options)
 
 
 def test_lbfgs_is_refused_by_the_sharded_optimizer_with_the_way_out(ranks: Ranks) -> None:
@@ -159,7 +139,7 @@ def test_a_parameter_that_is_not_the_modules_is_stepped_as_under_ddp(
     assert all("parameter 11 of group 0, of shape (3, 5)" in text for text in told[0])
 
 
-class OthersParameters(SmallNet):
+class OthersParameters(LBFGS):
     """An optimizer of its own for what the module has not."""
 
     def __init__(self) -> None:
@@ -202,7 +182,7 @@ def test_an_unused_parameter_against_a_promise_is_named(ranks: Ranks) -> None:
         assert "'side.weight'" in outcome.message
 
 
-class RaisesOnRank1(SmallNet):
+class RaisesOnRank1(LBFGS):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_rank == 1 and batch_idx == 3:
             raise ZeroDivisionError("on purpose, on rank 1")

@@ -11,15 +11,11 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core.errors import ReplicaMismatchError
 
+from ..support.engines import engines
 from ..support.models import two_layers
 from ..support.ranks import run_ranks, try_ranks
 
-MODES: dict[str, dict[str, Any]] = {
-    "reduce-scatter": {},
-    "forward": {"overlap_param_gather": "forward"},
-    "pooled": {"grad_buffer": "pooled"},
-    "all-reduce": {"use_distributed_optimizer": False},
-}
+MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward")
 
 
 def steps_until_noticed(group: ProcessGroup, rank: int, every: int, mode: str = "reduce-scatter") -> int:

@@ -24,19 +24,20 @@ from megastrategy.core.events import Event, EventKind
 
 from ..support.budgets import HostReads, work_as_on_an_accelerator
 from ..support.doubles import DelayingCollectives, RecordingCollectives
+from ..support.engines import engines
 from ..support.models import awkward_model, images, two_layers
 from ..support.ranks import run_ranks, try_ranks
 
-MODES = {
-    "reduce-scatter": {},
-    "pooled": {"grad_buffer": "pooled"},
-    "all-reduce": {"use_distributed_optimizer": False},
-    "flattened": {
-        "use_distributed_optimizer": False,
-        "use_contiguous_buffers": False,
-        "overlap_grad_reduce": False,
-    },
-}
+MODES = engines("reduce-scatter", "pooled", "all-reduce", "flattened")
+
+
+def one_step(rank: int, group: ProcessGroup) -> torch.Tensor:
+    """The weights after one step under torch DDP."""
+    module = two_layers()
+    model = TorchDDP(module, process_group=group)
+    model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return torch.cat([param.detach().flatten() for param in module.parameters()])
 
 
 def wrap(group: ProcessGroup, **options: Any) -> DistributedDataParallel:
@@ -187,14 +188,7 @@ def test_training_goes_on_after_the_error_without_zero_grad(mode: str) -> None:
         optimizer.step()
         return torch.cat([param.detach().flatten() for param in model.module.parameters()])
 
-    def undisturbed(rank: int, group: ProcessGroup) -> torch.Tensor:
-        module = two_layers()
-        model = TorchDDP(module, process_group=group)
-        model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-        return torch.cat([param.detach().flatten() for param in module.parameters()])
-
-    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, undisturbed), strict=True):
+    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, one_step), strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -283,14 +277,7 @@ def test_a_step_may_come_before_any_backward(mode: str) -> None:
         optimizer.step()
         return torch.cat([param.detach().flatten() for param in module.parameters()])
 
-    def by_hand(rank: int, group: ProcessGroup) -> torch.Tensor:
-        module = two_layers()
-        model = TorchDDP(module, process_group=group)
-        model(torch.full((2, 10), 1.0 + rank)).square().sum().backward()
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-        return torch.cat([param.detach().flatten() for param in module.parameters()])
-
-    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, by_hand), strict=True):
+    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, one_step), strict=True):
         assert torch.equal(mine, theirs)
 
 

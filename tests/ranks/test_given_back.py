@@ -15,17 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from tests.support.engines import COMMON, all_options, both_numbers_of_ranks
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "shards": {"bucket_size": 100},
-    "forward": {"bucket_size": 100, "overlap_param_gather": "forward"},
-    "pooled": {"bucket_size": 100, "grad_buffer": "pooled"},
-    "all-reduce": {"bucket_size": 100, "use_distributed_optimizer": False},
-}
-both_numbers_of_ranks = pytest.mark.parametrize("size", [1, 2])
-all_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def adamw(params: Any) -> Optimizer:
@@ -77,18 +69,24 @@ class Loop:
 Program = Callable[[Loop], None]
 
 
+def play(program: Program, size: int, options: dict[str, Any] | None, make: Callable[[Any], Any]) -> list[list[Any]]:
+    def on_rank(rank: int, group: ProcessGroup) -> list[Any]:
+        loop = Loop(rank, group, options, make)
+        program(loop)
+        return loop.found()
+
+    return run_ranks(size, on_rank)
+
+
+@functools.cache
+def reference(program: Program, size: int, make: Callable[[Any], Any]) -> list[list[Any]]:
+    return play(program, size, None, make)
+
+
 def assert_as_under_torch_ddp(
     program: Program, size: int, options: dict[str, Any], make: Callable[[Any], Any] = adamw
 ) -> None:
-    def run(options: dict[str, Any] | None) -> list[list[Any]]:
-        def on_rank(rank: int, group: ProcessGroup) -> list[Any]:
-            loop = Loop(rank, group, options, make)
-            program(loop)
-            return loop.found()
-
-        return run_ranks(size, on_rank)
-
-    for mine, theirs in zip(run(options), run(None), strict=True):
+    for mine, theirs in zip(play(program, size, options, make), reference(program, size, make), strict=True):
         for one, other in zip(mine, theirs, strict=True):
             if isinstance(one, Tensor):
                 assert torch.equal(one, other)
@@ -188,7 +186,7 @@ def test_state_of_parameters_with_owners_comes_back(program: Program) -> None:
     assert_as_under_torch_ddp(program, 2, {"bucket_size": 100}, adafactor)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS.values(), {"optimizer_state_dtype": "bf16"}], ids=str)
+@pytest.mark.parametrize("options", [*COMMON.values(), {"optimizer_state_dtype": "bf16"}], ids=str)
 def test_16_bit_weights_are_stepped_by_hand_with_state_in_their_dtype(options: dict[str, Any]) -> None:
     """Main params end with the wrapper. A checkpoint that is saved afterwards has them."""
 

@@ -22,15 +22,11 @@ from megastrategy.core.rebucketing.relayout import relayout
 from ..support.budgets import work_as_on_an_accelerator
 from ..support.devices import DeviceCollectives
 from ..support.doubles import REDUCTIONS, RecordingCollectives
+from ..support.engines import engines
 from ..support.models import two_layers
 from ..support.ranks import run_ranks, try_ranks
 
-MODES: dict[str, dict[str, Any]] = {
-    "reduce-scatter": {},
-    "forward": {"overlap_param_gather": "forward"},
-    "pooled": {"grad_buffer": "pooled"},
-    "all-reduce": {"use_distributed_optimizer": False},
-}
+MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward")
 ONE_BUCKET = DistributedDataParallelConfig(bucket_size=10_000)
 CPU = torch.device("cpu")
 BOUND_S = 30.0  # for what takes a second or two on an idle machine

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import pickle
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from megastrategy.core import Event, EventKind
 from megastrategy.errors import LossTokensError, NonFiniteGradError, ReplicaMismatchError, StageError
 from megastrategy.pipeline import Pipeline
 from megastrategy.tools.plan.cards import parse_cards
+from tests.support.comparison import message
 from tests.support.pipelines import (
     SAMPLES,
     SEQUENCE,
@@ -40,12 +40,6 @@ from tests.support.processes import run_processes
 from tests.support.tensor_parallel import adamw
 
 CASE = Case((2, 4), tied=True, steps=4)
-
-
-def message(error: type[Exception], run: Callable[[], Any]) -> str:
-    with pytest.raises(error) as caught:
-        run()
-    return str(caught.value)
 
 
 def forward(trainee: Trainee, step: int = 0) -> Tensor:

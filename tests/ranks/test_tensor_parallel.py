@@ -14,6 +14,7 @@ from torch import nn
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core.layout import PARAM_ALIGNMENT_NUMEL
 from megastrategy.errors import NonFiniteGradError
+from tests.support.comparison import message
 from tests.support.optimizers import Lamb
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import (
@@ -134,12 +135,6 @@ def test_one_tensor_rank_is_the_engine_without_any_to_the_bit() -> None:
 
 
 # --- one mesh, many questions ----------------------------------------------------------------------------------------
-
-
-def message(error: type[Exception], run: Any) -> str:
-    with pytest.raises(error) as caught:
-        run()
-    return str(caught.value)
 
 
 def fresh(mesh: Any, **options: Any) -> Trainee:

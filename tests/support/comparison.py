@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -37,3 +38,10 @@ def assert_equal(actual: Any, expected: Any, rtol: float = 0.0, where: str = "re
         assert same or math.isclose(actual, expected, rel_tol=rtol, abs_tol=rtol), f"{where}: {actual} != {expected}"
     else:
         assert actual == expected, f"{where}: {actual!r} != {expected!r}"
+
+
+def message(error: type[Exception], run: Callable[[], Any]) -> str:
+    """The words of the error that ``run`` raises."""
+    with pytest.raises(error) as caught:
+        run()
+    return str(caught.value)

@@ -51,6 +51,8 @@ class Lamb(Simple):
 class GloballyNormalised(torch.optim.Optimizer):
     """Element-wise but for one number: the norm over all tensors of the optimizer, which a rank sees a part of."""
 
+    scale = 1.0
+
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
@@ -59,7 +61,7 @@ class GloballyNormalised(torch.optim.Optimizer):
         norm = torch.stack([param.grad.norm() for param in stepped(self) if param.grad is not None]).norm()
         for group in self.param_groups:
             for param in group["params"]:
-                param.sub_(param.grad / norm, alpha=group["lr"])
+                param.sub_(param.grad / norm, alpha=self.scale * group["lr"])
 
 
 class DistanceInGroup(Simple):
@@ -83,18 +85,10 @@ class DistanceInGroup(Simple):
             param.sub_(param.grad.sign(), alpha=group["lr"] * group["d"])
 
 
-class TinySteps(torch.optim.Optimizer):
+class TinySteps(GloballyNormalised):
     """Normalised over all parameters, a millionth at a time, and keeps nothing: only a tiny movement tells."""
 
-    def __init__(self, params: Any, lr: float = 1.0) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Closure = None) -> None:  # type: ignore[override]
-        norm = torch.stack([param.grad.norm() for param in stepped(self) if param.grad is not None]).norm()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad / norm, alpha=1e-6 * group["lr"])
+    scale = 1e-5  # of a rate of 0.1
 
 
 class DistanceOverGradients(Simple):

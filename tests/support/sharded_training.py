@@ -47,13 +47,13 @@ class Training:
         dtype: torch.dtype = torch.float32,
         collectives: Collectives | None = None,
         *,
-        sharded: bool = True,
         bucket_size: int = 400,
         make: Callable[[Any], torch.optim.Optimizer] = adamw,
+        **options: Any,
     ) -> None:
         self.dtype = dtype
         self.module: AwkwardModel = awkward_model().to(dtype)
-        config = DistributedDataParallelConfig(bucket_size=bucket_size, use_distributed_optimizer=sharded)
+        config = DistributedDataParallelConfig(bucket_size=bucket_size, **options)
         self.model = DistributedDataParallel(self.module, config, collectives=collectives)
         self.optimizer = DistributedOptimizer(make(self.module.parameters()), self.model)
 
