@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import queue
+import collections
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,8 @@ class Notes:
     """
 
     def __init__(self) -> None:
-        self._hidden: queue.Queue[Any] = queue.Queue()
+        self._hidden: Any = threading.Event()
+        self._hidden.queue = collections.deque[Any]()
 
     def append(self, item: Any) -> None:
         self._hidden.queue.append(item)

@@ -22,12 +22,18 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
+import contextvars
 import functools
+import io
 import itertools
+import logging
+import os
+import queue
 import random
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +42,23 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .places import (
+    Muted,
+    Place,
+    differ,
+    of_bag,
+    of_cell,
+    of_dict,
+    of_environment,
+    of_file,
+    of_generator,
+    of_list,
+    of_names,
+    of_slots,
+    of_type,
+    of_weak,
+)
 
 _OF_COLLECTIVES = "c10d"
 """In the namespaces of torch.distributed's operators: its functions, and methods of process groups, come to them."""
@@ -105,23 +128,27 @@ class Isolation:
         self._device = device
         self._generators = _generators(device)
         self._random = self._random_states()
-        self._places: list[_Place] = []
+        self._places: list[Place] = []
         self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         self._mode = _NoCommunication()
+        self._muted: Muted | None = None
         self.may_communicate = False
         if not self._is_torchs:  # whose steps change nothing but what a copy has
             walk = _Walk()
             self._places = list(walk.of_optimizer(optimizer))
             # Under a dispatch mode, which watches, functions that torch.compile has made would run uncompiled.
             self.may_communicate = walk.names_distributed and not walk.is_compiled
+            if walk.prints or walk.loggers:
+                self._muted = Muted(walk.loggers)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Steps are trial steps while this is open. Random numbers begin anew, the same on every rank."""
         try:
             self._seed()
-            with contextlib.nullcontext() if self._is_torchs else self._mode:
-                yield
+            with contextlib.nullcontext() if self._muted is None else self._muted.open():
+                with contextlib.nullcontext() if self._is_torchs else self._mode:
+                    yield
         finally:
             self.restore()
             for (_, put), state in zip(self._generators, self._random, strict=True):
@@ -133,12 +160,16 @@ class Isolation:
             place.restore()
 
     def counts_calls(self, steps: Callable[[], Any]) -> bool:
-        """Whether ``steps`` change what is outside, or draw random numbers: as often as they are called."""
-        before = self._random_states()
+        """Whether ``steps`` change what is outside, print, or draw random numbers: as often as they are called."""
+        before = [*self._random_states(), self._context_and_prints()]
         for place in self._places:
             place.note()
         steps()
-        return any(map(_differ, before, self._random_states())) or any(place.has_changed() for place in self._places)
+        after = [*self._random_states(), self._context_and_prints()]
+        return any(map(differ, before, after)) or any(place.has_changed() for place in self._places)
+
+    def _context_and_prints(self) -> tuple[dict[Any, Any], int]:
+        return dict(contextvars.copy_context().items()), 0 if self._muted is None else self._muted.count
 
     def why_not(self) -> str | None:
         """Why the steps that were tried may not be steps of shards, in words; None if they may."""
@@ -184,130 +215,7 @@ def seed(device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(torch.Generator(device).manual_seed(0).get_state(), device)
 
 
-def _differ(a: Any, b: Any) -> bool:
-    if a is b:
-        return False
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() != b.keys() or any(_differ(a[name], b[name]) for name in a)
-    if isinstance(a, list | tuple):
-        return len(a) != len(b) or any(map(_differ, a, b))
-    if type(a).__module__ == "numpy":
-        return bool((a != b).any()) if hasattr(a, "any") else bool(a != b)
-    return type(a) is not type(b) or not isinstance(a, _PLAIN) or (a != b and a == a)
-
-
 # --- what is reachable -----------------------------------------------------------------------------------------------
-
-
-class _Place:
-    """Something that a step may change in place.
-
-    Args:
-        where: in words.
-        get: what is there, in a form that a change does not reach.
-        put: sets it; None where nothing can.
-    """
-
-    def __init__(self, where: str, get: Callable[[], Any], put: Callable[[Any], None] | None) -> None:
-        self.where, self._get, self._put = where, get, put
-        self._first = self._noted = get()
-
-    def note(self) -> None:
-        self._noted = self._get()
-
-    def has_changed(self) -> bool:
-        return _differ(self._noted, self._get())
-
-    def restore(self) -> None:
-        if self._put is not None and _differ(self._first, self._get()):
-            self._put(self._first)
-
-    def is_lost(self) -> bool:
-        return self._put is None and _differ(self._first, self._get())
-
-
-def _of_dict(where: str, values: dict[Any, Any]) -> _Place:
-    def put(before: dict[Any, Any]) -> None:
-        dict.clear(values)
-        dict.update(values, before)
-
-    return _Place(where, lambda: dict(dict.items(values)), put)
-
-
-def _of_type(where: str, kind: type) -> _Place:
-    def get() -> dict[str, Any]:
-        return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
-
-    def put(before: dict[str, Any]) -> None:
-        for name in get().keys() - before.keys():
-            delattr(kind, name)
-        for name, value in before.items():
-            if vars(kind).get(name) is not value:
-                setattr(kind, name, value)
-
-    return _Place(where, get, put)
-
-
-def _of_list(where: str, values: list[Any]) -> _Place:
-    def put(before: list[Any]) -> None:
-        values[:] = before
-
-    return _Place(where, lambda: list(values), put)
-
-
-def _of_bag(where: str, values: set[Any] | collections.deque[Any]) -> _Place:
-    def put(before: list[Any]) -> None:
-        values.clear()
-        (values.update if isinstance(values, set) else values.extend)(before)
-
-    return _Place(where, lambda: list(values), put)
-
-
-def _of_cell(where: str, cell: types.CellType) -> _Place:
-    def put(before: Any) -> None:
-        cell.cell_contents = before
-
-    return _Place(where, lambda: cell.cell_contents, put)
-
-
-def _of_names(where: str, values: dict[str, Any], names: set[str]) -> _Place:
-    def put(before: dict[str, Any]) -> None:
-        for name in names:
-            if name in before:
-                values[name] = before[name]
-            else:
-                values.pop(name, None)
-
-    return _Place(where, lambda: {name: values[name] for name in names if name in values}, put)
-
-
-def _of_slots(where: str, value: Any, names: list[str]) -> _Place:
-    def put(before: dict[str, Any]) -> None:
-        for name, kept in before.items():
-            setattr(value, name, kept)
-
-    return _Place(where, lambda: {name: getattr(value, name) for name in names if hasattr(value, name)}, put)
-
-
-def is_generator(value: Any) -> bool:
-    """Whether it draws random numbers: a copy would hide how often."""
-    return _methods_of_generator(value) is not None
-
-
-def _methods_of_generator(value: Any) -> tuple[str, str] | None:
-    pairs = ("getstate", "setstate"), ("get_state", "set_state")
-    return next((pair for pair in pairs if all(callable(getattr(value, name, None)) for name in pair)), None)
-
-
-def _of_generator(where: str, value: Any) -> _Place | None:
-    """A generator of random numbers: torch's, numpy's or Python's."""
-    if (names := _methods_of_generator(value)) is not None:
-        return _Place(where, getattr(value, names[0]), getattr(value, names[1]))
-    if (bits := getattr(value, "bit_generator", None)) is not None:
-        return _Place(where, lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
-    return None
 
 
 def _names_in(code: types.CodeType) -> set[str]:
@@ -320,42 +228,42 @@ def _is_foreign(module: str | None) -> bool:
     return root in _FOREIGN or root in sys.stdlib_module_names
 
 
-def _of_tensor(where: str, tensor: Tensor) -> list[tuple[_Place | None, list[Any]]]:
+def _of_tensor(where: str, tensor: Tensor) -> list[tuple[Place | None, list[Any]]]:
     def put(before: Tensor) -> None:
         with torch.no_grad():
             tensor.copy_(before)
 
     is_small = tensor.numel() <= _MOST_NUMEL
-    return [(_Place(where, lambda: tensor.detach().clone(), put), [])] if is_small else []
+    return [(Place(where, lambda: tensor.detach().clone(), put), [])] if is_small else []
 
 
-def _of_class(where: str, kind: type) -> list[tuple[_Place | None, list[Any]]]:
+def _of_class(where: str, kind: type) -> list[tuple[Place | None, list[Any]]]:
     if _is_foreign(kind.__module__):
         return []
-    return [(_of_type(f"an attribute of {kind.__name__}", kind), list(vars(kind).values()))]
+    return [(of_type(f"an attribute of {kind.__name__}", kind), list(vars(kind).values()))]
 
 
-def _of_container(where: str, values: Any) -> list[tuple[_Place | None, list[Any]]]:
+def _of_container(where: str, values: Any) -> list[tuple[Place | None, list[Any]]]:
     if len(values) > _MOST_ITEMS:
         return []
     if isinstance(values, dict):
-        return [(_of_dict(where, values), list(dict.values(values)))]
-    return [((_of_list if isinstance(values, list) else _of_bag)(where, values), list(values))]
+        return [(of_dict(where, values), list(dict.values(values)))]
+    return [((of_list if isinstance(values, list) else of_bag)(where, values), list(values))]
 
 
 def _of_running_generator(
     where: str, generator: types.GeneratorType[Any, Any, Any]
-) -> list[tuple[_Place | None, list[Any]]]:
+) -> list[tuple[Place | None, list[Any]]]:
     def get() -> Any:
         frame = generator.gi_frame
         return None if frame is None else (frame.f_lasti, [repr(value)[:200] for value in frame.f_locals.values()])
 
-    return [(_Place(where, get, None), [])]
+    return [(Place(where, get, None), [])]
 
 
-def _of_iterator(where: str, iterator: Any) -> list[tuple[_Place | None, list[Any]]]:
+def _of_iterator(where: str, iterator: Any) -> list[tuple[Place | None, list[Any]]]:
     # How far it has come: it says so where it is pickled.
-    return [(_Place(where, lambda: repr(iterator.__reduce__())[-200:], None), [])]
+    return [(Place(where, lambda: repr(iterator.__reduce__())[-200:], None), [])]
 
 
 _BUILT_IN_ITERATORS: tuple[type, ...] = (
@@ -366,8 +274,14 @@ _BUILT_IN_ITERATORS: tuple[type, ...] = (
     type(iter(range(0))),
 )
 
-_KINDS: tuple[tuple[Any, Callable[[str, Any], list[tuple[_Place | None, list[Any]]]]], ...] = (
+_KINDS: tuple[tuple[Any, Callable[[str, Any], list[tuple[Place | None, list[Any]]]]], ...] = (
     (types.ModuleType, lambda where, value: []),  # by the names that code has of it
+    (logging.Logger, lambda where, value: []),  # it is muted
+    (type(os.environ), lambda where, value: [(of_environment(where, value), [])]),
+    (threading.local, lambda where, value: [(of_dict(where, vars(value)), list(vars(value).values()))]),
+    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), lambda where, value: [(of_weak(where, value), [])]),
+    (io.IOBase, lambda where, value: [(of_file(where, value), [])]),
+    (queue.Queue, lambda where, value: [(of_dict(where, vars(value)), [value.queue])]),
     (Tensor, _of_tensor),
     (types.MethodType, lambda where, value: [(None, [value.__self__, value.__func__])]),
     (functools.partial, lambda where, value: [(None, [value.func, *value.args, *value.keywords.values()])]),
@@ -381,82 +295,96 @@ _KINDS: tuple[tuple[Any, Callable[[str, Any], list[tuple[_Place | None, list[Any
 )
 
 
+_OF_LIBRARIES = (logging.Logger, type(os.environ))
+"""Objects of the standard library that a step may change, by a name of a module."""
+
+
 class _Walk:
     """Goes through what an optimizer's code can reach, each object once."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}  # kept, as an id is given again
-        self.names_distributed = self.is_compiled = False
+        self.names_distributed = self.is_compiled = self.prints = False
+        self.loggers: list[logging.Logger] = []
 
-    def of_optimizer(self, optimizer: Optimizer) -> Iterator[_Place]:
+    def of_optimizer(self, optimizer: Optimizer) -> Iterator[Place]:
         """The places that the steps of an optimizer's class can change, and a copy of it shares."""
         for group in optimizer.param_groups:
-            yield _of_dict("a parameter group", group)
-        yield _of_dict("its attributes", optimizer.__dict__)
+            yield of_dict("a parameter group", group)
+        yield of_dict("its attributes", optimizer.__dict__)
         for name, value in optimizer.__dict__.items():
             if name not in ("state", "param_groups", "defaults", "step") and not name.endswith("_hooks"):
                 yield from self.places(f"its attribute {name!r}", value)
         for kind in type(optimizer).__mro__:
             yield from self.places(kind.__name__, kind)
 
-    def places(self, where: str, value: Any) -> Iterator[_Place]:
+    def places(self, where: str, value: Any) -> Iterator[Place]:
         """The places in a value, and in what it leads to."""
         if isinstance(value, (*_PLAIN, Parameter, Module, Optimizer)) or id(value) in self._seen:
             return
         if len(self._seen) >= _MOST_OBJECTS:
             return
         self._seen[id(value)] = value
+        if isinstance(value, logging.Logger):
+            self.loggers.append(value)
         for place, inner in self._within(where, value):
             if place is not None:
                 yield place
             for item in inner:
                 yield from self.places(where, item)
 
-    def _within(self, where: str, value: Any) -> Iterator[tuple[_Place | None, list[Any]]]:
+    def _within(self, where: str, value: Any) -> Iterator[tuple[Place | None, list[Any]]]:
         for kinds, within in _KINDS:
             if isinstance(value, kinds):
                 return iter(within(where, value))
         if isinstance(value, types.FunctionType):
             return self._of_function(where, value)
-        if (place := _of_generator(where, value)) is not None:
+        if (place := of_generator(where, value)) is not None:
             return iter([(place, [])])
         return self._of_object(where, value)
 
-    def _of_function(self, where: str, function: types.FunctionType) -> Iterator[tuple[_Place | None, list[Any]]]:
+    def _of_function(self, where: str, function: types.FunctionType) -> Iterator[tuple[Place | None, list[Any]]]:
         if _is_foreign(function.__module__):
             return
         for cell in function.__closure__ or ():
             if cell != types.CellType():
-                yield _of_cell(f"a variable of {function.__qualname__}", cell), [cell.cell_contents]
-        yield _of_dict(f"an attribute of {function.__qualname__}", function.__dict__), []
+                yield of_cell(f"a variable of {function.__qualname__}", cell), [cell.cell_contents]
+        yield of_dict(f"an attribute of {function.__qualname__}", function.__dict__), []
         yield None, [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         names = _names_in(function.__code__)
         found = {name: function.__globals__[name] for name in names if name in function.__globals__}
-        yield _of_names(f"a global of {function.__module__}", function.__globals__, names), list(found.values())
+        yield of_names(f"a global of {function.__module__}", function.__globals__, names), list(found.values())
         modules = {getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in found.values()}
         named = any(str(name).startswith("torch.distributed") for name in modules | names)
         self.names_distributed |= named or {"torch", "distributed"} <= names
         compiled = any(hasattr(value, "_torchdynamo_orig_callable") for value in found.values())
         self.is_compiled |= compiled or "compile" in names
+        self.prints |= bool(names & {"print", "stdout"})
         for module in found.values():
-            if isinstance(module, types.ModuleType) and not _is_foreign(module.__name__):
-                values = [vars(module)[name] for name in names if name in vars(module)]
-                yield _of_names(f"a global of {module.__name__}", vars(module), names), values
+            if not isinstance(module, types.ModuleType):
+                continue
+            values = [vars(module)[name] for name in names if name in vars(module)]
+            if module is logging:
+                values.append(logging.root)
+            if _is_foreign(module.__name__):
+                yield None, [value for value in values if isinstance(value, _OF_LIBRARIES)]
+            else:
+                yield of_names(f"a global of {module.__name__}", vars(module), names), values
 
-    def _of_object(self, where: str, value: Any) -> Iterator[tuple[_Place | None, list[Any]]]:
+    def _of_object(self, where: str, value: Any) -> Iterator[tuple[Place | None, list[Any]]]:
         kind = type(value)
         in_module = kind.__module__
         if in_module == "numpy" and hasattr(value, "fill") and value.size <= _MOST_NUMEL:
-            yield _Place(where, value.copy, lambda before: value.__setitem__(..., before)), []
+            yield Place(where, value.copy, lambda before: value.__setitem__(..., before)), []
         if _is_foreign(in_module) and in_module not in ("types", "argparse") and "torch.optim" not in in_module:
             return
         if isinstance(values := getattr(value, "__dict__", None), dict):
-            yield _of_dict(where, values), list(values.values())
+            yield of_dict(where, values), list(values.values())
         slots = [vars(one).get("__slots__", ()) for one in kind.__mro__]
         named = [name for names in slots for name in ([names] if isinstance(names, str) else names)]
         if names := [name for name in named if name not in ("__dict__", "__weakref__")]:
             found = [getattr(value, name) for name in names if hasattr(value, name)]
-            yield _of_slots(where, value, names), found
+            yield of_slots(where, value, names), found
         if callable(call := vars(kind).get("__call__")):
             yield None, [call]
         yield None, [kind]

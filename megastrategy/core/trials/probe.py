@@ -7,6 +7,7 @@ itself (:mod:`.per_parameter`) is stepped as whole parameters, each by an owner.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import sys
 import threading
@@ -45,7 +46,8 @@ def probe(
             return Findings(reason)
         isolation = Isolation(optimizer, device)
         with isolation.open():
-            findings = _probe(optimizer, device, dtype, arguments, isolation)
+            # In a context of its own, so that what a step sets in context variables is set there.
+            findings = contextvars.copy_context().run(_probe, optimizer, device, dtype, arguments, isolation)
             # First: whatever else was found, it was found by steps that could not do their work.
             reason = isolation.why_not()
         if reason is not None:

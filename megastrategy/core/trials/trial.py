@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .isolation import is_generator
+from .places import is_generator
 from .step_arguments import StepArguments
 
 _SHAPES = ((160, 128), (12, 3, 5, 7))

@@ -1,0 +1,226 @@
+"""Places where the steps of an optimizer may change something that its copies share, and the ways to put it back.
+
+[Note: what steps print]
+A step may print, log, or write to a file. Nothing brings a line back from a terminal. So where the code names ``print``
+or a logger, a trial's own thread prints and logs nothing, and what it would have printed is counted. A file that can
+be told its place is cut off there again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import io
+import logging
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def differ(a: Any, b: Any) -> bool:
+    if a is b:
+        return False
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() != b.keys() or any(differ(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return len(a) != len(b) or any(map(differ, a, b))
+    if type(a).__module__ == "numpy":
+        return bool((a != b).any()) if hasattr(a, "any") else bool(a != b)
+    return type(a) is not type(b) or not isinstance(a, _PLAIN) or (a != b and a == a)
+
+
+class Place:
+    """Something that a step may change in place.
+
+    Args:
+        where: in words.
+        get: what is there, in a form that a change does not reach.
+        put: sets it; None where nothing can.
+    """
+
+    def __init__(self, where: str, get: Callable[[], Any], put: Callable[[Any], None] | None) -> None:
+        self.where, self._get, self._put = where, get, put
+        self._first = self._noted = get()
+
+    def note(self) -> None:
+        self._noted = self._get()
+
+    def has_changed(self) -> bool:
+        return differ(self._noted, self._get())
+
+    def restore(self) -> None:
+        if self._put is not None and differ(self._first, self._get()):
+            self._put(self._first)
+
+    def is_lost(self) -> bool:
+        return self._put is None and differ(self._first, self._get())
+
+
+def of_dict(where: str, values: dict[Any, Any]) -> Place:
+    def put(before: dict[Any, Any]) -> None:
+        dict.clear(values)
+        dict.update(values, before)
+
+    return Place(where, lambda: dict(dict.items(values)), put)
+
+
+def of_environment(where: str, values: Any) -> Place:
+    def put(before: dict[str, str]) -> None:
+        for name in values.keys() - before.keys():
+            del values[name]
+        values.update({name: value for name, value in before.items() if values.get(name) != value})
+
+    return Place(where, lambda: dict(values), put)
+
+
+def of_type(where: str, kind: type) -> Place:
+    def get() -> dict[str, Any]:
+        return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+
+    def put(before: dict[str, Any]) -> None:
+        for name in get().keys() - before.keys():
+            delattr(kind, name)
+        for name, value in before.items():
+            if vars(kind).get(name) is not value:
+                setattr(kind, name, value)
+
+    return Place(where, get, put)
+
+
+def of_list(where: str, values: list[Any]) -> Place:
+    def put(before: list[Any]) -> None:
+        values[:] = before
+
+    return Place(where, lambda: list(values), put)
+
+
+def of_bag(where: str, values: set[Any] | collections.deque[Any]) -> Place:
+    def put(before: list[Any]) -> None:
+        values.clear()
+        (values.update if isinstance(values, set) else values.extend)(before)
+
+    return Place(where, lambda: list(values), put)
+
+
+def of_cell(where: str, cell: types.CellType) -> Place:
+    def put(before: Any) -> None:
+        cell.cell_contents = before
+
+    return Place(where, lambda: cell.cell_contents, put)
+
+
+def of_names(where: str, values: dict[str, Any], names: set[str]) -> Place:
+    def put(before: dict[str, Any]) -> None:
+        for name in names:
+            if name in before:
+                values[name] = before[name]
+            else:
+                values.pop(name, None)
+
+    return Place(where, lambda: {name: values[name] for name in names if name in values}, put)
+
+
+def of_slots(where: str, value: Any, names: list[str]) -> Place:
+    def put(before: dict[str, Any]) -> None:
+        for name, kept in before.items():
+            setattr(value, name, kept)
+
+    return Place(where, lambda: {name: getattr(value, name) for name in names if hasattr(value, name)}, put)
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it draws random numbers: a copy would hide how often."""
+    return _methods_of_generator(value) is not None
+
+
+def _methods_of_generator(value: Any) -> tuple[str, str] | None:
+    pairs = ("getstate", "setstate"), ("get_state", "set_state")
+    return next((pair for pair in pairs if all(callable(getattr(value, name, None)) for name in pair)), None)
+
+
+def of_generator(where: str, value: Any) -> Place | None:
+    """A generator of random numbers: torch's, numpy's or Python's."""
+    if (names := _methods_of_generator(value)) is not None:
+        return Place(where, getattr(value, names[0]), getattr(value, names[1]))
+    if (bits := getattr(value, "bit_generator", None)) is not None:
+        return Place(where, lambda: copy.deepcopy(bits.state), lambda state: setattr(bits, "state", state))
+    return None
+
+
+def of_weak(where: str, values: Any) -> Place:
+    """A mapping with weak keys or values; this has references to neither."""
+
+    def get() -> dict[int, Any]:
+        return {id(key): weakref.ref(value) if weak_values else value for key, value in values.items()}
+
+    def put(before: dict[int, Any]) -> None:
+        for key in list(values):
+            if id(key) not in before:
+                del values[key]
+            elif not weak_values:
+                values[key] = before[id(key)]
+
+    weak_values = isinstance(values, weakref.WeakValueDictionary)
+    return Place(where, get, put)
+
+
+def of_file(where: str, file: Any) -> Place | None:
+    """A file that has a place to return to; what was written beyond it is cut off."""
+    if file.closed or not file.seekable():
+        return None
+
+    def put(before: int) -> None:
+        file.seek(before)
+        if file.writable():
+            file.truncate()
+
+    return Place(where, file.tell, put)
+
+
+class Muted(io.TextIOBase, logging.Filter):
+    """Keeps one thread from printing and logging, and counts what it would; see [Note: what steps print].
+
+    Args:
+        loggers: to be watched.
+    """
+
+    def __init__(self, loggers: Sequence[logging.Logger]) -> None:
+        io.TextIOBase.__init__(self)
+        logging.Filter.__init__(self)
+        self._loggers = loggers
+        self._thread = 0
+        self._stream: TextIO = sys.stdout
+        self.count = 0
+
+    def write(self, text: str) -> int:
+        if threading.get_ident() != self._thread:
+            return self._stream.write(text)
+        self.count += 1
+        return len(text)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.count += record.thread == self._thread
+        return record.thread != self._thread
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        self._thread, self._stream = threading.get_ident(), sys.stdout
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(self))
+            for logger in self._loggers:
+                logger.addFilter(self)
+                stack.callback(logger.removeFilter, self)
+            # Another thread's redirection may put this one back after its end: it then hands everything on.
+            stack.callback(setattr, self, "_thread", 0)
+            yield
