@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import io
 import logging
-import os
 import queue
 import random
 import tempfile
@@ -148,13 +147,6 @@ def counting_by_context(kept: Any) -> Callable[[], Any]:
     return lambda: COUNTED.set(COUNTED.get() + 1)
 
 
-def in_the_environment(kept: str) -> Callable[[], Any]:
-    def count() -> None:
-        os.environ[kept] = str(int(os.environ.get(kept, 0)) + 1)
-
-    return count
-
-
 def temporary_file() -> Any:
     return tempfile.TemporaryFile("w+")
 
@@ -167,11 +159,6 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Callable[[], Any]], Cal
     "a file": (temporary_file, writing, lambda kept: kept.seek(0) or len(kept.read()) // 4),
     "a variable of the thread": (threading.local, setting, lambda kept: kept.count),
     "a context variable": (object, counting_by_context, lambda kept: COUNTED.get()),
-    "the environment": (
-        lambda: f"STEPS_{threading.get_ident()}",
-        in_the_environment,
-        lambda kept: int(os.environ[kept]),
-    ),
 }
 
 

@@ -27,7 +27,6 @@ import functools
 import io
 import itertools
 import logging
-import os
 import queue
 import random
 import sys
@@ -50,7 +49,6 @@ from .places import (
     of_bag,
     of_cell,
     of_dict,
-    of_environment,
     of_file,
     of_generator,
     of_list,
@@ -277,7 +275,6 @@ _BUILT_IN_ITERATORS: tuple[type, ...] = (
 _KINDS: tuple[tuple[Any, Callable[[str, Any], list[tuple[Place | None, list[Any]]]]], ...] = (
     (types.ModuleType, lambda where, value: []),  # by the names that code has of it
     (logging.Logger, lambda where, value: []),  # it is muted
-    (type(os.environ), lambda where, value: [(of_environment(where, value), [])]),
     (threading.local, lambda where, value: [(of_dict(where, vars(value)), list(vars(value).values()))]),
     ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), lambda where, value: [(of_weak(where, value), [])]),
     (io.IOBase, lambda where, value: [(of_file(where, value), [])]),
@@ -295,7 +292,7 @@ _KINDS: tuple[tuple[Any, Callable[[str, Any], list[tuple[Place | None, list[Any]
 )
 
 
-_OF_LIBRARIES = (logging.Logger, type(os.environ))
+_OF_LIBRARIES = (logging.Logger,)
 """Objects of the standard library that a step may change, by a name of a module."""
 
 

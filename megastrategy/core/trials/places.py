@@ -75,15 +75,6 @@ def of_dict(where: str, values: dict[Any, Any]) -> Place:
     return Place(where, lambda: dict(dict.items(values)), put)
 
 
-def of_environment(where: str, values: Any) -> Place:
-    def put(before: dict[str, str]) -> None:
-        for name in values.keys() - before.keys():
-            del values[name]
-        values.update({name: value for name, value in before.items() if values.get(name) != value})
-
-    return Place(where, lambda: dict(values), put)
-
-
 def of_type(where: str, kind: type) -> Place:
     def get() -> dict[str, Any]:
         return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
