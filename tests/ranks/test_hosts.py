@@ -1,25 +1,21 @@
-"""The groups of hosts: where they listen, and what carries the ranks' exchange where they cannot connect."""
+"""The groups of hosts: where they listen, and what they say where they cannot connect."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, ProcessGroup
+from torch.distributed import HashStore, ProcessGroup
 
-import megastrategy.core.collectives as collectives_of_core
-from megastrategy.core.collectives import Collectives, GlooCollectives, host_collectives, process_groups
+from megastrategy.core.collectives import host_collectives, make_collectives, process_groups
 from megastrategy.core.collectives.gloo import HostCollectives
 from megastrategy.core.collectives.gloo_rings import GlooRings
-from megastrategy.core.collectives.store import StoreCollectives
 from megastrategy.core.errors import CollectiveError
 
 from ..support.processes import run_processes
@@ -28,51 +24,8 @@ from ..support.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def over_store(group: ProcessGroup) -> StoreCollectives:
-    return StoreCollectives(group, PrefixStore("rounds", group.get_group_store()))  # beside gloo's own addresses
-
-
 def numbers(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 9, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
-
-
-CALLS: dict[str, Callable[[Collectives, Tensor], Any]] = {
-    "all_reduce": lambda collectives, tensor: collectives.all_reduce(tensor, 0.5),
-    "all_reduce, the sum scaled": lambda collectives, tensor: collectives.all_reduce(tensor, 0.5, scale_sum=True),
-    "all_reduce_max": lambda collectives, tensor: collectives.all_reduce_max(tensor),
-    "all_gather": lambda collectives, tensor: collectives.all_gather(tensor),
-    "broadcast": lambda collectives, tensor: collectives.broadcast(tensor),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_store_carries_what_gloo_does(size: int, call: str, dtype: torch.dtype) -> None:
-    """Whole numbers, and halves of them: exact in every order and dtype."""
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        store = over_store(group)
-        for make in (GlooCollectives(group), store):
-            tensors = [numbers(rank + 10 * round_, 6 * size, dtype) for round_ in range(3)]
-            for tensor in tensors:
-                CALLS[call](make, tensor).wait()
-            results.setdefault(rank, []).append(torch.stack(tensors))
-            make.close()
-        assert torch.equal(*results[rank])
-        sums = torch.ones(6)
-        store.reduce_scatter_into(sums, numbers(rank, 6 * size, dtype), 1.0).wait()
-        scattered = numbers(rank, 6 * size, dtype)
-        store.reduce_scatter(scattered, 1.0).wait()
-        total = torch.stack([numbers(r, 6 * size, torch.float32) for r in range(size)]).sum(0)
-        own = slice(6 * rank, 6 * rank + 6)
-        assert torch.equal(sums, total[own] + 1)
-        assert torch.equal(scattered[own].float(), total[own])
-        assert store.max_of_bytes([rank, 255 - rank]) == [size - 1, 255]
-        assert store.all_gather_bytes(b"x" * rank) == [b"x" * r for r in range(size)]
-
-    results: dict[int, list[Tensor]] = {}
-    run_ranks(size, run)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8])
@@ -106,52 +59,6 @@ def test_hosts_find_a_maximum_in_as_many_exchanges_as_the_size_has_bits(
     run_ranks(size, run)
     num_exchanges = (size - 1).bit_length()
     assert sorted(distances) == [2**k for k in range(num_exchanges) for _ in range(3 * size)]
-
-
-def test_the_store_keeps_two_rounds_at_most() -> None:
-    left: dict[int, int] = {}
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        collectives = StoreCollectives(group, stores[rank])
-        for _ in range(20):
-            collectives.max_of_bytes([rank])
-        left[rank] = store.num_keys()
-
-    store = HashStore()
-    stores = [store, store]
-    before = store.num_keys()
-    run_ranks(2, run)
-    assert all(number - before <= 4 for number in left.values())
-
-
-def test_a_rank_that_waits_at_the_store_is_told_that_it_waits_in_vain() -> None:
-    gone = threading.Event()
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        collectives = over_store(group)
-        if rank == 1:
-            assert gone.wait(30)
-            return
-        collectives.watchdog = lambda what, number: f"rank 1 left ({what}, {number})"
-        with pytest.raises(CollectiveError, match=r"all-reduce was given up: rank 1 left \(all-reduce, 1\)"):
-            collectives.max_of_bytes([rank])
-        gone.set()
-
-    run_ranks(2, run)
-
-
-def test_a_wait_at_the_store_ends_with_the_groups_timeout() -> None:
-    done = threading.Event()
-
-    def run(rank: int, group: ProcessGroup) -> None:
-        if rank == 1:
-            assert done.wait(30)
-            return
-        with pytest.raises(CollectiveError, match="not all ranks came within 2 s"):
-            over_store(group).all_gather(torch.zeros(2)).wait()
-        done.set()
-
-    run_ranks(2, run, timeout_s=2.0)
 
 
 # --- where they listen ------------------------------------------------------------------------------------------------
@@ -216,42 +123,39 @@ def test_connecting_hosts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ended.set()
 
 
-def hosts_of_a_world_without_gloo(failing_rank: int) -> tuple[str, list[str], int]:
-    """Makes them as beside NCCL, exchanges something, and returns what carried it, warnings, and groups left behind."""
+def hosts_of_a_world_without_gloo(failing_rank: int) -> tuple[str, int]:
+    """Makes them as beside NCCL and exchanges something; returns the error, if any, and the number of groups left."""
     rank, before = dist.get_rank(), len(dist.distributed_c10d._world.pg_map)
     # An address of documentation's, which no interface has.
     address = "203.0.113.1" if rank == failing_rank else "127.0.0.1"
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_groups, "has_gloo", lambda group: False)
         patch.setattr(process_groups, "address_to_listen_at", lambda *_: address)
         patch.setattr(process_groups, "HOSTS_CONNECT_S", 5.0)
-        collectives = host_collectives()
+        try:
+            collectives = host_collectives()
+        except CollectiveError as error:
+            return str(error), len(dist.distributed_c10d._world.pg_map) - before
     assert collectives.max_of_bytes([rank, 3]) == [1, 3]
     assert collectives.roll_call is not None, "ranks can meet"
     timeout = dist.group.WORLD._get_backend(CPU).options._timeout  # type: ignore[union-attr]
     assert collectives.roll_call.timeout == timeout
     collectives.close()
-    if isinstance(collectives, GlooCollectives):
-        assert collectives.group._get_backend(CPU).options._timeout == timeout
-        process_groups.destroy_group(collectives.group)
-    left = len(dist.distributed_c10d._world.pg_map) - before
-    return type(collectives).__name__, [str(item.message) for item in caught], left
+    assert collectives.group._get_backend(CPU).options._timeout == timeout
+    process_groups.destroy_group(collectives.group)
+    return "", len(dist.distributed_c10d._world.pg_map) - before
 
 
-@pytest.mark.parametrize("failing_rank", [-1, 1])
-def test_where_one_host_cannot_listen_all_use_the_store_and_say_so_once(failing_rank: int) -> None:
+def test_hosts_connect_at_the_address_that_leads_to_the_others() -> None:
+    assert run_processes(2, hosts_of_a_world_without_gloo, -1) == [("", 0)] * 2
+
+
+def test_where_one_host_cannot_listen_all_say_what_to_set() -> None:
     began = time.monotonic()
-    found = run_processes(2, hosts_of_a_world_without_gloo, failing_rank)
-    kinds, warned, _ = zip(*found, strict=True)
-    if failing_rank < 0:
-        assert set(kinds) == {"GlooCollectives"}
-        assert warned == ([], [])
-        assert all(left == 0 for *_, left in found)
-        return
-    assert set(kinds) == {"StoreCollectives"}
-    assert [len(messages) for messages in warned] == [1, 0]
-    assert "set GLOO_SOCKET_IFNAME" in warned[0][0]
+    for rank, (error, left) in enumerate(run_processes(2, hosts_of_a_world_without_gloo, 1)):
+        assert error.startswith(f"rank {rank} of 2: the hosts could not connect over gloo, by which the ranks agree.")
+        assert "set GLOO_SOCKET_IFNAME" in error
+        assert left == 0
     assert time.monotonic() - began < 60
 
 
@@ -274,8 +178,7 @@ class OnDevice:
         return self
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_hosts_name_their_group_over_the_models_own_device(is_known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_name_their_group_over_the_models_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not over the current one: that is the first GPU on every rank of a script that calls no ``set_device``."""
     group: Any = OnDevice()
     asked: list[torch.device] = []
@@ -287,13 +190,17 @@ def test_hosts_name_their_group_over_the_models_own_device(is_known: bool, monke
         asked.append(device)
         raise AskedError
 
-    for module in (process_groups, collectives_of_core):
-        monkeypatch.setattr(module, "new_name", new_name)
-    if is_known:
-        monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, ("nccl", HashStore()))
+    monkeypatch.setattr(process_groups, "new_name", new_name)
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_map, group, ("nccl", HashStore()))
     with pytest.raises(AskedError):
-        collectives_of_core.make_collectives(group, torch.device("cuda:1"))
+        make_collectives(group, torch.device("cuda:1"))
     assert asked == [torch.device("cuda:1")]
+
+
+def test_a_group_made_by_hand_without_gloo_is_refused() -> None:
+    group: Any = OnDevice()
+    with pytest.raises(ValueError, match="made by hand and has no gloo for the ranks' hosts: pass one of torch"):
+        make_collectives(group, torch.device("cuda:1"))
 
 
 def bound_while_made(ranks: list[int]) -> list[Any]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, ProcessGroup
+from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
-from megastrategy.core.collectives.store import StoreCollectives
 from megastrategy.core.layout import Spans
 from tests.support.doubles import RecordingCollectives
 from tests.support.ranks import run_ranks
@@ -31,13 +29,11 @@ def cut_at_random(size: int, seed: int, numel: int = NUMEL) -> Spans:
     return spans
 
 
-def kinds(store: HashStore) -> dict[str, Callable[[ProcessGroup], Collectives]]:
-    return {
-        "rings": GlooCollectives,
-        "backend": BackendCollectives,
-        "store": lambda group: StoreCollectives(group, store),
-        "recording": RecordingCollectives,
-    }
+KINDS: dict[str, Callable[[ProcessGroup], Collectives]] = {
+    "rings": GlooCollectives,
+    "backend": BackendCollectives,
+    "recording": RecordingCollectives,
+}
 
 
 def element(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -45,15 +41,12 @@ def element(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return ((torch.arange(numel) + 31 * rank) % 100).to(dtype)
 
 
-@pytest.mark.parametrize("kind", ["rings", "backend", "store", "recording"])
+@pytest.mark.parametrize("kind", ["rings", "backend", "recording"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_gather_of_spans(kind: str, size: int, dtype: torch.dtype) -> None:
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=60))
-
     def run(rank: int, group: ProcessGroup) -> None:
-        collectives = kinds(store)[kind](group)
+        collectives = KINDS[kind](group)
         for seed in range(4):
             spans = cut_at_random(size, seed)
             tensor = element(rank, NUMEL, dtype)
@@ -71,19 +64,18 @@ def test_gather_of_spans(kind: str, size: int, dtype: torch.dtype) -> None:
     run_ranks(size, run)
 
 
-@pytest.mark.parametrize("kind", ["rings", "backend", "store", "recording"])
+@pytest.mark.parametrize("kind", ["rings", "backend", "recording"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_all_to_all(kind: str, size: int, dtype: torch.dtype) -> None:
     """The rank-th part of every rank, of which many are empty."""
-    store = HashStore()
 
     def sizes(source: int, seed: int) -> list[int]:
         generator = random.Random(f"{source} {seed}")
         return [0 if to == source or generator.random() < 0.4 else generator.randint(1, 300) for to in range(size)]
 
     def run(rank: int, group: ProcessGroup) -> None:
-        collectives = kinds(store)[kind](group)
+        collectives = KINDS[kind](group)
         for seed in range(4):
             sent = element(rank, sum(sizes(rank, seed)), dtype)
             coming = [sizes(source, seed)[rank] for source in range(size)]

@@ -2,20 +2,17 @@
 
 ``interface`` is what the engine sees; ``backend`` (NCCL and others), ``gloo`` (by way of ``gloo_rings``, in a
 ``worker``), ``host_staged`` (gloo for tensors on an accelerator), ``single_rank``, ``instanced`` (an optimizer in
-several instances), ``store`` (for hosts that cannot connect) and ``fake`` (for a rank without peers) are what stands
-behind it.
+several instances) and ``fake`` (for a rank without peers) implement it.
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore
 
 from .backend import BackendCollectives
 from .fake import FakeCollectives
@@ -28,15 +25,11 @@ from .process_groups import (
     has_gloo,
     host_group,
     is_fake,
-    new_name,
     private_group,
-    some_device,
-    store_of_group,
     world_group,
 )
 from .roll_call import RollCall
 from .single_rank import LoneCollectives
-from .store import StoreCollectives
 
 __all__ = [
     "BackendCollectives",
@@ -70,14 +63,9 @@ def make_collectives(group: ProcessGroup, device: torch.device) -> Collectives:
         return hosts_own if device.type == "cpu" else HostStagedCollectives(hosts_own, device)
     if device.type == "cpu":
         return BackendCollectives(group, roll_call)
-    # A group may have gloo beside the device's backend, which is as good as another group. And one that was made by
-    # hand has no name in torch's tables that another could be made from.
-    if has_gloo(group):
-        return BackendCollectives(group, roll_call, HostCollectives(group, roll_call))
-    hosts = host_group(group, device) if known is not None else None
-    return BackendCollectives(
-        group, roll_call, _over_store(group, roll_call, device) if hosts is None else HostCollectives(hosts, roll_call)
-    )
+    # A group may have gloo beside the device's backend, which is as good as another group.
+    hosts = group if has_gloo(group) else host_group(group, device)
+    return BackendCollectives(group, roll_call, HostCollectives(hosts, roll_call))
 
 
 def second_collectives(every: Collectives, device: torch.device) -> Collectives:
@@ -139,33 +127,14 @@ def _end_groups(every: Collectives, own_group: ProcessGroup | None) -> None:
         destroy_group(own_group)
 
 
-def _over_store(
-    group: ProcessGroup, roll_call: RollCall | None, device: torch.device | None = None
-) -> StoreCollectives:
-    """Collectives of hosts that have no group; says on rank 0 why, and what to do."""
-    if group.rank() == 0:
-        warnings.warn(
-            f"the hosts of {group.size()} ranks could not connect over gloo, so what the ranks agree on goes through "
-            "the key-value store, which is slower: a millisecond or more in each step. Most often gloo listens on an "
-            "interface that the other machines do not reach: set GLOO_SOCKET_IFNAME to one that they do (eth0, say) on "
-            "every machine",
-            stacklevel=3,
-        )
-    device = some_device(group, device)
-    store = PrefixStore(new_name(group, device), store_of_group(group))
-    if roll_call is None:
-        roll_call = RollCall(store, group.rank(), group.size(), group._get_backend(device).options._timeout)
-    return StoreCollectives(group, store, roll_call)
-
-
 def host_collectives() -> Collectives:
     """Makes collectives over all ranks, on a gloo group of their own, for what is in host memory. Collective.
 
     Raises:
         ValueError: if torch.distributed is not initialised.
+        CollectiveError: if the hosts cannot connect.
     """
     world = world_group()
     if is_fake(world, torch.device("cpu")):
         return FakeCollectives(world)
-    hosts = host_group(world)
-    return _over_store(world, None) if hosts is None else make_collectives(hosts, torch.device("cpu"))
+    return make_collectives(host_group(world), torch.device("cpu"))

@@ -17,15 +17,12 @@ is made, and the part's communicator is connected by its members, as eagerly.
 Ranks whose group is a device's (NCCL) agree over a gloo group of their hosts. Gloo listens on what the machine's own
 name resolves to. On many images that is a loopback address, where no other node can come; so this group then listens
 where the way to the store's host begins, which every rank has gone already. Nor does the device's group show whether a
-process has ended. So connecting has :data:`HOSTS_CONNECT_S`, and then each rank says in the store whether it was
-possible. If any says no, all let the store carry what they agree on: a group that only some have would be waited in for
-ever.
+process has ended. So connecting has :data:`HOSTS_CONNECT_S`, and then raises on each rank that lacks a connection.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import secrets
 import socket
 import threading
@@ -89,24 +86,34 @@ def world_group() -> ProcessGroup:
     return world
 
 
-def host_group(group: ProcessGroup, device: torch.device | None = None) -> ProcessGroup | None:
-    """A new gloo group over the ranks of ``group``, with its timeout; None, on all ranks, where it cannot be made.
+def host_group(group: ProcessGroup, device: torch.device | None = None) -> ProcessGroup:
+    """A new gloo group over the ranks of ``group``, with its timeout.
 
     torch would give it 30 minutes, whatever was asked for: a rank that may wait for an hour would be ended, and one
     that may wait for a minute would be kept. Collective. See [Note: hosts that cannot connect].
     ``device``: see :func:`some_device`.
+
+    Raises:
+        ValueError: if torch.distributed does not know ``group``.
+        CollectiveError: if the hosts cannot connect.
     """
+    if group not in dist.distributed_c10d._world.pg_map:
+        raise ValueError(
+            "torch.distributed does not know the process group that was passed, which was made by hand and has no gloo "
+            "for the ranks' hosts: pass one of torch.distributed.new_group(), or register gloo for the CPU in it"
+        )
     device = some_device(group, device)
     name, ranks = new_name(group, device), dist.get_process_group_ranks(group)
     if has_gloo(group):  # these hosts have connected before: a failure now is a rank's, and no interface's
         return part_of_group(group, ranks, name, device, backend="gloo")
-    made: ProcessGroup | None = None
     try:
-        made = part_of_group(group, ranks, name, device, backend="gloo")
+        return part_of_group(group, ranks, name, device, backend="gloo")
     except RuntimeError as error:
-        # Each rank its own reason: only some machines may have the wrong interface.
-        logging.getLogger("megastrategy").warning("rank %d of %d: %s", group.rank(), group.size(), error)
-    return made if _all_have(made is not None, store_of_group(group), name, group, timeout_of(group, device)) else None
+        raise CollectiveError(
+            f"rank {group.rank()} of {group.size()}: the hosts could not connect over gloo, by which the ranks agree. "
+            "Most often gloo listens on an interface that the other machines do not reach: set GLOO_SOCKET_IFNAME to "
+            f"one that they do (eth0, say) on every machine. The reason here: {error}"
+        ) from error
 
 
 def some_device(group: ProcessGroup, own: torch.device | None = None) -> torch.device:
@@ -121,21 +128,6 @@ def some_device(group: ProcessGroup, own: torch.device | None = None) -> torch.d
         return cpu
     device: torch.device = group._device_types[0] if own is None else own
     return device
-
-
-def _all_have(has: bool, store: Store, name: str, group: ProcessGroup, timeout: timedelta) -> bool:
-    """Whether all ranks say so. Collective over the store, where ``name`` is no other question's."""
-    answers = PrefixStore(f"{name}, made", store)
-    answers.set(f"{group.rank()}", "yes" if has else "no")
-    keys = [f"{rank}" for rank in range(group.size())]
-    answers.wait(keys, timeout)
-    return all(answers.get(key) == b"yes" for key in keys)
-
-
-def store_of_group(group: ProcessGroup) -> Store:
-    """The key-value store that all ranks of ``group`` see."""
-    known = dist.distributed_c10d._world.pg_map.get(group)
-    return group.get_group_store() if known is None else known[1]
 
 
 def num_own_groups() -> int:
