@@ -62,18 +62,13 @@ ROOMS_OF_CORE = {
     "trials": set(),
     "checkpoint": {
         "errors",
-        "devices",
         "layout",
-        "strides",
         "local_parts",
         "param_shard",
         "state_hooks",
         "collectives",
         "trials",
         "flat_shard",
-        "gather_whole",
-        "gathered_state",
-        "own_parts",
         "shard_state",
     },
     "rebucketing": {
