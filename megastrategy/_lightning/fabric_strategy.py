@@ -11,6 +11,7 @@ holds weak references, by which it finds the model of an optimizer and the shard
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -49,6 +50,7 @@ from ..core import (
     DistributedDataParallelConfig,
     DistributedOptimizer,
     adapt_scaler,
+    announce_tokens,
     config_from_arguments,
     describe_translation,
     directory_keys,
@@ -56,6 +58,8 @@ from ..core import (
     read_directory,
     read_weights,
     save_directory,
+    weigh_announced,
+    weigh_by_tokens,
 )
 from ..data import CountedLoader, batch_size_of, sampler_of
 from .checkpoint_io import WholeFilesByDefault
@@ -208,7 +212,14 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         super().teardown()
 
     # --- training ----------------------------------------------------------------------------------------------------
-    # backward() is not overridden: Fabric would then refuse ``loss.backward()``, which "ddp" allows.
+
+    # A wrapper of Fabric's own: with another backward it would refuse ``loss.backward()``, which "ddp" allows.
+    @functools.wraps(_Base.backward)
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any
+    ) -> None:
+        weigh_announced(tensor, self._models.open())
+        super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(
         self,
@@ -233,10 +244,13 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         distributed.clip_grad_value_(clip_val)
 
     def loss_tokens(self, num_tokens: float | Tensor) -> None:
-        """Tells over how many tokens the loss of the next backward is a mean, for every model that was set up; see
-        :meth:`DistributedDataParallel.loss_tokens <megastrategy.DistributedDataParallel.loss_tokens>`."""
-        for model in self._models.open():
-            model.loss_tokens(num_tokens)
+        """Counts the tokens over which the loss of the next ``fabric.backward`` is a mean, for every model that was set
+        up; see :meth:`~megastrategy.DistributedDataParallel.weigh_by_tokens`."""
+        announce_tokens(num_tokens, self._models.open())
+
+    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
+        """As :meth:`loss_tokens`, for ``loss.backward()``, and for the loss function of a pipeline."""
+        return weigh_by_tokens(loss, num_tokens, self._models.open())
 
     def full_grad(self, param: Parameter) -> Tensor | None:
         """Returns a parameter's whole reduced gradient, for which ``.grad`` stands in under reduce-scatter. Collective.

@@ -56,10 +56,12 @@ from ..core import (
     Engine,
     Event,
     adapt_scaler,
+    announce_tokens,
     config_from_arguments,
     describe_translation,
     one_listener,
     to_host,
+    weigh_announced,
 )
 from .checked_collectives import CollectivesTogether
 from .checkpoint_io import WholeFilesByDefault
@@ -268,6 +270,7 @@ class TrainerStrategy(
             wrapped.engine.reducer.watch(closure_loss)
         else:
             wrapped.watch_backward(closure_loss)
+        weigh_announced(closure_loss, [wrapped])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Leaves module buffers each rank's own in manual optimization, as "ddp" does: it broadcasts them before the
@@ -284,11 +287,17 @@ class TrainerStrategy(
         """Does nothing: gradients are final when backward returns, before ``on_after_backward``."""
 
     def loss_tokens(self, num_tokens: float | Tensor) -> None:
-        """Tells in ``training_step``, or before ``manual_backward``, over how many tokens the loss is a mean; see
-        :meth:`DistributedDataParallel.loss_tokens <megastrategy.DistributedDataParallel.loss_tokens>`. Does nothing
-        where no fit is going on, so that a step may be shared with evaluation."""
+        """Notes, in ``training_step`` or before ``manual_backward``, over how many tokens the next loss is a mean.
+
+        See :meth:`~megastrategy.DistributedDataParallel.weigh_by_tokens`. Does nothing outside of a fit, so that a step
+        may be shared with evaluation.
+        """
         if isinstance(self.model, DistributedDataParallel):
-            self.model.loss_tokens(num_tokens)
+            announce_tokens(num_tokens, [self.model])
+
+    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
+        """As :meth:`loss_tokens`, where the loss is there already, such as in the loss function of a pipeline."""
+        return self.model.weigh_by_tokens(loss, num_tokens) if isinstance(self.model, DistributedDataParallel) else loss
 
     def full_grad(self, param: torch.nn.Parameter) -> Tensor | None:
         """Returns a parameter's whole reduced gradient, for which ``.grad`` stands in. Collective."""

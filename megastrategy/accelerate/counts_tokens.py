@@ -1,7 +1,7 @@
 """``accelerator.loss_tokens(n)``: averages by tokens, on any number of processes.
 
 In one process accelerate leaves models alone, and so do we. A model whose losses are counted there gets an engine
-beside it that sends nothing and shards nothing: it weighs the gradients that the user's own optimizer steps with.
+beside it that sends nothing and shards nothing: it corrects the gradients that the user's own optimizer steps with.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from ..core import DistributedDataParallel, DistributedDataParallelConfig, LoneCollectives
+from ..core import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    LoneCollectives,
+    announce_tokens,
+    weigh_announced,
+    weigh_by_tokens,
+)
 from .prepared_model import PREPARED
 
 _CONFIG = DistributedDataParallelConfig(
@@ -28,21 +35,27 @@ class CountsTokens:
     sync_gradients: bool
 
     def loss_tokens(self, num_tokens: float | Tensor) -> None:
-        """Tells, inside ``accumulate`` and before ``backward``, over how many tokens the loss is a mean; see
-        :meth:`DistributedDataParallel.loss_tokens <megastrategy.DistributedDataParallel.loss_tokens>`."""
+        """Counts, inside ``accumulate``, the tokens over which the loss of the next ``backward`` is a mean; see
+        :meth:`~megastrategy.DistributedDataParallel.weigh_by_tokens`."""
+        announce_tokens(num_tokens, self._counting())
+
+    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
+        """As :meth:`loss_tokens`, for a backward that is not the Accelerator's."""
+        return weigh_by_tokens(loss, num_tokens, self._counting())
+
+    def _counting(self) -> list[DistributedDataParallel]:
         # Not all that are open: another Accelerator's know nothing of this loss.
-        own = PREPARED.of(self._models)
-        for prepared in own:
-            prepared.loss_tokens(num_tokens)
+        own: list[DistributedDataParallel] = [*PREPARED.of(self._models)]
         if self.use_distributed:
-            return
+            return own
         known = {id(param) for prepared in own for param in prepared.engine.params}
         for model in self._models:
             params = [param for param in model.parameters() if param.requires_grad]
             if params and not any(id(param) in known for param in params):
-                self._count_alone(model, num_tokens)
+                own.append(self._beside(model))
+        return own
 
-    def _count_alone(self, model: Module, num_tokens: float | Tensor) -> None:
+    def _beside(self, model: Module) -> DistributedDataParallel:
         engines = self._engines_beside
         if (beside := engines.get(model)) is None:
             beside = engines[model] = DistributedDataParallel(model, _CONFIG, collectives=LoneCollectives())
@@ -50,12 +63,14 @@ class CountsTokens:
         beside.require_backward_grad_sync = self.sync_gradients
         beside.engine.reducer.before_forward()
         beside.engine.check_params()
-        beside.loss_tokens(num_tokens)
+        return beside
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Runs as accelerate's does."""
-        for beside in self._engines_beside.values():
-            beside.watch_backward(loss)
+        """Runs as accelerate's does, with the gradients of a loss that is weighed."""
+        beside = list(self._engines_beside.values())
+        for model in beside:
+            model.watch_backward(loss)
+        weigh_announced(loss, [*PREPARED.of(self._models), *beside])
         super().backward(loss, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:

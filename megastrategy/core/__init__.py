@@ -31,7 +31,7 @@ from .collectives import Collectives, LoneCollectives, host_collectives, make_co
 from .collectives.process_groups import private_group, subgroup
 from .config import DistributedDataParallelConfig, field_names
 from .ddp_arguments import config_from_arguments, describe_translation
-from .distributed_data_parallel import DistributedDataParallel
+from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
@@ -81,6 +81,7 @@ __all__ = [
     "RemoteDirectory",
     "StagedModule",
     "adapt_scaler",
+    "announce_tokens",
     "better_layout_order",
     "build_layout",
     "check_replaceable",
@@ -120,4 +121,6 @@ __all__ = [
     "sync_directory",
     "to_host",
     "total_grad_norm",
+    "weigh_announced",
+    "weigh_by_tokens",
 ]

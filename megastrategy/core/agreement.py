@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from .collectives import Collectives
 from .errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError
-from .loss_tokens import Counting, describe_counting
+from .loss_tokens import NONE, describe_counting
 from .nonfinite import NonFinite, describe_nonfinite
 
 
@@ -18,7 +18,7 @@ class Reasons:
     who: str
     microbatch: int
     nonfinite: Sequence[NonFinite]
-    counting: Counting
+    counting: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Agreement:
             did not all say the same.
         has_nonfinite: whether a gradient is infinite or NaN.
         wants_other_order: whether buckets would be launched materially earlier in another order.
-        counting: whether losses were counted by tokens; None where the ranks did not all say the same.
+        counting: whether a loss was counted by tokens, and whether one was not; not both may be.
     """
 
     used: Sequence[bool]
@@ -40,7 +40,7 @@ class Agreement:
     microbatch: int | None
     has_nonfinite: bool
     wants_other_order: bool
-    counting: Counting | None
+    counting: tuple[bool, bool]
 
     def encode(self) -> list[int]:
         """Bytes of which the maximum over ranks, element by element, is what they agree on."""
@@ -48,19 +48,19 @@ class Agreement:
 
     def _shared(self) -> list[int]:
         """The facts that are not of single parameters or buckets."""
-        return [*_pair(self.microbatch), *_pair(self.counting), self.has_nonfinite, self.wants_other_order]
+        return [*_pair(self.microbatch), *self.counting, self.has_nonfinite, self.wants_other_order]
 
     @classmethod
     def decode(cls, numbers: Sequence[int], num_params: int) -> Agreement:
         """Reads the maximum over ranks of what :meth:`encode` gave, for so many parameters."""
-        *flags, last, complement, counting, not_counting, has_nonfinite, wants_other_order = numbers
+        *flags, last, complement, is_counted, is_uncounted, has_nonfinite, wants_other_order = numbers
         return cls(
             used=[bool(flag) for flag in flags[:num_params]],
             late=[bool(flag) for flag in flags[num_params:]],
             microbatch=last if complement == 255 - last else None,
             has_nonfinite=bool(has_nonfinite),
             wants_other_order=bool(wants_other_order),
-            counting=Counting(counting) if not_counting == 255 - counting else None,
+            counting=(bool(is_counted), bool(is_uncounted)),
         )
 
     def over_ranks(self, collectives: Collectives, tensor_ranks: Collectives | None) -> Agreement:
@@ -80,8 +80,7 @@ class Agreement:
     @property
     def is_refused(self) -> bool:
         """Whether gradients must not be used, on any rank."""
-        is_counting_known = self.counting in (Counting.NOT_COUNTED, Counting.COUNTED)
-        return self.microbatch is None or self.has_nonfinite or not is_counting_known
+        return self.microbatch is None or self.has_nonfinite or all(self.counting)
 
     def refusal(self, own: Reasons, collectives: Collectives, tensor_ranks: Collectives | None) -> MegastrategyError:
         """The error that all ranks raise for gradients that must not be used. Collective."""
@@ -94,7 +93,7 @@ class Agreement:
             )
         if self.has_nonfinite:
             return NonFiniteGradError(describe_nonfinite([found for reasons in every for found in reasons.nonfinite]))
-        return LossTokensError(describe_counting({reasons.who: reasons.counting for reasons in every}))
+        return LossTokensError(describe_counting({reasons.who: reasons.counting or NONE for reasons in every}))
 
 
 def name_of(collectives: Collectives, tensor_ranks: Collectives | None) -> str:

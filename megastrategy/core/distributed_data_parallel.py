@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -17,11 +17,11 @@ from .callers import check_not_a_stage, check_not_inside_torch_ddp
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
 from .engine import Engine, GiveBack
-from .errors import raise_closed
+from .errors import LossTokensError, raise_closed
 from .events import EventKind, Listener
 from .graph_splits import GraphSplits
 from .layout import BufferLayout
-from .loss_tokens import read_count
+from .loss_tokens import read_count, weigh
 from .module_checks import common_device
 from .reduced_grad import inside_backward
 from .replicas import check_replicas
@@ -292,17 +292,21 @@ class DistributedDataParallel(nn.Module):
     def microbatch(self, number: int) -> None:
         self.engine.reducer.microbatch = number
 
-    def loss_tokens(self, num_tokens: float | Tensor) -> None:
-        """Tells over how many tokens (or samples) the loss of the next backward is a mean; 0 for none, where it may be
-        NaN.
+    def weigh_by_tokens(self, loss: Tensor, num_tokens: float | Tensor) -> Tensor:
+        """Weighs the backward of a loss that is a mean over so many tokens (or samples); 0 for none, where the loss may
+        be NaN.
 
         Gradients are then those of the mean over all tokens of all ranks and of the microbatches accumulated together,
         where without it every rank and microbatch weighs the same. The loss stays a mean, divided by the number of
-        microbatches or not, as it was. To be called before every backward of a step, on all ranks.
+        microbatches or not, as it was. To be called for every loss of a step, on all ranks.
 
         Args:
+            loss: of this model. Only its gradient is multiplied, when its backward begins.
             num_tokens: a tensor is read, so on a device it is waited for. What the collate function counts is on the
                 host.
+
+        Returns:
+            ``loss``: the same tensor, as it was.
 
         Raises:
             ValueError: if it is negative, not finite, or more than one number.
@@ -310,9 +314,11 @@ class DistributedDataParallel(nn.Module):
                 synchronised backward, on all ranks, if they did not all count every loss, or if the gradients of the
                 synchronised backward before it were neither stepped with nor dropped.
         """
-        if isinstance(num_tokens, Tensor):
-            self.engine.collectives.wait_for_device(num_tokens.device, "a collective before loss_tokens")
-        self.engine.reducer.count_tokens(read_count(num_tokens))
+        return weigh_by_tokens(loss, num_tokens, [self])
+
+    def loss_tokens(self, *_: Any) -> NoReturn:
+        """Refused: :meth:`weigh_by_tokens` takes its place."""
+        raise LossTokensError("model.loss_tokens(n) does not see the loss: loss = model.weigh_by_tokens(loss, n)")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops (or zeroes) the gradients of all parameters."""
@@ -374,6 +380,33 @@ class DistributedDataParallel(nn.Module):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close(give_back)
+
+
+def announce_tokens(num_tokens: float | Tensor, models: Sequence[DistributedDataParallel]) -> None:
+    """Notes over how many tokens the next loss of these models is a mean; see ``weigh_by_tokens`` for errors."""
+    for model in models:
+        if isinstance(num_tokens, Tensor):
+            model.engine.collectives.wait_for_device(num_tokens.device, "a collective before weigh_by_tokens")
+        num_tokens = read_count(num_tokens)
+        model.engine.reducer.count_losses().announced = num_tokens
+
+
+def weigh_announced(loss: Tensor, models: Sequence[DistributedDataParallel]) -> None:
+    """Weighs the loss by the tokens that were announced for it, if any were; see ``weigh_by_tokens``."""
+    reducers = [model.engine.reducer for model in models]
+    counts = [count for reducer in reducers if (count := reducer.tokens.take_announced()) is not None]
+    if counts and loss.requires_grad:
+        for reducer in reducers:
+            reducer.watch(loss)
+        weigh(loss, counts[0], [reducer.count_losses() for reducer in reducers])
+
+
+def weigh_by_tokens(loss: Tensor, num_tokens: float | Tensor, models: Sequence[DistributedDataParallel]) -> Tensor:
+    """Weighs one loss of several models; see the method of this name."""
+    if loss.requires_grad:  # else it is an evaluation's
+        announce_tokens(num_tokens, models)
+        weigh_announced(loss, models)
+    return loss
 
 
 def refuse_join(method: str) -> NoReturn:

@@ -12,19 +12,14 @@ the work of the stream that uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from . import devices
-
-Prehook = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...] | None]
-"""Gets a gradient that is about to be accumulated, and returns what is accumulated in its place (None: the same)."""
 
 
 class GradAccumulators:
@@ -38,8 +33,6 @@ class GradAccumulators:
         self._nodes: list[Any] = []  # torch's own types take Node.metadata, a dict, for a method
         self._frozen: list[Parameter] = []  # without a node: autograd gives none to what requires no gradient
         self._stream: Any = None
-        self._prehook_of: Callable[[Parameter], Prehook] | None = None
-        self._prehooks: list[RemovableHandle] = []
         # Asked once: with overlap_param_gather="forward" whoever asks a parameter waits until it has come.
         self._device = torch.device("cpu")
 
@@ -52,15 +45,6 @@ class GradAccumulators:
             self._stream = devices.current_stream(self._device)
         self._params += params
         self._take(params)
-
-    def call_before(self, prehook_of: Callable[[Parameter], Prehook]) -> None:
-        """Has every gradient pass a hook of its parameter, from now on, after all that the user has on the parameter.
-
-        It is not called for what ``torch.autograd.grad`` returns, which a later backward has in it.
-        """
-        self._prehook_of = prehook_of
-        for node in self._nodes:
-            self._hook(node)
 
     def take_unfrozen(self) -> None:
         """Takes the nodes of what was frozen before and is not now."""
@@ -90,7 +74,6 @@ class GradAccumulators:
 
     def drop(self) -> None:
         """Lets go of all nodes and parameters."""
-        self._unhook()
         self._params, self._nodes, self._frozen, self._stream = [], [], [], None
 
     def _mark(self, mark: object) -> None:
@@ -98,7 +81,6 @@ class GradAccumulators:
             node.metadata[_MARK] = mark
 
     def _retake(self, stream: Any) -> None:
-        self._unhook()  # a node that is still alive comes back with its hook, and would get a second
         # Dropped first: autograd makes no second node while the first is alive.
         self._nodes, self._frozen, self._stream = [], [], stream
         self._take(self._params)
@@ -109,18 +91,8 @@ class GradAccumulators:
             for param in params:
                 if param.requires_grad:
                     self._nodes.append(get_gradient_edge(param).node)
-                    self._hook(self._nodes[-1])
                 else:
                     self._frozen.append(param)
-
-    def _hook(self, node: Any) -> None:
-        if self._prehook_of is not None:
-            self._prehooks.append(node.register_prehook(self._prehook_of(node.variable)))
-
-    def _unhook(self) -> None:
-        for handle in self._prehooks:
-            handle.remove()
-        self._prehooks = []
 
 
 _MARK = "megastrategy"

@@ -44,7 +44,7 @@ from .events import Event, EventKind, Listener, profiler_range
 from .grad_accumulators import GradAccumulators
 from .grad_hooks import GradHooks
 from .layout import BufferLayout
-from .loss_tokens import PAST_AUTOGRAD, TOO_LATE, LossTokens
+from .loss_tokens import TOO_LATE, LossTokens
 from .nonfinite import FiniteCheck
 from .rebucketing.planner import BucketPlanner
 from .reduced_grad import inside_backward, inside_node
@@ -114,7 +114,7 @@ class Reducer:
         self._has_local_grads = False
         self._ends_window = True  # whether the last backward's gradients are final when they are reduced
         self._has_agreed = False
-        self._tokens = LossTokens(collectives.rank, self._prepared)
+        self.tokens = LossTokens(name_of(collectives, tensor_ranks))
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
@@ -135,7 +135,7 @@ class Reducer:
         self._bucket_of = [slot.bucket for slot in layout.slots]
         self._has_local_grads |= any(self.buffers.has_grad[first:])
         self._planner = None  # what has joined lies apart, and stays there
-        self._tokens.follow(self.buffers)
+        self.tokens.follow(self.buffers)
         self._accumulators.extend(params[first:])
         self._hooks.extend(params[first:])
 
@@ -143,7 +143,7 @@ class Reducer:
         """Everything has moved to another layout, between two backwards."""
         assert not self._handles, "nothing is on the wire"
         self.layout, self.buffers = layout, buffers
-        self._tokens.move(buffers)
+        self.tokens.move(buffers)
         self._bucket_of = [slot.bucket for slot in layout.slots]
 
     def close(self) -> None:
@@ -152,6 +152,7 @@ class Reducer:
         self._hooks.remove()
         self._handles = []
         self._accumulators.drop()
+        self.tokens.is_used = False
         self._in_flight.clear()
 
     def abort_unfinished(self) -> None:
@@ -192,7 +193,7 @@ class Reducer:
             self._nonfinite.clear()  # of gradients that are gone: the next backward would be refused for them
             self._has_local_grads = False
             self.buffers.drop_unfinished()
-            self._tokens.drop()
+            self.tokens.drop()
 
     def after_forward(self, outputs: Any, sync: bool) -> None:
         """A forward ended whose backward shall be synchronised or not."""
@@ -225,6 +226,7 @@ class Reducer:
         """A backward has begun that a forward's outputs tell of."""
         self._hooks.stay_last()
         if self._phase is BackwardPhase.IDLE:
+            self.tokens.on_backward_start()
             self.buffers.prepare()
         self._emit(EventKind.BACKWARD_START, 0)
 
@@ -265,6 +267,7 @@ class Reducer:
         deferred = {self._bucket_of[index] for index in self._deferred}
         self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
         self._has_local_grads = True
+        self.tokens.begin_backward()
         self._unprepared.clear()
         if syncs and self._planner is not None and not self._has_synced:
             self._planner.start()
@@ -278,14 +281,16 @@ class Reducer:
         self.buffers.settle()
         # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
         if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
+            self.tokens.end_another(is_kept=bool(self._unprepared))
             return None
         synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
-        self._tokens.end_backward()
+        self.tokens.end_backward()
         if synced:
             self._prepared.end(inside=inside_node())
             self._is_unfinished = True
         else:
             self.buffers.detach_unused()
+            self.tokens.remember(is_final=False)
         wanted = self._end_synchronised() if synced else None
         self._emit(EventKind.BACKWARD_END, int(synced))
         return wanted
@@ -312,23 +317,15 @@ class Reducer:
 
     # --- averages by tokens ------------------------------------------------------------------------------------------
 
-    def count_tokens(self, count: float) -> None:
-        """The loss of the next backward is a mean over so many tokens; see loss_tokens' [Note: averages by tokens].
+    def count_losses(self) -> LossTokens:
+        """Returns the window that counts losses.
 
         Raises:
             LossTokensError: if the others, with which nothing is agreed on any more, would not know of it.
         """
-        if not (self._tokens.is_used or self._must_agree() or not self._has_agreed or self._collectives.size == 1):
+        if not (self.tokens.is_used or self._must_agree() or not self._has_agreed or self._collectives.size == 1):
             raise LossTokensError(TOO_LATE)
-        if self.buffers.main_grads:
-            raise LossTokensError(PAST_AUTOGRAD)
-        is_open = self._has_local_grads or not self._ends_window
-        self._tokens.give(count, self._accumulators, is_open=is_open)
-
-    def finish_on_this_rank(self) -> None:
-        """Makes gradients final that are about to be used although no backward has reduced them."""
-        self._tokens.meet_unprepared(self.is_local(index) for index in self._unprepared)
-        self._tokens.finish_on_this_rank()
+        return self.tokens.begin_use(is_open=self._has_local_grads or not self._ends_window)
 
     # --- reduction ---------------------------------------------------------------------------------------------------
 
@@ -352,7 +349,9 @@ class Reducer:
         if self._unprepared:
             self._take_in_unprepared()
         if not self._has_local_grads:
+            self.tokens.finish(self._collectives, self._tensor_ranks)  # of pooled gradients, which all are reduced
             return None
+        is_final = self._ends_window or not self.buffers.reduces_every_backward
         self._check_promises()
         self._is_unfinished = True
         while len(self._handles) < len(self.layout.buckets):  # used here or not: all ranks launch the same
@@ -370,7 +369,8 @@ class Reducer:
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
                 self._add_up_copies()
-                self._tokens.finish(self._collectives, self._tensor_ranks)
+                if is_final:
+                    self.tokens.finish(self._collectives, self._tensor_ranks)
             self._kept[:] = self.buffers.has_grad
         finally:
             self._phase = BackwardPhase.IDLE
@@ -382,8 +382,7 @@ class Reducer:
         planner, self._planner = self._planner, None
         # Gradients are final and nothing is on the wire: the one moment at which all ranks can move.
         wanted = planner.finish(self.layout, moves=moves) if planner is not None else None
-        if self._ends_window or not self.buffers.reduces_every_backward:
-            self._tokens.become_final()
+        self.tokens.remember(is_final=is_final)
         self._is_unfinished = False
         return wanted
 
@@ -393,7 +392,6 @@ class Reducer:
 
     def _take_in_unprepared(self) -> None:
         local = [index for index in self._unprepared if self.is_local(index)]
-        self._tokens.meet_unprepared(map(bool, local))
         self._unprepared.clear()
         if not local:
             return
@@ -477,7 +475,7 @@ class Reducer:
         wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
         # All ranks exchange, or none does, so this asks for what all of them know alike. Whether losses are counted by
         # tokens is known alike only after an exchange, so the first backward has one.
-        must_agree = self._must_agree() or planner is not None or self._tokens.is_used or not self._has_agreed
+        must_agree = self._must_agree() or planner is not None or self.tokens.is_used or not self._has_agreed
         if not must_agree:
             return [], False
         used = self._used_locally()
@@ -492,13 +490,14 @@ class Reducer:
             microbatch=self.microbatch,
             has_nonfinite=bool(self._nonfinite.found()),
             wants_other_order=wants,
-            counting=self._tokens.counting,
+            counting=self.tokens.counting,
         ).over_ranks(self._collectives, self._tensor_ranks)
         if agreement.is_refused:
-            own = Reasons(self._nonfinite.rank, self.microbatch, self._nonfinite.found(), self._tokens.counting)
+            own = Reasons(self._nonfinite.rank, self.microbatch, self._nonfinite.found(), self.tokens.state)
             self.drop_unfinished()  # shards that sums are added to would keep what is not finite
             raise agreement.refusal(own, self._collectives, self._tensor_ranks)
         self._has_agreed = True
+        self.tokens.follow_others(are_counted=agreement.counting[0])
         if not agrees:
             return [], agreement.wants_other_order
         has_grad[:] = agreement.used

@@ -181,7 +181,7 @@ class ShardedStep(OptimizerShards):
             self.engine.grad_buffers.adopt_written(self.param_indices())
         else:
             self.engine.grad_buffers.cut_grads(self.param_indices())
-            self.engine.reducer.finish_on_this_rank()
+            self.engine.reducer.tokens.finish_on_this_rank()
 
     def step_whole(self, arguments: StepArguments) -> Any:
         """Without shards the user's optimizer steps the Parameters themselves, and may call the closure as it likes."""
@@ -206,7 +206,7 @@ class ShardedStep(OptimizerShards):
         self.num_steps_begun = self.num_steps_done + 1
         self.strangers.warn_once()
         if not self.sharded:
-            self.engine.reducer.finish_on_this_rank()
+            self.engine.reducer.tokens.finish_on_this_rank()
         self.engine.emit(EventKind.STEP_START, 0)
 
     def try_arguments(self, arguments: StepArguments) -> str | None:

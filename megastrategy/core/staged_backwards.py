@@ -18,6 +18,7 @@ that follow accumulate beside buckets that are on the wire, and reach no paramet
 from __future__ import annotations
 
 import enum
+import struct
 import weakref
 from typing import Any, Protocol
 
@@ -29,8 +30,12 @@ from .buffers import GradBuffers
 from .errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError, StageError
 from .layout import BufferLayout
 from .local_parts import LocalParts
+from .loss_tokens import LossTokens
 from .reducer import Reducer
 from .stages import FollowsStages, StageParts
+
+_FACTOR = struct.Struct("<d")
+"""Of the correction to the mean over tokens; 0.0 where there is none."""
 
 _REFUSALS = (NonFiniteGradError, MicrobatchMismatchError, LossTokensError)
 """The errors that all data-parallel ranks of a stage raise alike, when nothing is on its way between stages."""
@@ -99,8 +104,8 @@ class StagedBackwards(FollowsStages):
             "forwards is computed in one: the second's layers behind the first's"
         )
 
-    def before_backward(self, outputs: Any, *, is_last: bool) -> None:
-        self._reducer.decide_next_backward(outputs, sync=is_last)
+    def before_backward(self, outputs: Any, *, is_last: bool, has_loss: bool) -> None:
+        self._reducer.decide_next_backward(outputs, sync=is_last, has_loss=has_loss)
 
     def finish(self, problem: str = "") -> None:
         engine = self._present
@@ -120,9 +125,15 @@ class StagedBackwards(FollowsStages):
 
     def _agree(self, parts: LocalParts, refusal: MegastrategyError | None) -> None:
         if parts.stage_ranks is not None:
-            # On the hosts: what the device has launched is not waited for.
-            [refused] = parts.stage_ranks.host.max_of_bytes([refusal is not None])
+            # On the hosts: what the device has launched is not waited for. Only the last stage has losses to count.
+            tokens = self._reducer.tokens
+            [refused, *factor] = parts.stage_ranks.host.max_of_bytes(
+                [refusal is not None, *_FACTOR.pack(tokens.factor)]
+            )
             if not refused:
+                [of_last_stage] = _FACTOR.unpack(bytes(factor))
+                if of_last_stage and not tokens.factor:
+                    tokens.scale(of_last_stage)
                 return
             told = None if refusal is None else (type(refusal), str(refusal))
             assert isinstance(parts, StageParts)
@@ -178,6 +189,8 @@ class StagedReducer(Reducer):
     def begin_deferring(self) -> None:
         """The backwards that come launch reductions, and leave it to :meth:`finish_deferred` to wait for them."""
         self._defers, self._has_synced = True, False
+        self.tokens.is_of_batch = True  # a bucket that is on its way has no gradients, and they are not dropped
+        self.tokens.drop()
 
     def end_deferring(self) -> None:
         """The batch broke off: what its backwards have left behind is dropped before the next."""
@@ -187,9 +200,10 @@ class StagedReducer(Reducer):
         if not self._defers:  # else reductions that are on their way are those of this batch
             super().drop_unfinished()
 
-    def decide_next_backward(self, outputs: Any, *, sync: bool) -> None:
-        """A backward is about to start from ``outputs``, to be synchronised or not."""
+    def decide_next_backward(self, outputs: Any, *, sync: bool, has_loss: bool) -> None:
+        """A backward is about to start from ``outputs``, to be synchronised or not; ``has_loss``: they are a loss."""
         self._prepared.replace(syncs=sync)
+        self.tokens.has_loss = has_loss
         self.backwards.forget()
         self.watch(outputs)
 
@@ -208,11 +222,14 @@ class StagedReducer(Reducer):
         if grads:
             torch._foreach_mul_(grads, factor.to(grads[0].dtype))
 
-    def count_tokens(self, count: float) -> None:
-        raise LossTokensError(
-            "loss_tokens(n) weighs each backward, and the backwards of a pipeline's microbatches are inside of its "
-            "forward. Let the loss function weigh its tokens: their sum over a number that all microbatches share"
-        )
+    def count_losses(self) -> LossTokens:
+        if not self._defers:
+            raise LossTokensError(
+                "the losses of a pipeline's microbatches are inside of its forward, and so are their backwards. Count "
+                "the tokens of each there: let the loss function return weigh_by_tokens(loss, n), a method of the "
+                "wrapped model, the Accelerator, and the Lightning and Fabric strategies"
+            )
+        return super().count_losses()
 
     def _end_synchronised(self) -> BufferLayout | None:
         self._has_synced = self._defers and not self.buffers.reduces_every_backward

@@ -59,9 +59,9 @@ class FollowsStages(ABC):
         """
 
     @abstractmethod
-    def before_backward(self, outputs: Any, *, is_last: bool) -> None:
-        """A backward is about to start from ``outputs``; ``is_last``: no other of this batch will reach a parameter
-        that it reaches."""
+    def before_backward(self, outputs: Any, *, is_last: bool, has_loss: bool) -> None:
+        """A backward is about to start from ``outputs``, which are the loss of a microbatch if it ``has_loss``;
+        ``is_last``: no other of this batch will reach a parameter that it reaches."""
 
     @abstractmethod
     def finish(self, problem: str = "") -> None:

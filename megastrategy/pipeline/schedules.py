@@ -103,7 +103,8 @@ class Run:
             left[stage] -= 1
             # A parameter that two stages of this rank share gets gradients until both are done.
             is_last = not any(left.values()) if self._has_shared else left[stage] == 0
-            backwards.before_backward(outputs, is_last=is_last)
+            has_loss = self.is_last and stage is self._stages[-1]
+            backwards.before_backward(outputs, is_last=is_last, has_loss=has_loss)
 
         for stage in self._stages:
             stage.before_backward = before_backward

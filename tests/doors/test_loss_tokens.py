@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from megastrategy.errors import LossTokensError
+
 from ..support.ragged_tokens import VOCABULARY, TokenModel, assert_close, batch, count, token_model, train_on_all
 from .accelerate_loops import Worlds, make_accelerator, weights_of
 from .fabric_loops import make_fabric
@@ -148,6 +150,35 @@ def fabric_loop(mode: dict[str, Any], accumulate: int, clip_norm: float | None =
 def test_fabric(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
     for weights in ranks.run(fabric_loop, mode, accumulate, 0.05):
         assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
+
+
+def fabric_backward_of_the_loss(weighs: bool) -> tuple[str, dict[str, Tensor]]:
+    """``loss.backward()`` in place of ``fabric.backward(loss)``, with the loss weighed or only announced."""
+    fabric = make_fabric("megatron_ddp", {})
+    module = token_model()
+    model, optimizer = fabric.setup(module, adamw(module))
+    error = ""
+    for step in range(STEPS):
+        ids, labels = batch(fabric.global_rank, step, 0)
+        loss = model(ids, labels, fabric.global_rank)
+        if weighs:
+            fabric.strategy.weigh_by_tokens(loss, count(labels)).backward()
+        else:
+            fabric.strategy.loss_tokens(count(labels))
+            with pytest.raises(LossTokensError) as raised:
+                loss.backward()
+            error = str(raised.value)
+        optimizer.step()
+        optimizer.zero_grad()
+    return error, weights_of(module)
+
+
+def test_fabric_with_backward_of_the_loss_itself(ranks: Ranks) -> None:
+    for error, weights in ranks.run(fabric_backward_of_the_loss, True):
+        assert not error
+        assert_close(weights, expected(2, 1), 1e-6)
+    for error, _ in ranks.run(fabric_backward_of_the_loss, False):
+        assert "and then backward() of the loss itself" in error
 
 
 # --- Accelerate ------------------------------------------------------------------------------------------------------

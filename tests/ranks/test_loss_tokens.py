@@ -124,9 +124,10 @@ def test_equal_counts_that_are_powers_of_two_change_no_bit(mode: str) -> None:
             for microbatch in range(2):
                 ids, labels = batch(rank, step, microbatch)
                 with contextlib.nullcontext() if microbatch else setup.model.no_sync():
+                    loss = setup.model(ids, labels, rank)
                     if num_tokens is not None:
-                        setup.model.loss_tokens(num_tokens)
-                    setup.model(ids, labels, rank).backward()
+                        setup.model.weigh_by_tokens(loss, num_tokens)
+                    loss.backward()
             setup.optimizer.step()
         return setup.weights()
 
@@ -144,9 +145,10 @@ def test_the_first_step_of_a_run_neither_overflows_nor_vanishes_on_the_wire(num_
     def run(rank: int, group: ProcessGroup, counts: bool) -> dict[str, Tensor]:
         setup = Setup(group, grad_wire_dtype=wire)
         ids, labels = batch(rank, 0, 0)
+        loss = setup.model(ids, labels, rank).mul(10.0)
         if counts:
-            setup.model.loss_tokens(num_tokens)
-        setup.model(ids, labels, rank).mul(10.0).backward()
+            setup.model.weigh_by_tokens(loss, num_tokens)
+        loss.backward()
         setup.optimizer.step()
         return setup.weights()
 
@@ -154,6 +156,32 @@ def test_the_first_step_of_a_run_neither_overflows_nor_vanishes_on_the_wire(num_
     for weights in run_ranks(2, lambda rank, group: run(rank, group, counts=True)):
         assert all(value.isfinite().all() for value in weights.values())
         assert_close(weights, expected, 1e-5)  # of fp16's subnormals
+
+
+@pytest.mark.parametrize("options", [{}, {"grad_wire_dtype": "fp16"}], ids=str)
+def test_many_tokens_overflow_no_scaled_gradient(options: dict[str, Any]) -> None:
+    """Equal counts give the scaler the gradients that it has without them, to the bit; from the second step on also
+    where its scale leaves no room for more."""
+
+    def run(rank: int, group: ProcessGroup, num_tokens: int | None) -> tuple[dict[str, Tensor], list[float]]:
+        setup, scales = Setup(group, **options), []
+        scaler = GradScaler("cpu", init_scale=2.0**6)
+        for step in (0, 3, 4, 5):
+            setup.optimizer.zero_grad()
+            ids, labels = batch(rank, step, 0)
+            loss = setup.model(ids, labels, rank)
+            if num_tokens is not None:
+                loss = setup.model.weigh_by_tokens(loss, num_tokens)
+            scaler.scale(loss).backward()
+            scaler.step(setup.optimizer)
+            scaler.update(2.0**14 if step == 0 else None)
+            scales.append(scaler.get_scale())
+        return setup.weights(), scales
+
+    expected, counted = (run_ranks(2, lambda rank, group, n=n: run(rank, group, n)) for n in (None, 2**16))
+    for (weights, scales), (ours, our_scales) in zip(expected, counted, strict=True):
+        assert scales == our_scales == [2.0**14] * 4, "nothing overflowed"
+        assert_close(ours, weights, 1e-3 if options else 1e-7)
 
 
 @pytest.mark.parametrize("mode", ["reduce-scatter", "pooled", "all-reduce"])
@@ -181,8 +209,7 @@ def test_gradients_of_a_window_without_any_token_are_zeros(mode: str) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group, **MODES[mode])
         ids, labels = batch(rank, 0, 0)
-        setup.model.loss_tokens(0)
-        loss = setup.model(ids, torch.full_like(labels, -100), rank)
+        loss = setup.model.weigh_by_tokens(setup.model(ids, torch.full_like(labels, -100), rank), 0)
         assert loss.isnan()
         loss.backward()
         present = [grad for grad in setup.grads() if grad is not None]
@@ -198,8 +225,8 @@ def test_gradients_of_a_window_without_any_token_are_zeros(mode: str) -> None:
 def test_what_is_no_number_of_tokens_is_refused(wrong: Any) -> None:
     def run(rank: int, group: ProcessGroup) -> None:
         setup = Setup(group)
-        with pytest.raises(ValueError, match="loss_tokens: expected"):
-            setup.model.loss_tokens(wrong)
+        with pytest.raises(ValueError, match="num_tokens: expected"):
+            setup.model.weigh_by_tokens(torch.ones((), requires_grad=True), wrong)
 
     run_ranks(1, run)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core import weigh_by_tokens
 from megastrategy.errors import LossTokensError
 from tests.support.doubles import RecordingCollectives
 from tests.support.ragged_tokens import batch, count, token_model
@@ -104,9 +106,10 @@ def test_where_ranks_exchange_nothing_they_agree_to_count_in_the_first_backward(
         model = DistributedDataParallel(Dense(), DistributedDataParallelConfig(**options), group)
         for counts in counting:
             model.zero_grad()
+            loss = model(torch.ones(2, 4))
             if counts:
-                model.loss_tokens(rank + 1)
-            model(torch.ones(2, 4)).backward()
+                model.weigh_by_tokens(loss, rank + 1)
+            loss.backward()
 
     run_ranks(2, lambda rank, group: begin(rank, group, [True, True, True]))
     run_ranks(2, lambda rank, group: begin(rank, group, [False, False, False]))
@@ -157,19 +160,19 @@ def drop_final_raw(setup: Setup) -> None:
 
 def failing_backward(setup: Setup) -> None:
     ids, labels = batch(setup.rank, 0, 0)
-    setup.model.loss_tokens(7)
 
     def fail(grad: Tensor) -> None:
         raise ZeroDivisionError
 
     handle = setup.module.embedding.weight.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        setup.model(ids, labels, setup.rank).backward()
+        setup.model.weigh_by_tokens(setup.model(ids, labels, setup.rank), 7).backward()
     handle.remove()
 
 
 def count_without_a_backward(setup: Setup) -> None:
-    setup.model.loss_tokens(1000)
+    ids, labels = batch(setup.rank, 0, 0)
+    setup.model.weigh_by_tokens(setup.model(ids, labels, setup.rank), 1000)
 
 
 def uncounted_step(setup: Setup) -> None:
@@ -209,19 +212,15 @@ def evaluation(setup: Setup) -> None:
     setup.module.eval()
     with torch.no_grad():
         ids, labels = batch(setup.rank, 0, 0)
-        setup.model.loss_tokens(3)
-        setup.model(ids, labels, setup.rank)
+        setup.model.weigh_by_tokens(setup.model(ids, labels, setup.rank), 3)
     setup.module.train()
 
 
 def gradient_by_autograd(setup: Setup) -> None:
-    """torch.autograd.grad's are not weighed: a penalty of them is part of a loss that is."""
+    """A loss that is weighed, and of which torch.autograd.grad takes gradients, is none of the window."""
     ids, labels = batch(setup.rank, 3, 0)
-    weight = setup.module.twice.weight
-    [alone] = torch.autograd.grad(setup.module(ids, labels, setup.rank), weight)
-    setup.model.loss_tokens(100)
-    [counted] = torch.autograd.grad(setup.module(ids, labels, setup.rank), weight)
-    assert torch.equal(alone, counted)
+    loss = setup.model.weigh_by_tokens(setup.model(ids, labels, setup.rank), 100)
+    torch.autograd.grad(loss, setup.module.twice.weight)
 
 
 WINDOW_BEGINS = [
@@ -294,8 +293,7 @@ def test_two_optimizers_that_take_turns_have_a_window_each() -> None:
                 expected = (
                     sum((r + 1) * grad_of(module[name], torch.full((2, 4), 1.0 + r + step)) for r in range(2)) / 3
                 )
-                model.loss_tokens(rank + 1)
-                model(name, x).backward()
+                model.weigh_by_tokens(model(name, x), rank + 1).backward()
                 found = model.full_grad(module[name].layers[0].weight)
                 assert found is not None
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
@@ -327,9 +325,39 @@ def test_parameters_that_join_later_and_those_that_stay_frozen() -> None:
             inputs = [torch.full((2, 4), 1.0 + r) for r in range(2)]
             weight = module.layers[0 if step >= 2 else 2].weight
             expected = sum((r + 1) * torch.autograd.grad(module(inputs[r]), weight)[0] for r in range(2)) / 3
-            model.loss_tokens(rank + 1)
-            model(inputs[rank]).backward()
+            model.weigh_by_tokens(model(inputs[rank]), rank + 1).backward()
             torch.testing.assert_close(model.full_grad(weight), expected, rtol=1e-5, atol=1e-7)
+
+    run_ranks(2, run)
+
+
+def test_two_models_of_one_loss_that_end_their_windows_apart() -> None:
+    """The first one's mean is known in the middle of the second one's window, whose losses all have one unit."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        modules = [Dense(), Dense()]
+        models = [DistributedDataParallel(module, DistributedDataParallelConfig(), group) for module in modules]
+        inputs = [[torch.full((2, 4), 1.0 + r + 0.5 * number) for r in range(2)] for number in range(3)]
+        counts = [[3000 * (r + 1) + 7000 * number for r in range(2)] for number in range(3)]
+
+        def expected(module: Dense, numbers: Sequence[int]) -> Tensor:
+            pairs = [(counts[number][r], inputs[number][r]) for number in numbers for r in range(2)]
+            return sum(n * grad_of(module, x) for n, x in pairs) / sum(n for n, _ in pairs)
+
+        for number, syncs in enumerate(([False, False], [True, False], [True, True])):
+            if number == 2:
+                models[0].zero_grad()
+            with contextlib.ExitStack() as stack:
+                for model, sync in zip(models, syncs, strict=True):
+                    if not sync:
+                        stack.enter_context(model.no_sync())
+                loss = sum(model(inputs[number][rank]) for model in models)
+            weigh_by_tokens(loss, counts[number][rank], models).backward()
+            for model, module, sync, numbers in zip(models, modules, syncs, ([[0, 1], [2]], [[0, 1, 2]]), strict=True):
+                if sync:
+                    found = model.full_grad(module.layers[0].weight)
+                    wanted = expected(module, numbers[-1] if number == 2 else numbers[0])
+                    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
     run_ranks(2, run)
 
@@ -420,8 +448,7 @@ def test_sparse_late_and_compiled_gradients(mode: str, compiled: bool) -> None:
         run_compiled = torch.compile(model, backend="aot_eager") if compiled else model
         for _ in range(3):
             model.zero_grad()
-            model.loss_tokens(num_tokens[rank])
-            losses(run_compiled, rank).backward()
+            model.weigh_by_tokens(losses(run_compiled, rank), num_tokens[rank]).backward()
             for param, total in zip(module.parameters(), expected, strict=True):
                 found = model.full_grad(param)
                 assert found is not None or not total.any()
@@ -446,8 +473,7 @@ def test_gradients_of_gradients_are_those_of_the_weighed_loss() -> None:
         expected = sum(
             n * torch.autograd.grad(penalised(module, value), weight)[0] for n, value in ((1, 1.0), (3, 2.0))
         )
-        model.loss_tokens((1, 3)[rank])
-        penalised(model, (1.0, 2.0)[rank]).backward()
+        model.weigh_by_tokens(penalised(model, (1.0, 2.0)[rank]), (1, 3)[rank]).backward()
         torch.testing.assert_close(model.full_grad(weight), expected / 4, rtol=1e-5, atol=1e-7)
 
     run_ranks(2, run)

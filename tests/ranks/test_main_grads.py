@@ -3,6 +3,7 @@ do with a fused kernel: the same bits as where autograd adds them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.errors import LossTokensError, MainGradError
+from megastrategy.core.errors import MainGradError
 from megastrategy.core.events import EventKind
 from tests.support.ranks import run_ranks
 
@@ -346,16 +347,34 @@ def test_a_layer_that_is_switched_off_is_a_plain_one_again(before: str) -> None:
     run_ranks(2, run)
 
 
-def test_counted_losses_are_refused() -> None:
-    """Each gradient would be weighed before autograd adds it, and these it does not add."""
+@pytest.mark.parametrize("options", [{}, WHOLE, {"grad_wire_dtype": "fp16"}], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_counted_losses_have_the_bits_of_a_plain_layer(size: int, options: dict[str, Any]) -> None:
+    """Also those of a rank without tokens, whose loss is not finite."""
 
-    def run(rank: int, group: ProcessGroup) -> None:
-        model, _ = wrap(group, Fused)
-        with pytest.raises(LossTokensError, match="add theirs to main_grad themselves"):
-            model.loss_tokens(3)
-        model.close()
+    def train_on(kind: type[nn.Linear]) -> list[dict[str, Tensor]]:
+        def run(rank: int, group: ProcessGroup) -> dict[str, Tensor]:
+            model, optimizer = wrap(group, kind, **options)
+            for step in range(3):
+                optimizer.zero_grad()
+                for microbatch in range(2):
+                    number = 2 * step + microbatch
+                    with model.no_sync() if microbatch == 0 else contextlib.nullcontext():
+                        loss = model(batch(rank, number, torch.float32), number % 3 != 1)
+                        if rank == 0 and number == 3:
+                            model.weigh_by_tokens(loss / loss.detach().mul(0.0), 0).backward()
+                        else:
+                            model.weigh_by_tokens(loss, 1 + 7 * rank + number).backward()
+                optimizer.clip_grad_norm_(0.1)
+                optimizer.step()
+            model.close()
+            return {name: value.clone() for name, value in model.module.state_dict().items()}
 
-    run_ranks(2, run)
+        return run_ranks(size, run)
+
+    for ours, plain in zip(train_on(Fused), train_on(Plain), strict=True):
+        assert all(value.isfinite().all() for value in plain.values())
+        assert all(torch.equal(ours[name], value) for name, value in plain.items())
 
 
 def test_buckets_are_sent_while_the_backward_goes_on() -> None:

@@ -173,11 +173,15 @@ def changed_without_a_sync(mesh: Any, mode: Mode) -> list[float]:
 def counted_apart(mesh: Any) -> str:
     """Each tensor rank counts tokens of its own."""
     trainee = Trainee.make(mesh, Case())
-    trainee.model.loss_tokens(8 + mesh.get_local_rank("tp"))
+    tokens = tokens_of(trainee.case, mesh.get_local_rank("dp"), 0, 0)
+
+    def backward(num_tokens: int) -> None:
+        loss = trainee.module.loss(trainee.model(tokens), tokens)
+        trainee.model.weigh_by_tokens(loss, num_tokens).backward()
+
     with pytest.raises(LossTokensError) as raised:
-        trainee.backward(0, 0)
-    trainee.model.loss_tokens(8 + mesh.get_local_rank("dp"))  # dropped, and gone on with
-    trainee.backward(0, 0)
+        backward(8 + mesh.get_local_rank("tp"))
+    backward(8 + mesh.get_local_rank("dp"))  # dropped, and gone on with
     trainee.optimizer.step()
     trainee.model.check_replicas()
     trainee.model.close()

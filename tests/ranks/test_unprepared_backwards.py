@@ -326,23 +326,18 @@ def test_a_count_of_tokens_for_a_backward_that_was_not_prepared_is_refused(optio
     def run(rank: int, group: ProcessGroup) -> None:
         loop = Loop(rank, group, options)
         one, other = loop.loss(0), loop.loss(1)
-        loop.model.loss_tokens(rank + 1)
-        one.backward()
-        loop.model.loss_tokens(3)
-        other.backward()
+        loop.model.weigh_by_tokens(one, rank + 1).backward()
+        loop.model.weigh_by_tokens(other, 3).backward()
         with pytest.raises(LossTokensError, match="no forward of the wrapped model prepared"):
             loop.optimizer.step()
         loop.optimizer.zero_grad()
         # A map in between counts nothing, and takes no count away.
-        loop.model.loss_tokens(rank + 1)
-        loss = loop.loss(3)
-        loss.backward()
+        loop.model.weigh_by_tokens(loop.loss(3), rank + 1).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         loop.loss(2, raw=True).backward()
         loop.optimizer.zero_grad()
-        loop.model.loss_tokens(rank + 1)
-        loop.loss(4).backward()
+        loop.model.weigh_by_tokens(loop.loss(4), rank + 1).backward()
         loop.optimizer.step()
         loop.model.close()
 

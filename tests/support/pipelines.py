@@ -138,13 +138,15 @@ class Trainee:
     dp_rank: int
 
     @classmethod
-    def make(cls, mesh: DeviceMesh, case: Case, **options: Any) -> Trainee:
+    def make(
+        cls, mesh: DeviceMesh, case: Case, loss: Callable[[Tensor, Tensor], Tensor] | None = None, **options: Any
+    ) -> Trainee:
         """All ranks together."""
         has_tensor_ranks = "tp" in (mesh.mesh_dim_names or ())
         net = Pipeline(
             make_layers(case, mesh["tp"] if has_tensor_ranks else None),
             case.split,
-            loss=loss_of,
+            loss=loss or loss_of,
             microbatches=case.microbatches,
             schedule=case.schedule,
             mesh=mesh["pp", "tp"] if has_tensor_ranks else mesh["pp"],

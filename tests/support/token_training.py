@@ -56,11 +56,13 @@ class Setup:
     def backward(self, step: int, microbatch: int = 0, *, of: int = 1, counts: bool = True, sync: bool = True) -> None:
         ids, labels = batch(self.rank, step, microbatch)
         with contextlib.nullcontext() if sync else self.model.no_sync():
+            loss = self.model(ids, labels, self.rank)
             if counts and microbatch % 2:
-                self.model.loss_tokens(count(labels))
-            loss = self.model(ids, labels, self.rank) / of
-            if counts and not microbatch % 2:
-                self.model.loss_tokens((labels != -100).sum())
+                loss = self.model.weigh_by_tokens(loss, count(labels)) / of
+            elif counts:
+                loss = self.model.weigh_by_tokens(loss / of, (labels != -100).sum())
+            else:
+                loss = loss / of
             loss.backward()
 
     def step(self, step: int, microbatches: int, *, counts: bool = True) -> None:

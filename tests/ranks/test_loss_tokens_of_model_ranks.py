@@ -1,0 +1,233 @@
+"""Averages by tokens where ranks share a model or a sequence: pipelines, and context parallelism."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.errors import LossTokensError
+from tests.support.pipelines import SAMPLES, Case, Trainee, answers, batch_of, make_layers, mesh_of
+from tests.support.processes import run_processes
+from tests.support.tensor_parallel import adamw, whole
+
+IGNORED = -100
+STEPS = 3
+CASES = {
+    "1F1B, tied": Case((2, 4), tied=True),
+    "interleaved": Case((1, 2, 2, 1), "Interleaved1F1B", tied=True),
+    "pooled": Case((2, 4), options=(("grad_buffer", "pooled"),)),
+    "all-reduce": Case((2, 4), "GPipe", options=(("use_distributed_optimizer", False),)),
+    "bf16 wire": Case((2, 4), options=(("grad_wire_dtype", "bf16"),)),
+}
+
+
+def ragged(dp_rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Sample ``i`` has ``i`` labels fewer; in step 1 the first rank has none in the first half of its samples."""
+    tokens, targets = batch_of(dp_rank, step)
+    targets = targets.clone()
+    for sample in range(SAMPLES):
+        targets[sample, : (sample + 3 * dp_rank) % targets.shape[1]] = IGNORED
+    if (dp_rank, step) == (0, 1):
+        targets[: SAMPLES // 2] = IGNORED
+    return tokens, targets
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    """NaN, with gradients of NaN, where there is no label; and the number of labels."""
+    counted = targets.flatten() != IGNORED
+    each = functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().clamp(min=0), reduction="none")
+    return (each * counted).sum() / counted.sum(), int(counted.sum())
+
+
+class Weighing:
+    """A loss function that counts its tokens for the model that it is given later."""
+
+    model: DistributedDataParallel
+    skips_half = False
+    num_calls = 0
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss, num_tokens = mean_loss(logits, targets)
+        self.num_calls += 1
+        if self.skips_half and self.num_calls % 2:
+            return loss
+        return self.model.weigh_by_tokens(loss, num_tokens)
+
+
+def train_counted(mesh: DeviceMesh, case: Case) -> tuple[dict[str, Tensor], float]:
+    loss_of = Weighing()
+    trainee = Trainee.make(mesh, case, loss=loss_of)
+    loss_of.model = trainee.model
+    for step in range(STEPS):
+        tokens, targets = ragged(trainee.dp_rank, step)
+        trainee.model(tokens, target=targets).backward()
+        norm = float(trainee.optimizer.clip_grad_norm_(0.1))
+        trainee.optimizer.step()
+        trainee.optimizer.zero_grad()
+    with torch.no_grad():  # counts nothing
+        trainee.model(*ragged(trainee.dp_rank, 0)[:1], target=ragged(trainee.dp_rank, 0)[1])
+    trainee.model.check_replicas()
+    weights = {name: whole(param) for name, param in trainee.net.named_parameters()}
+    trainee.model.close()
+    return weights, norm
+
+
+def train_uncounted_microbatch(mesh: DeviceMesh) -> str:
+    loss_of = Weighing()
+    trainee = Trainee.make(mesh, CASES["1F1B, tied"], loss=loss_of)
+    loss_of.model, loss_of.skips_half = trainee.model, True
+    tokens, targets = ragged(trainee.dp_rank, 0)
+    with pytest.raises(LossTokensError) as raised:
+        trainee.model(tokens, target=targets)
+    loss_of.skips_half = False
+    trainee.model(tokens, target=targets).backward()  # and the next batch is right
+    trainee.optimizer.step()
+    trainee.model.close()
+    return str(raised.value)
+
+
+def on_stages() -> dict[str, Any]:
+    mesh = mesh_of(2)
+    found: dict[str, Any] = {name: train_counted(mesh, case) for name, case in CASES.items()}
+    return found | answers([train_uncounted_microbatch], 2)
+
+
+def train_alone(case: Case, dp: int) -> tuple[dict[str, Tensor], float]:
+    layers = nn.ModuleList(make_layers(case))
+    optimizer = adamw(layers.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batches = [ragged(dp_rank, step) for dp_rank in range(dp)]
+        total = sum(int((targets != IGNORED).sum()) for _, targets in batches)
+        for tokens, targets in batches:
+            output = tokens
+            for layer in layers:
+                output = layer(output)
+            each = functional.cross_entropy(
+                output.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            (each / total).backward()
+        norm = float(nn.utils.clip_grad_norm_(layers.parameters(), 0.1))
+        optimizer.step()
+    return {f"layers.{name}": param.detach().clone() for name, param in layers.named_parameters()}, norm
+
+
+@pytest.fixture(scope="module")
+def stages() -> list[dict[str, Any]]:
+    """By rank of two stages times two data-parallel ranks."""
+    return run_processes(4, on_stages)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_microbatches_of_a_pipeline_train_as_one_process_with_all_tokens(
+    stages: list[dict[str, Any]], name: str
+) -> None:
+    expected, expected_norm = train_alone(CASES[name], 2)
+    relative = 2e-3 if "wire" in name else 2e-5
+    seen = set[str]()
+    for by_case in stages:
+        weights, norm = by_case[name]
+        assert norm == pytest.approx(expected_norm, rel=1e-2 if "wire" in name else 1e-4)
+        for key, value in weights.items():
+            torch.testing.assert_close(value, expected[key], rtol=relative, atol=relative)
+            seen.add(key)
+    assert seen >= {key for key in expected if "5" not in key or not CASES[name].tied}
+
+
+def test_a_microbatch_of_a_pipeline_that_is_not_counted_beside_others_that_are(stages: list[dict[str, Any]]) -> None:
+    for by_case in stages:
+        assert "counted some of its losses and not others" in by_case["train_uncounted_microbatch"]
+
+
+# --- one sequence on several ranks -----------------------------------------------------------------------------------
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of a sequence on all ranks; their gradients come back to the ranks that have them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Attention(nn.Module):
+    """Every place of a sequence sees all of it; ``gather`` completes what this rank has of the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embed, self.query, self.key = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.value, self.head = nn.Linear(8, 8), nn.Linear(8, 11)
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator) * 0.5
+
+    def forward(self, ids: Tensor, gather: Any = lambda part: part) -> Tensor:
+        hidden = self.embed(ids)
+        keys, values = gather(self.key(hidden)), gather(self.value(hidden))
+        logits: Tensor = self.head(torch.tanh(torch.softmax(self.query(hidden) @ keys.T, -1) @ values))
+        return logits
+
+
+def sequence(number: int, size: int) -> tuple[Tensor, Tensor]:
+    """Four places a rank; the first rank has one label, the last has none in number 1."""
+    generator = torch.Generator().manual_seed(number)
+    ids, labels = torch.randint(11, (2, 4 * size), generator=generator)
+    labels[1:4] = IGNORED
+    if number == 1 and size > 1:
+        labels[-4:] = IGNORED
+    return ids, labels
+
+
+def train_on_parts(options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
+    module, size, rank = Attention(), dist.get_world_size(), dist.get_rank()
+    model = DistributedDataParallel(module, DistributedDataParallelConfig(**{"bucket_size": 90, **options}))
+    optimizer = DistributedOptimizer(adamw(model.parameters()), model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for microbatch in range(accumulate):
+            ids, labels = (both.chunk(size)[rank] for both in sequence(step * accumulate + microbatch, size))
+            with contextlib.nullcontext() if microbatch == accumulate - 1 else model.no_sync():
+                loss, num_tokens = mean_loss(model(ids, _Gathered.apply), labels)
+                # A rank without labels has gradients of the others', and the mean over nothing is no part of those.
+                model.weigh_by_tokens(loss, num_tokens).backward()
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+    model.close()
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": False}, {"grad_buffer": "pooled"}], ids=str)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parts_of_a_sequence_train_as_the_whole_of_it(size: int, accumulate: int, options: dict[str, Any]) -> None:
+    """Each rank counts its own labels: gradients of its loss that come to other ranks have the weight of its loss."""
+    module = Attention()
+    optimizer = adamw(module.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sequences = [sequence(step * accumulate + microbatch, size) for microbatch in range(accumulate)]
+        total = sum(int((labels != IGNORED).sum()) for _, labels in sequences)
+        for ids, labels in sequences:
+            each = functional.cross_entropy(module(ids), labels, ignore_index=IGNORED, reduction="sum")
+            (each / total).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+    for weights in run_processes(size, train_on_parts, options, accumulate):
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
