@@ -27,7 +27,6 @@ from megastrategy.core.agreement import Agreement
 from megastrategy.core.collectives import Collectives, GlooCollectives
 from megastrategy.core.layout import ParamSpec
 from megastrategy.core.layout_build import build_layout
-from megastrategy.core.loss_tokens import Counting
 from megastrategy.core.module_checks import agree_on_layout
 
 NUM_PARAMS = 300
@@ -90,7 +89,7 @@ def before_a_batch(collectives: Collectives) -> None:
 
 def after_a_backward(collectives: Collectives) -> None:
     """Which gradients there are, the microbatch, whether any is not finite."""
-    own = Agreement([True] * NUM_PARAMS, [False], 7, False, False, Counting.NOT_COUNTED)
+    own = Agreement([True] * NUM_PARAMS, [False], 7, False, False, (False, True))
     own.over_ranks(collectives, None)
 
 

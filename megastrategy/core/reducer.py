@@ -351,7 +351,8 @@ class Reducer:
         if not self._has_local_grads:
             self.tokens.finish(self._collectives, self._tensor_ranks)  # of pooled gradients, which all are reduced
             return None
-        is_final = self._ends_window or not self.buffers.reduces_every_backward
+        # Pooled gradients of a backward under no_sync() are not; those that a step asks for are.
+        is_final = self._ends_window or not (self._is_unfinished and self.buffers.reduces_every_backward)
         self._check_promises()
         self._is_unfinished = True
         while len(self._handles) < len(self.layout.buckets):  # used here or not: all ranks launch the same
@@ -475,8 +476,7 @@ class Reducer:
         wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
         # All ranks exchange, or none does, so this asks for what all of them know alike. Whether losses are counted by
         # tokens is known alike only after an exchange, so the first backward has one.
-        must_agree = self._must_agree() or planner is not None or self.tokens.is_used or not self._has_agreed
-        if not must_agree:
+        if not (self._must_agree() or planner is not None or self.tokens.is_used or not self._has_agreed):
             return [], False
         used = self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
