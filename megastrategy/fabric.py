@@ -11,7 +11,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 
 from ._lightning.checkpoint_io import WholeFileIO
-from ._lightning.fabric_strategy import MAIN_PARAMS_KEY
+from ._lightning.fabric_strategy import MAIN_PARAMS_KEY, weighing
 from ._lightning.fabric_tensor_parallel import FabricTensorParallelStrategy
 from ._lightning.notebooks import PointsToNotebookNames
 from ._lightning.signature import strategy_class
@@ -31,3 +31,5 @@ class MegatronDDPStrategy(PointsToNotebookNames, FabricTensorParallelStrategy, D
     _is_interactive = _IS_INTERACTIVE
     _incompatible = RuntimeError
     _user = "Fabric"
+
+    backward = weighing(DDPStrategy.backward)

@@ -82,6 +82,20 @@ parameter name, whole."""
 _SAVE_ON_ALL_RANKS = "Call fabric.save(...) on every rank, not under `if fabric.is_global_zero:`: rank 0 writes"
 
 
+def weighing(backward: Callable[..., None]) -> Callable[..., None]:
+    """Makes a strategy's ``backward`` weigh the losses whose tokens were counted.
+
+    For Fabric it is still its own, wrapped: with another one it would refuse ``loss.backward()``, which "ddp" allows.
+    """
+
+    @functools.wraps(backward)
+    def weigh_and_run(self: FabricStrategy, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        weigh_announced(tensor, self._models.open())
+        backward(self, tensor, *args, **kwargs)
+
+    return weigh_and_run
+
+
 class FabricStrategy(WholeFilesByDefault, _Base):
     """Megatron-LM's data parallelism for ``Fabric(strategy=...)``, in place of ``"ddp"``.
 
@@ -212,14 +226,6 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         super().teardown()
 
     # --- training ----------------------------------------------------------------------------------------------------
-
-    # A wrapper of Fabric's own: with another backward it would refuse ``loss.backward()``, which "ddp" allows.
-    @functools.wraps(_Base.backward)
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any
-    ) -> None:
-        weigh_announced(tensor, self._models.open())
-        super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(
         self,
