@@ -35,7 +35,7 @@ from .reducer import Reducer
 from .stages import FollowsStages, StageParts
 
 _FACTOR = struct.Struct("<d")
-"""Of the correction to the mean over tokens; 0.0 where there is none."""
+"""The factor of the correction to the mean over tokens; 0.0 where there is none."""
 
 _REFUSALS = (NonFiniteGradError, MicrobatchMismatchError, LossTokensError)
 """The errors that all data-parallel ranks of a stage raise alike, when nothing is on its way between stages."""
