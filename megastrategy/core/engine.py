@@ -437,8 +437,9 @@ class Engine:
         self.move_to(self.reducer.on_backward_end())
 
     def drop_unfinished(self) -> None:
-        """Drops the gradients of backwards that raised."""
+        """Drops the gradients of backwards that raised, and the losses that they have counted."""
         self.reducer.drop_unfinished()
+        self.reducer.tokens.drop_arrived()
 
     def finish_grad_sync(self) -> None:
         """See :meth:`Reducer.finish_grad_sync`. Collective."""

@@ -133,6 +133,10 @@ class LossTokens:
         if any(param.requires_grad for param in self._buffers.params):
             self.open_unit = unit
 
+    def drop_arrived(self) -> None:
+        """Forgets the losses of a backward that raised before it reached a parameter."""
+        self._arrived = []
+
     def begin_backward(self) -> None:
         """Begins a new window where the gradients of this one were dropped, or have become final and were used."""
         if not self.is_used or self.is_of_batch or self.state is _UNPREPARED:

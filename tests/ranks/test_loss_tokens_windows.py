@@ -170,6 +170,20 @@ def failing_backward(setup: Setup) -> None:
     handle.remove()
 
 
+def backward_that_fails_at_once(setup: Setup) -> None:
+    """Before it has reached a parameter."""
+    ids, labels = batch(setup.rank, 0, 0)
+
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError
+
+    loss = setup.model(ids, labels, setup.rank)
+    middle = setup.model.weigh_by_tokens(loss * 1.0, 700)
+    loss.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        middle.backward()
+
+
 def count_without_a_backward(setup: Setup) -> None:
     ids, labels = batch(setup.rank, 0, 0)
     setup.model.weigh_by_tokens(setup.model(ids, labels, setup.rank), 1000)
@@ -228,6 +242,7 @@ WINDOW_BEGINS = [
     drop_raw,
     drop_final_raw,
     failing_backward,
+    backward_that_fails_at_once,
     count_without_a_backward,
     uncounted_step,
     counted_and_uncounted_steps,
