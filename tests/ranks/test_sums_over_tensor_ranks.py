@@ -249,4 +249,4 @@ def test_gradients_that_nobody_has_reduced_are_scaled_themselves(answered: list[
 
 def test_tensor_ranks_count_the_tokens_of_a_batch_alike(answered: list[dict[str, Any]]) -> None:
     for answer in answered:
-        assert "tensor group counted other tokens" in answer["counted apart"]
+        assert "tensor group counted different tokens" in answer["counted apart"]
