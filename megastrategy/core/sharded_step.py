@@ -173,7 +173,6 @@ class ShardedStep(OptimizerShards):
         Without shards ``.grad`` is the truth, local or not, as under torch DDP.
         """
         self.engine.check_open()
-        # Reduced first, which takes rank 0: while that saves alone, no rank comes past here to change what it reads.
         if self.sharded:
             self.engine.finish_grad_sync()
         self.follow_model()
