@@ -8,7 +8,10 @@ file of it, and FSDP reads it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -21,23 +24,20 @@ from torch.nn import Module
 from .._faults.process_collectives import checkpoint_collectives
 from ..core import (
     EXTRA_FILE,
-    NOT_TENSORS,
     CheckpointError,
     Directory,
     DistributedOptimizer,
+    OpenDirectory,
     RemoteDirectory,
-    directory_keys,
+    extra_name,
     is_directory_checkpoint,
     names_elsewhere,
-    read_directory,
-    read_remote_extra,
-    read_weights,
-    remove_path,
-    removed_name,
-    save_directory,
     to_host,
 )
+from .directory_writer import save_directory
 from .files import load_file, local_path, own_memory
+from .not_tensors import NOT_TENSORS
+from .paths import remove_path, removed_name
 
 StateDictType = Literal["full", "sharded"]
 """Names what is written: one file, as "ddp" writes it, or a directory that every rank writes its part of."""
@@ -102,7 +102,7 @@ def written_by(state: Mapping[str, Any], module: Module, is_first: bool) -> dict
 class OptimizerInDirectory(NamedTuple):
     """Stands for an optimizer's state that stays on the disk until the optimizer is there to read its part."""
 
-    path: Directory
+    directory: OpenDirectory
     key: str
 
 
@@ -127,7 +127,7 @@ class DirectorySaver:
         is_apart: bool = False,
     ) -> None:
         """Saves a directory. Collective. For the background the state is copied to host memory first, and training may
-        change it. ``is_apart``: see :func:`~megastrategy.core.checkpoint.sharded_state.save_directory`.
+        change it. ``is_apart``: see :func:`save_directory`.
 
         Raises:
             CheckpointError: if this save failed, or the one before it in the background.
@@ -191,12 +191,26 @@ def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(incomplete)
     try:
         if isinstance(path, RemoteDirectory):
-            far: dict[str, Any] = read_remote_extra(path, weights_only)
+            far: dict[str, Any] = _read_remote_extra(path, weights_only)
             return far
         near: dict[str, Any] = own_memory(load_file(path / EXTRA_FILE, "cpu", weights_only))
         return near
     except FileNotFoundError as error:
         raise CheckpointError(incomplete) from error
+
+
+def _read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> Any:
+    """Loads what rank 0 saved beside the tensors, as ``torch.load`` does.
+
+    Raises:
+        FileNotFoundError: if it is not there.
+    """
+    metadata = directory.metadata()
+    # The original: the copy for other readers comes after it, and a save may have been cut off in between.
+    content = directory.read(extra_name(metadata)) if metadata is not None else None
+    if content is None and (content := directory.read(EXTRA_FILE)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.object(EXTRA_FILE))
+    return torch.load(io.BytesIO(content), "cpu", weights_only=weights_only)
 
 
 def load_trainer_directory(path: Directory, module: Module | None, weights_only: bool | None) -> dict[str, Any]:
@@ -206,16 +220,16 @@ def load_trainer_directory(path: Directory, module: Module | None, weights_only:
     Raises:
         CheckpointError: as :func:`load_extra`.
     """
-    checkpoint = load_extra(path, weights_only)
-    keys = directory_keys(path)
+    checkpoint, directory = load_extra(path, weights_only), OpenDirectory(path)
+    keys = directory.keys
     # Lightning's FSDPStrategy and its ModelParallelStrategy have two names for it.
     key = "model" if "model" in keys else "state_dict"
-    weights = read_directory(path, key) if module is None else read_weights(path, key, module, names_elsewhere(module))
+    weights = directory.read(key) if module is None else directory.read_weights(key, module, names_elsewhere(module))
     checkpoint["state_dict"] = weights | checkpoint.pop(NOT_TENSORS, {}).get("model", {})
     optimizers = [key for key in keys if key.startswith("optimizer_")]
     if optimizers or "lr_schedulers" in checkpoint:  # a module without optimizers has none; weights alone no schedulers
         checkpoint["optimizer_states"] = [
-            OptimizerInDirectory(path, f"optimizer_{number}") for number in range(len(optimizers))
+            OptimizerInDirectory(directory, f"optimizer_{number}") for number in range(len(optimizers))
         ]
     return checkpoint
 
@@ -231,10 +245,10 @@ def load_optimizers(
         weights: become main params where the directory has none.
     """
     read = [
-        optimizer.read_sharded(path, key)
+        optimizer.read_sharded(directory, key)
         if isinstance(optimizer, DistributedOptimizer)
-        else functools.partial(optimizer.load_state_dict, read_directory(path, key))
-        for optimizer, (path, key) in zip(optimizers, states, strict=False)
+        else functools.partial(optimizer.load_state_dict, directory.read(key))
+        for optimizer, (directory, key) in zip(optimizers, states, strict=False)
     ]
     for optimizer, apply in zip(optimizers, read, strict=False):
         if isinstance(optimizer, DistributedOptimizer):

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..core import CheckpointError, check_replaceable, reason_of, replace_path, sync_directory
+from ..core import CheckpointError
+from .paths import check_replaceable, reason_of, replace_path, sync_directory
 
 _ZIP_START = b"PK\x03\x04"
 _LEGACY_START = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)

@@ -37,27 +37,25 @@ from .._checkpoints.directories import (
     refuse_storage_options,
     written_by,
 )
+from .._checkpoints.directory_writer import save_directory
 from .._checkpoints.files import own_memory, trainable_weights
+from .._checkpoints.not_tensors import NOT_TENSORS
 from .._checkpoints.validation import check_module_state, check_optimizer_state, describe_foreign
 from .._faults.process_collectives import checkpoint_collectives, count_barrier, engine_collectives
 from .._prepared_models import PreparedModels
 from .._whole_optimizers import WholeOptimizers
 from ..core import (
-    NOT_TENSORS,
     CheckpointError,
     Directory,
     DistributedDataParallel,
     DistributedDataParallelConfig,
     DistributedOptimizer,
+    OpenDirectory,
     adapt_scaler,
     announce_tokens,
     config_from_arguments,
     describe_translation,
-    directory_keys,
     names_elsewhere,
-    read_directory,
-    read_weights,
-    save_directory,
     weigh_announced,
     weigh_by_tokens,
 )
@@ -359,18 +357,18 @@ class FabricStrategy(WholeFilesByDefault, _Base):
         items = state.items() if isinstance(state, dict) else ()
         left = {key for key, value in items if isinstance(self._distributed(value), DistributedOptimizer)}
         modules = {key: unwrapped(value) for key, value in items if isinstance(value, Module)}
-        extra = load_extra(path, weights_only)
+        extra, directory = load_extra(path, weights_only), OpenDirectory(path)
         apart = extra.pop(NOT_TENSORS, {})
 
         def read(key: str) -> Any:
             if key in left:
-                return OptimizerInDirectory(path, key)
+                return OptimizerInDirectory(directory, key)
             apart_from_tensors = apart.get(key, {})
             if (module := modules.get(key)) is None:
-                return read_directory(path, key) | apart_from_tensors
-            return read_weights(path, key, module, names_elsewhere(module)) | apart_from_tensors
+                return directory.read(key) | apart_from_tensors
+            return directory.read_weights(key, module, names_elsewhere(module)) | apart_from_tensors
 
-        return extra | {key: read(key) for key in directory_keys(path)}
+        return extra | {key: read(key) for key in directory.keys}
 
     def load_checkpoint(
         self,

@@ -15,7 +15,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 
-from ..core import NOT_TENSORS, cut_state, materialise, not_tensors
+from .._checkpoints.not_tensors import NOT_TENSORS, not_tensors
+from ..core import cut_state, materialise
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,20 +11,18 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from .._checkpoints.directory_writer import save_directory
 from .._checkpoints.files import load_file, save_file
+from .._checkpoints.not_tensors import NOT_TENSORS, not_tensors
 from .._checkpoints.validation import check_module_state
 from ..core import (
     EXTRA_FILE,
-    NOT_TENSORS,
     CheckpointError,
     Collectives,
     DistributedOptimizer,
     NotOnAllRanksError,
-    directory_keys,
+    OpenDirectory,
     is_directory_checkpoint,
-    not_tensors,
-    read_weights,
-    save_directory,
 )
 from .tensor_parallel import cut_in_place
 
@@ -107,19 +105,20 @@ def load_sharded(folder: Path, models: Sequence[Module], optimizers: Sequence[Di
         CheckpointError: if a key is missing, or weights or optimizers are of another model; nothing is changed then.
     """
     path = folder / DIRECTORY
+    directory = OpenDirectory(path)
     wanted = [_key("model", number) for number in range(len(models))]
     wanted += [_key("optimizer", number) for number in range(len(optimizers))]
     # everything is looked at before the first model is changed
-    missing = [key for key in wanted if key not in directory_keys(path)]
+    missing = [key for key in wanted if key not in directory.keys]
     if missing:
-        raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(directory_keys(path))}")
+        raise CheckpointError(f"{path} has no {missing[0]!r}, only {sorted(directory.keys)}")
     # of a module what torch.load takes by default: tensors, numbers, text and their containers
     apart = load_file(path / EXTRA_FILE, weights_only=True).get(NOT_TENSORS, {})
     keys = [_key("model", number) for number in range(len(models))]
-    weights = [read_weights(path, key, model) | apart.get(key, {}) for key, model in zip(keys, models, strict=True)]
+    weights = [directory.read_weights(key, model) | apart.get(key, {}) for key, model in zip(keys, models, strict=True)]
     for number, (model, values) in enumerate(zip(models, weights, strict=True)):
         check_module_state(model, values, True, f"{_key('model', number)!r} in {path}", {cut_in_place})
-    read = [item.read_sharded(path, _key("optimizer", number)) for number, item in enumerate(optimizers)]
+    read = [item.read_sharded(directory, _key("optimizer", number)) for number, item in enumerate(optimizers)]
     for model, values in zip(models, weights, strict=True):
         model.load_state_dict(values)
     for apply in read:  # after the weights, whose rounded values would else replace the main params that were read

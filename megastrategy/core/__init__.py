@@ -8,24 +8,9 @@ travel (and only it calls torch.distributed), ``checkpoint`` how state is saved 
 may be sharded, ``rebucketing`` which buckets would be better.
 """
 
-from .checkpoint.completeness import describe_hole
-from .checkpoint.remote_directory import EXTRA_FILE, Directory, RemoteDirectory
-from .checkpoint.sharded_state import (
-    NOT_TENSORS,
-    check_replaceable,
-    directory_keys,
-    is_directory_checkpoint,
-    not_tensors,
-    read_directory,
-    read_remote_extra,
-    read_weights,
-    reason_of,
-    remove_path,
-    removed_name,
-    replace_path,
-    save_directory,
-    sync_directory,
-)
+from .checkpoint.completeness import describe_hole, describe_missing_part
+from .checkpoint.open_directory import OpenDirectory, is_directory_checkpoint
+from .checkpoint.remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name, own_prefix
 from .clip_grads import norms_over_owners, scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group, subgroup
@@ -54,7 +39,7 @@ from .trials.known_findings import KnownFindings
 __all__ = [
     "DDP_FUNCTIONS",
     "EXTRA_FILE",
-    "NOT_TENSORS",
+    "MARKER",
     "NOT_USED",
     "OF_TORCHS_REDUCER",
     "SHOWN",
@@ -77,6 +62,7 @@ __all__ = [
     "LoneCollectives",
     "MemoryUse",
     "NotOnAllRanksError",
+    "OpenDirectory",
     "ParamSpec",
     "RemoteDirectory",
     "StagedModule",
@@ -84,14 +70,14 @@ __all__ = [
     "announce_tokens",
     "better_layout_order",
     "build_layout",
-    "check_replaceable",
     "config_from_arguments",
     "cut_state",
     "describe_hole",
+    "describe_missing_part",
     "describe_translation",
     "describe_unreduced",
-    "directory_keys",
     "dtensors_of",
+    "extra_name",
     "field_names",
     "gather_whole",
     "host_collectives",
@@ -103,22 +89,13 @@ __all__ = [
     "memory_use_of_ddp",
     "names_elsewhere",
     "norms_over_owners",
-    "not_tensors",
     "one_listener",
+    "own_prefix",
     "private_group",
-    "read_directory",
-    "read_remote_extra",
-    "read_weights",
-    "reason_of",
     "refuse_function",
-    "remove_path",
-    "removed_name",
     "replace_meta",
-    "replace_path",
-    "save_directory",
     "scale_to_norm_",
     "subgroup",
-    "sync_directory",
     "to_host",
     "total_grad_norm",
     "weigh_announced",

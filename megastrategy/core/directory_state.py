@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .checkpoint.full_state import load_own_state
-from .checkpoint.remote_directory import Directory
+from .checkpoint.open_directory import OpenDirectory
 from .checkpoint.sharded_optimizer import TensorParts, check_same_groups, read_optimizer, sharded_state_dict
 from .errors import CheckpointError
 from .flat_shard import FlatShard
@@ -55,7 +55,7 @@ def own_share(impl: ShardedStep) -> dict[str, Any]:
     return state | ({"main_params": main_params} if main_params else {})
 
 
-def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], None]:
+def read_share(impl: ShardedStep, directory: OpenDirectory, key: str) -> Callable[[], None]:
     """Reads this rank's part, and returns what loads it; see :meth:`DistributedOptimizer.read_sharded
     <megastrategy.DistributedOptimizer.read_sharded>`. Not collective.
 
@@ -68,11 +68,11 @@ def read_share(impl: ShardedStep, path: Directory, key: str) -> Callable[[], Non
         local_parts.name_in_whole(impl.layout.params[index].name): index for index in impl.followed_by_id.values()
     }
     own = impl.shards, impl.layout, impl.element_names, impl.whole_params, followed, _tensor_parts(impl).cut
-    saved = read_optimizer(path, key, names.values(), *own, local_parts.elsewhere)
+    saved = read_optimizer(directory, key, names.values(), *own, local_parts.elsewhere)
     if "param_groups" not in saved:
-        raise CheckpointError(f"{path} has no optimizer under the key {key!r}")
+        raise CheckpointError(f"{directory} has no optimizer under the key {key!r}")
     own_groups = [[names[id(param)] for param in group["params"]] for group in impl.inner.param_groups]
-    check_same_groups(path, saved["param_groups"], own_groups, local_parts.elsewhere)
+    check_same_groups(directory.path, saved["param_groups"], own_groups, local_parts.elsewhere)
     main_params = saved.get("main_params", {})
 
     def values_of(param: Parameter) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .checkpoint.full_state import load_full_state_dict
-from .checkpoint.remote_directory import Directory, directory_at
+from .checkpoint.open_directory import OpenDirectory, open_directory
+from .checkpoint.remote_directory import Directory
 from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
 from .collectives.roll_call import CALL_ON_EVERY_RANK
 from .directory_state import own_share, read_share
@@ -504,11 +505,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return own_share(self._impl)
 
-    def load_sharded(self, path: str | Directory, key: str = "optimizer") -> None:
+    def load_sharded(self, path: str | Directory | OpenDirectory, key: str = "optimizer") -> None:
         """Loads what :meth:`sharded_state_dict` gave; :meth:`read_sharded`, and at once what that returns."""
         self.read_sharded(path, key)()
 
-    def read_sharded(self, path: str | Directory, key: str = "optimizer") -> Callable[[], None]:
+    def read_sharded(self, path: str | Directory | OpenDirectory, key: str = "optimizer") -> Callable[[], None]:
         """Reads what :meth:`sharded_state_dict` gave, saved under ``key``, on any number of ranks or under FSDP.
 
         Each rank reads its part; ``path`` may be a URL, for fsspec. Nothing is changed until what is returned is
@@ -517,7 +518,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: if it cannot be read, or is of another model.
         """
-        return read_share(self._impl, directory_at(path), key)
+        return read_share(self._impl, open_directory(path), key)
 
     def __copy__(self) -> torch.optim.Optimizer:
         """Makes one of the user's class; see optimizer_copies' [Note: what a copy is]."""

@@ -21,14 +21,9 @@ import torch
 from torch import Tensor
 
 from .._checkpoints.files import save_file
-from ..core import (
-    EXTRA_FILE,
-    CheckpointError,
-    is_directory_checkpoint,
-    not_tensors,
-    replace_path,
-    sync_directory,
-)
+from .._checkpoints.not_tensors import not_tensors
+from .._checkpoints.paths import replace_path, sync_directory
+from ..core import EXTRA_FILE, CheckpointError, is_directory_checkpoint
 from .param_names import Names
 from .parts import (
     Advance,

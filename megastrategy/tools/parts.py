@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .._checkpoints.files import load_file
-from ..core import EXTRA_FILE, NOT_TENSORS, CheckpointError, describe_hole, is_directory_checkpoint
+from .._checkpoints.not_tensors import NOT_TENSORS
+from ..core import EXTRA_FILE, CheckpointError, describe_hole, is_directory_checkpoint
 from .foreign import check_readable, describe_file, describe_folder
 from .trusting import directory_reader, load_planner, refusal
 

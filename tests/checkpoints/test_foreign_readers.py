@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import host_collectives, read_directory, save_directory
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, host_collectives
 from tests.support.models import awkward_model, two_layers
 from tests.support.processes import run_processes
 from tests.support.sharded_training import adamw, assert_same, save_after_three
@@ -95,7 +96,7 @@ def exchange_with_fsdp(folder: Path) -> None:
     weights, state = get_state_dict(theirs, other)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "theirs")
     train_plain(engine, optimizer, range(3, 5))  # away from it
-    ours.load_state_dict(read_directory(folder / "theirs", "model"))
+    ours.load_state_dict(OpenDirectory(folder / "theirs").read("model"))
     optimizer.load_sharded(folder / "theirs")
     after = optimizer.state_dict()
     assert_same(after["state"], before["state"])

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megastrategy.core import CheckpointError, host_collectives, read_directory, save_directory
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import CheckpointError, OpenDirectory, host_collectives
 from tests.support.processes import run_processes
 
 SIZE = 200_000
@@ -35,7 +36,7 @@ def old_checkpoint(path: Path) -> None:
 
 def assert_old_is_whole(path: Path, *others: str) -> None:
     dist.barrier()
-    assert read_directory(path, "model")["old"].tolist() == [1.0, 1.0, 1.0]
+    assert OpenDirectory(path).read("model")["old"].tolist() == [1.0, 1.0, 1.0]
     assert sorted(child.name for child in path.parent.iterdir()) == sorted([path.name, *others])
     dist.barrier()
 
@@ -120,12 +121,12 @@ def interrupt_save(path: Path, on: tuple[int, ...], how: str) -> None:
     assert "ranks saved the checkpoint" in raised.value.__notes__[0]
     if (how, on) == ("while it waits", (1,)):
         # Rank 0 has completed it meanwhile.
-        assert "of rank 1" in read_directory(path, "model")
+        assert "of rank 1" in OpenDirectory(path).read("model")
         dist.barrier()
     else:
         assert_old_is_whole(path)
     save_directory(state_of(rank), {}, path, collectives)
-    assert "of rank 1" in read_directory(path, "model")
+    assert "of rank 1" in OpenDirectory(path).read("model")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def interrupt_at_the_end(path: Path) -> None:
     with ends:
         save_directory(state_of(dist.get_rank()), {"value": Interrupts()}, path, collectives)
     dist.barrier()
-    assert "of rank 1" in read_directory(path, "model")
+    assert "of rank 1" in OpenDirectory(path).read("model")
 
 
 def test_ctrl_c_at_the_end_of_a_save_waits_for_it(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def save_over(path: Path, kind: str) -> None:
     dist.barrier()
     save_directory(state_of(dist.get_rank()), {}, path, host_collectives())
     assert not path.is_symlink()
-    assert "of rank 1" in read_directory(path, "model")
+    assert "of rank 1" in OpenDirectory(path).read("model")
     if kind == "link":
         assert_old_is_whole(other, path.name)
     else:
@@ -209,10 +210,10 @@ def test_a_save_over_a_link_replaces_the_link(tmp_path: Path, kind: str, can_exc
 
 def save_over_without_exchange(path: Path, kind: str) -> None:
     """As on other systems than Linux."""
-    from megastrategy.core.checkpoint import sharded_state
+    from megastrategy._checkpoints import paths
 
     def fail(one: Path, other: Path) -> None:
         raise OSError(38, "Function not implemented")
 
-    sharded_state._exchange = fail
+    paths._exchange = fail
     save_over(path, kind)

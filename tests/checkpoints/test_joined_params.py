@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import read_directory, save_directory, to_host
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.errors import CheckpointError
 from tests.support import optimizers
 from tests.support.directories import saving_among_threads
@@ -80,7 +81,7 @@ class Training:
         save_directory(to_host(state), {}, path, self.model.engine.collectives)
 
     def read(self, path: Path) -> None:
-        self.module.load_state_dict(read_directory(path, "model"))
+        self.module.load_state_dict(OpenDirectory(path).read("model"))
         self.optimizer.load_sharded(path)
 
 

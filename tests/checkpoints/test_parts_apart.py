@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core import CheckpointError, host_collectives, read_directory, save_directory
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import CheckpointError, OpenDirectory, host_collectives
 
 from ..support.processes import run_processes
 
@@ -48,12 +49,12 @@ def test_each_rank_has_its_files_alone_and_the_union_is_whole(tmp_path: Path) ->
     assert parts == [{"__0_0.distcp", ".metadata", "meta.pt"}, {"__1_0.distcp"}]
     assert [len(list((tmp_path / f"rank {rank}").iterdir())) for rank in range(2)] == [1, 1], "nothing is left beside"
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):
-        read_directory(tmp_path / "rank 0" / "checkpoint", "optimizer")
+        OpenDirectory(tmp_path / "rank 0" / "checkpoint").read("optimizer")
     for rank in range(2):
         shutil.copytree(tmp_path / f"rank {rank}" / "checkpoint", tmp_path / "union", dirs_exist_ok=True)
-    moments = read_directory(tmp_path / "union", "optimizer")["state"]
+    moments = OpenDirectory(tmp_path / "union").read("optimizer")["state"]
     read = {f"moment {name}": values["exp_avg"] for name, values in moments.items()}
-    read |= read_directory(tmp_path / "union", "model")
+    read |= OpenDirectory(tmp_path / "union").read("model")
     assert read.keys() == whole.keys()
     for name, value in whole.items():
         torch.testing.assert_close(read[name], value, rtol=0, atol=0)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from megastrategy.core import read_directory
+from megastrategy.core import OpenDirectory
 from tests.support.pipelines import Case, Outcome, Trainee, make_layers, mesh_of, train_alone
 from tests.support.processes import run_processes
 from tests.support.sharded_training import assert_same
@@ -121,8 +121,8 @@ def test_every_division_goes_on_from_every_other(
 def assert_directory_is_what_the_file_is(path: Path, kept_dtype: torch.dtype) -> None:
     """To the bit; but that a directory has state in the dtype in which it is kept."""
     weights, state, main_params = torch.load(path / "file", weights_only=True)
-    optimizer = read_directory(path / "directory", "optimizer")
-    assert_same(read_directory(path / "directory", "model"), dict(weights))
+    optimizer = OpenDirectory(path / "directory").read("optimizer")
+    assert_same(OpenDirectory(path / "directory").read("model"), dict(weights))
     assert_same(optimizer.get("main_params", {}), main_params)
     names = dict[int, str]()
     for group, by_name in zip(state["param_groups"], optimizer["param_groups"], strict=True):
@@ -194,7 +194,7 @@ def test_a_file_is_that_of_one_process(
         param.grad = torch.zeros_like(param) if param.requires_grad else None
     optimizer.step()
     torch_state = optimizer.state_dict()
-    assert list(weights) == list(layers.state_dict()) == list(read_directory(tmp_path / "saved/directory", "model"))
+    assert list(weights) == list(layers.state_dict()) == list(OpenDirectory(tmp_path / "saved/directory").read("model"))
     layers.load_state_dict(weights)
     assert state["param_groups"] == torch_state["param_groups"]
     assert state["state"].keys() == torch_state["state"].keys()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from megastrategy.core import make_collectives, read_directory, save_directory, to_host
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, make_collectives, to_host
 from tests.ranks.test_wire_dtypes import BOTH, MakeOptimizer, Ours, adamw, matrices_and_rest
 from tests.support.directories import saving_among_threads
 from tests.support.ranks import run_ranks
@@ -86,7 +87,7 @@ def test_directories_have_remainders_for_any_number_of_ranks(
     def read(rank: int, group: ProcessGroup) -> Any:
         ours = Ours(group, make, **BOTH)
         ours.step(100)
-        ours.module.load_state_dict(read_directory(tmp_path / "saved", "model"))
+        ours.module.load_state_dict(OpenDirectory(tmp_path / "saved").read("model"))
         ours.optimizer.load_sharded(tmp_path / "saved")
         result = ours.weights(), ours.remainders()
         ours.step(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import (
-    CheckpointError,
-    host_collectives,
-    make_collectives,
-    read_directory,
-    save_directory,
-    to_host,
-)
+from megastrategy._checkpoints.directories import load_optimizers, load_trainer_directory
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import CheckpointError, OpenDirectory, host_collectives, make_collectives, to_host
 from megastrategy.core.flat_shard import FlatShard
 from tests.checkpoints.test_checkpoint_memory import AllocationWatch
 from tests.support.models import images
@@ -91,7 +87,7 @@ def resume_peculiar(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1))
         optimizer = DistributedOptimizer(torch.optim.NAdam(module.parameters(), lr=0.1), model)
         if first:
-            module.load_state_dict(read_directory(path, "model"))
+            module.load_state_dict(OpenDirectory(path).read("model"))
             optimizer.load_sharded(path)
         for step in range(first, 4):
             optimizer.zero_grad()
@@ -156,6 +152,28 @@ def save_and_load_with_a_stranger(path: Path) -> None:
 
 def test_state_of_a_parameter_that_the_model_has_not_is_rank_zeros(tmp_path: Path) -> None:
     run_processes(2, save_and_load_with_a_stranger, tmp_path / "checkpoint")
+
+
+def count_opened_metadata(path: Path) -> int:
+    training = Training(make=matrices_and_rest)
+    training.train(range(2))
+    state = training.state()
+    save_directory({"model": state["model"], "optimizer_0": state["optimizer"]}, {"step": 2}, path, host_collectives())
+    opened: list[str] = []
+    names = [opened]  # emptied at the end: a hook stays as long as its process
+    sys.addaudithook(
+        lambda event, arguments: [each.append(str(arguments[0])) for each in names if event == "open"] and None
+    )
+    checkpoint = load_trainer_directory(path, training.module, True)
+    training.module.load_state_dict(checkpoint["state_dict"])
+    load_optimizers([training.optimizer], checkpoint["optimizer_states"], {})
+    names.clear()
+    return sum(name.endswith(".metadata") for name in opened)
+
+
+def test_a_load_reads_the_metadata_once(tmp_path: Path) -> None:
+    """Of the model and the optimizer together."""
+    assert run_processes(2, count_opened_metadata, tmp_path / "checkpoint") == [1, 1]
 
 
 def test_a_copy_in_host_memory_is_a_snapshot_of_everything() -> None:
@@ -226,7 +244,7 @@ def save_both_ways(synchronous: Path, asynchronous: Path) -> None:
 def test_an_asynchronous_save_is_equal_though_training_goes_on(tmp_path: Path) -> None:
     run_processes(2, save_both_ways, tmp_path / "synchronous", tmp_path / "asynchronous")
     for key in ("model", "optimizer"):
-        assert_same(*(read_directory(tmp_path / name, key) for name in ("asynchronous", "synchronous")))
+        assert_same(*(OpenDirectory(tmp_path / name).read(key) for name in ("asynchronous", "synchronous")))
 
 
 # --- what can go wrong -----------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core import CheckpointError, host_collectives, read_directory, read_weights, save_directory
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import CheckpointError, OpenDirectory, host_collectives
 from megastrategy.tools.contents import inspect_checkpoint
 from megastrategy.tools.conversion import consolidate, convert
 from megastrategy.tools.param_names import names_from
@@ -91,8 +92,8 @@ def read_all(world: World, folder: Path, writers: list[World], kinds: list[Kind]
 def check_contents(path: Path, kind: Kind) -> None:
     """The directory against what rank 0 gathered, which other tests hold against one process."""
     saved = torch.load(path / "whole.pt", weights_only=True)
-    assert_same(read_directory(path / "directory", "model"), saved["weights"])
-    optimizer = read_directory(path / "directory", "optimizer")
+    assert_same(OpenDirectory(path / "directory").read("model"), saved["weights"])
+    optimizer = OpenDirectory(path / "directory").read("optimizer")
     assert_same(optimizer.get("main_params", {}), saved["main_params"], strides=False)
     names = {
         number: name
@@ -168,7 +169,7 @@ def test_the_tool_makes_a_file_of_it_and_a_directory_of_that(folder: Path, tmp_p
     assert_same(file.get("megatron_ddp_main_params", {}).get("optimizer", {}), saved["main_params"])
     convert(read_file(tmp_path / "file"), names_from(path / "directory"), tmp_path / "again")
     for key in ("model", "optimizer"):
-        assert_same(read_directory(tmp_path / "again", key), read_directory(path / "directory", key))
+        assert_same(OpenDirectory(tmp_path / "again").read(key), OpenDirectory(path / "directory").read(key))
 
 
 def ranges_of_replicas() -> dict[str, tuple[int, int]]:
@@ -254,7 +255,7 @@ def exchange(folder: Path) -> None:
     model_state, optimizer_state = get_state_dict(theirs, other)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "ours")
     set_state_dict(theirs, other, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    saved = read_directory(folder / "ours", "optimizer")["state"]
+    saved = OpenDirectory(folder / "ours").read("optimizer")["state"]
     for name, param in theirs.named_parameters():
         assert torch.equal(whole(param), weights[name]), name
         for what, value in saved.get(name, {}).items():
@@ -299,7 +300,7 @@ def load_watched(path: Path) -> dict[str, int]:
         save_directory(state, {}, path, host_collectives())
         found["saving"] = watch.peak
     with AllocationWatch() as watch:
-        weights = read_weights(path, "model", module)
+        weights = OpenDirectory(path).read_weights("model", module)
         found["weights"] = watch.peak
     del weights
     with AllocationWatch() as watch:
@@ -357,7 +358,7 @@ def load_strange(path: Path) -> None:
             run.optimizer.load_sharded(path / name)
     with pytest.raises(CheckpointError, match=r"is not complete: it has .* and another rank had the rest"):
         inspect_checkpoint(path / "one_rank")
-    weights = read_weights(path / "weights", "model", run.module)
+    weights = OpenDirectory(path / "weights").read_weights("model", run.module)
     assert weights["up.weight"].shape == (43, 3)
     with pytest.raises(RuntimeError, match=r"norm\.bias"):
         run.module.load_state_dict({name: value for name, value in weights.items() if name != "up.weight"})

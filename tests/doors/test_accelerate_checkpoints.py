@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megastrategy.accelerate.checkpoint import DIRECTORY, MAIN_PARAMS_FILE
-from megastrategy.core import read_directory
+from megastrategy.core import OpenDirectory
 
 from ..support.comparison import assert_equal
 from .accelerate_loops import Run, Worlds, adamw, groups, make_accelerator, sgd, state_of, weights_of
@@ -241,7 +241,7 @@ def test_a_directory_has_the_main_processs_module_buffers(worlds: Worlds, tmp_pa
     """And not, tensor by tensor, those of whichever rank had less to write."""
     first, second = worlds.run(save_statistics, tmp_path / "saved")
     assert not torch.equal(first["0.running_mean"], second["0.running_mean"])
-    saved = read_directory(tmp_path / "saved" / DIRECTORY, "model")
+    saved = OpenDirectory(tmp_path / "saved" / DIRECTORY).read("model")
     assert_equal(dict(sorted(saved.items())), first)
 
 

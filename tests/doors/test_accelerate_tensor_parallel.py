@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megastrategy.core import read_directory
+from megastrategy.core import OpenDirectory
 from megastrategy.errors import CheckpointError
 from megastrategy.tools.conversion import consolidate
 from tests.support.comparison import message
@@ -139,7 +139,7 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     name = "tp_size=2 dp_shard_size=2"
     directory = tmp_path / "parts" / name / "megatron_ddp"
     assert num_chunks(directory, "model.embed.weight") == 2, "each tensor rank writes its part"
-    weights = read_directory(directory, "model")
+    weights = OpenDirectory(directory).read("model")
     assert torch.equal(weights["head.weight"], weights["embed.weight"]) == tied
     assert_close({key: weights[key] for key in alone["weights"]}, alone["weights"], "weights")
     consolidate(directory, tmp_path / "one file")

@@ -13,13 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core import (
-    EXTRA_FILE,
-    RemoteDirectory,
-    is_directory_checkpoint,
-    read_directory,
-    read_remote_extra,
-)
+from megastrategy.core import EXTRA_FILE, OpenDirectory, RemoteDirectory, is_directory_checkpoint, read_remote_extra
 from megastrategy.core.collectives import process_groups
 from tests.support.object_store import PROTOCOL
 
@@ -73,8 +67,8 @@ def assert_all_files_are_whole(folder: Path) -> None:
     """Every byte is read, and its checksum compared."""
     for path in folder.glob("*.ckpt"):
         if path.is_dir():
-            assert read_directory(path, "model")
-            assert read_directory(path, "optimizer_0")
+            assert OpenDirectory(path).read("model")
+            assert OpenDirectory(path).read("optimizer_0")
             assert torch.load(path / EXTRA_FILE, weights_only=True)
         else:
             torch.load(path, weights_only=True)
@@ -86,8 +80,8 @@ def assert_all_in_store_are_whole(url: str) -> None:
     names = store.file_system().ls(url, detail=False) if store.kind() == "directory" else []
     for place in (RemoteDirectory(store.object(name.rsplit("/", 1)[-1])) for name in names):
         if is_directory_checkpoint(place):
-            assert read_directory(place, "model")
-            assert read_directory(place, "optimizer_0")
+            assert OpenDirectory(place).read("model")
+            assert OpenDirectory(place).read("optimizer_0")
             assert read_remote_extra(place, True)
 
 

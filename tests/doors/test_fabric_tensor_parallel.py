@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from megastrategy.core import read_directory
+from megastrategy.core import OpenDirectory
 from megastrategy.errors import CheckpointError
 from megastrategy.fabric import MegatronDDPStrategy
 from megastrategy.tools.conversion import consolidate
@@ -116,7 +116,7 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     directory = tmp_path / "parts" / "4 ranks, 1 epochs"
     assert num_chunks(directory, "model.embed.weight") == 2, "each tensor rank writes its part"
     expected = read(tmp_path / "1 ranks, 1 epochs")
-    assert_close(read_directory(directory, "model"), dict(expected["model"]), "weights")
+    assert_close(OpenDirectory(directory).read("model"), dict(expected["model"]), "weights")
     consolidate(directory, tmp_path / "one file")
     assert_close(read(tmp_path / "one file")["optimizer"], expected["optimizer"], "optimizer")
     # one process goes on from the file, and so do the mesh and one process from the directory
@@ -125,7 +125,7 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     one_rank.run(train_in_one_process, parts, str(directory))
     expected = read(tmp_path / "1 ranks, 2 epochs")
     for name in ("4 ranks, 2 epochs", "1 ranks, 2 epochs"):
-        assert_close(read_directory(tmp_path / "parts" / name, "model"), dict(expected["model"]), name)
+        assert_close(OpenDirectory(tmp_path / "parts" / name).read("model"), dict(expected["model"]), name)
     for own in mesh.run(load_in_bf16, str(directory)):
         assert own == "the fp32 weights"
 
@@ -158,7 +158,7 @@ def load_in_bf16(directory: str) -> str:
     optimizer = fabric.setup_optimizers(adamw(model.parameters()))
     fabric.load(directory, {"model": model, "optimizer": optimizer})
     main_params = optimizer.main_params()
-    saved = read_directory(Path(directory), "model")
+    saved = OpenDirectory(Path(directory)).read("model")
     rounded = {name: whole(param) for name, param in module.named_parameters()}
     for name, value in saved.items():
         assert torch.equal(rounded[name], value.bfloat16()), name

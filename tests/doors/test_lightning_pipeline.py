@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import MegatronDDPStrategy, Pipeline
-from megastrategy.core import read_directory
+from megastrategy.core import OpenDirectory
 from tests.support.pipelines import SAMPLES, SEQUENCE, VOCAB, Case, loss_of, make_layers
 from tests.support.tensor_parallel import adamw
 
@@ -141,7 +141,7 @@ def test_stages_whose_layers_are_cut_resume_from_a_directory_and_from_a_file(
     first = mesh.run(fit_on_tensor_ranks, folder, 1, None, "sharded")
     written = tmp_path / "4 devices, 1 epochs.ckpt"
     assert written.is_dir()
-    assert_close(read_directory(written, "model"), expected[1]["state_dict"], "a directory")
+    assert_close(OpenDirectory(written).read("model"), expected[1]["state_dict"], "a directory")
     second = mesh.run(fit_on_tensor_ranks, folder, 2, str(written), "full")
     for before, after in zip(first, second, strict=True):
         assert before["losses"] + after["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from megastrategy import MegatronDDPStrategy
-from megastrategy.core import read_directory
+from megastrategy.core import OpenDirectory
 from megastrategy.errors import CheckpointError
 from megastrategy.tools.conversion import consolidate
 from tests.support.sharded_training import assert_same
@@ -160,7 +160,7 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
     assert num_chunks(directory, "model.model.embed.weight") == 2, "each tensor rank writes its part"
     expected = read(tmp_path / "1 devices, 1 epochs.ckpt")
-    assert_close(read_directory(directory, "model"), dict(expected["state_dict"]), "weights")
+    assert_close(OpenDirectory(directory).read("model"), dict(expected["state_dict"]), "weights")
     # the tool makes the file of it that "ddp" would have written
     consolidate(directory, tmp_path / "one file.ckpt")
     file = read(tmp_path / "one file.ckpt")
@@ -171,10 +171,10 @@ def test_a_directory_is_what_one_process_saves_and_each_resumes_from_it(
     one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt")
     expected = read(tmp_path / "1 devices, 2 epochs.ckpt")
     mesh.run(fit_on_mesh, parts, 2, str(directory), state_dict_type="sharded")
-    resumed = read_directory(tmp_path / "parts" / "4 devices, 2 epochs.ckpt", "model")
+    resumed = OpenDirectory(tmp_path / "parts" / "4 devices, 2 epochs.ckpt").read("model")
     assert_close(resumed, dict(expected["state_dict"]), "on the mesh")
     one_rank.run(fit_in_one_process, parts, 2, str(directory))
-    resumed = read_directory(tmp_path / "parts" / "1 devices, 2 epochs.ckpt", "model")
+    resumed = OpenDirectory(tmp_path / "parts" / "1 devices, 2 epochs.ckpt").read("model")
     assert_close(resumed, dict(expected["state_dict"]), "in one process")
     one_rank.run(fit_in_one_process, parts, 1, None)
     mesh.run(fit_on_mesh, folder, 2, f"{parts}/1 devices, 1 epochs.ckpt")
@@ -203,7 +203,7 @@ def test_what_is_saved_in_the_background_is_what_is_saved_at_once(mesh: Ranks, t
     names = [path.name for path in (tmp_path / "at once").iterdir() if path.name.isdigit()]
     assert len(names) > 2
     for name, key in itertools.product(names, ("model", "optimizer_0")):
-        one, other = (read_directory(tmp_path / way / name, key) for way in ("at once", "in the background"))
+        one, other = (OpenDirectory(tmp_path / way / name).read(key) for way in ("at once", "in the background"))
         assert_same(other, one, name)
 
 
@@ -258,10 +258,10 @@ def test_a_run_of_model_parallel_strategy_goes_on_here(mesh: Ranks, tmp_path: Pa
     losses = mesh.run(fit_by_either, ours, True, 2, first)
     for own, other in zip(losses, expected, strict=True):
         assert own == pytest.approx(other, rel=1e-5)
-    assert_close(read_directory(Path(ours), "model"), read_directory(Path(theirs), "state_dict"))
-    assert_close(read_directory(Path(ours), "optimizer_0"), read_directory(Path(theirs), "optimizer_0"))
+    assert_close(OpenDirectory(Path(ours)).read("model"), OpenDirectory(Path(theirs)).read("state_dict"))
+    assert_close(OpenDirectory(Path(ours)).read("optimizer_0"), OpenDirectory(Path(theirs)).read("optimizer_0"))
     consolidate(Path(theirs), tmp_path / "one file")
-    assert_close(dict(read(tmp_path / "one file")["state_dict"]), read_directory(Path(theirs), "state_dict"))
+    assert_close(dict(read(tmp_path / "one file")["state_dict"]), OpenDirectory(Path(theirs)).read("state_dict"))
 
 
 class OtherWidth(LitModel):

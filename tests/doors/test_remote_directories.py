@@ -13,9 +13,9 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from megastrategy import SaveOnStop
 from megastrategy.core import (
     CheckpointError,
+    OpenDirectory,
     RemoteDirectory,
     is_directory_checkpoint,
-    read_directory,
     read_remote_extra,
 )
 
@@ -73,7 +73,7 @@ def test_it_is_a_local_directory_in_all_but_names_also_in_the_background(
     for step in (3, 6, 9, 12):
         near, far = tmp_path / "near" / f"step={step}.ckpt", RemoteDirectory(f"{url}/step={step}.ckpt")
         for key in ("model", "optimizer_0"):
-            assert_same_value(read_directory(far, key), read_directory(near, key), f"step {step}, {key}")
+            assert_same_value(OpenDirectory(far).read(key), OpenDirectory(near).read(key), f"step {step}, {key}")
         extras = [read_remote_extra(far, True), torch.load(near / "meta.pt", weights_only=True)]
         for extra in extras:
             del extra["callbacks"]  # ModelCheckpoint's paths, which differ
@@ -81,7 +81,7 @@ def test_it_is_a_local_directory_in_all_but_names_also_in_the_background(
     copy_to_disk(far.url, tmp_path / "copied")
     whole = torch.load(consolidate(tmp_path / "copied", tmp_path / "whole.ckpt"), weights_only=True)
     assert whole["global_step"] == 12
-    assert_same_value(whole["state_dict"], read_directory(far, "model"), "consolidated")
+    assert_same_value(whole["state_dict"], OpenDirectory(far).read("model"), "consolidated")
 
 
 def complete_far_away(url: str) -> int:

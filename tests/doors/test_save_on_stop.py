@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from megastrategy import SaveOnStop
-from megastrategy.core import read_directory
+from megastrategy.core import OpenDirectory
 
 from .fits import fit
 from .rank_processes import Ranks
@@ -102,7 +102,7 @@ def test_ctrl_c_while_a_directory_is_saved_saves_here_too(
     # Rank 0 may have completed the other one before it knew.
     assert {"stopped.ckpt"} <= {child.name for child in tmp_path.iterdir()} <= {"stopped.ckpt", "other.ckpt"}
     assert torch.load(tmp_path / "stopped.ckpt" / "meta.pt", weights_only=False)["global_step"] == 4
-    assert read_directory(tmp_path / "stopped.ckpt", "optimizer_0")
+    assert OpenDirectory(tmp_path / "stopped.ckpt").read("optimizer_0")
 
 
 def stop_in_a_save(folder: Path, interrupted: tuple[int, ...]) -> str:

@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from megastrategy import MegatronDDPStrategy
 from megastrategy._checkpoints import directories
 from megastrategy._checkpoints.directories import remove_directory
-from megastrategy.core import CheckpointError, is_directory_checkpoint, read_directory
+from megastrategy.core import CheckpointError, OpenDirectory, is_directory_checkpoint
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 
 from ..support.patience import HANG_S
@@ -94,7 +94,7 @@ def test_an_asynchronous_directory_is_equal_to_the_synchronous_one(ranks: Ranks,
     assert names == {f"step={step}.ckpt" for step in (3, 6, 9, 12)} == folder_of(tmp_path / "async")
     for name in names:
         for key in ("model", "optimizer_0"):
-            saved = [read_directory(tmp_path / kind / name, key) for kind in ("async", "sync")]
+            saved = [OpenDirectory(tmp_path / kind / name).read(key) for kind in ("async", "sync")]
             assert_same_value(*saved, f"{name} {key}")
         extra = [torch.load(tmp_path / kind / name / "meta.pt", weights_only=True) for kind in ("async", "sync")]
         for one in extra:
@@ -310,7 +310,7 @@ def test_state_that_is_not_element_wise_resumes_with_all_reduce(ranks: Ranks, tm
 def test_buffers_are_those_of_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     """BatchNorm's statistics differ by rank within a step; the parts of a directory must not come from several."""
     weights = ranks.run(fit_and_save_own, tmp_path / "last.ckpt")
-    saved = read_directory(tmp_path / "last.ckpt", "model")
+    saved = OpenDirectory(tmp_path / "last.ckpt").read("model")
     assert not torch.equal(weights[0]["norm.running_var"], weights[1]["norm.running_var"])
     for name, value in weights[0].items():
         assert torch.equal(saved[name], value), name

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer, GradScaler
 from megastrategy._checkpoints.directories import written_by
-from megastrategy.core import read_directory, save_directory
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory
 from megastrategy.core.collectives import make_collectives
 
 from ..support import optimizers
@@ -292,7 +293,7 @@ class Ours(Player):
 
     def load_directory(self, path: Path, saved: Saved) -> None:
         with _reading:
-            self.model.load_state_dict(read_directory(path, "model"))
+            self.model.load_state_dict(OpenDirectory(path).read("model"))
             apply = self.optimizer.read_sharded(path)
         apply()
         self.scaler.load_state_dict(saved.scaler)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core import read_directory, save_directory, to_host
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.layout_build import build_layout
 from megastrategy.core.rebucketing.relayout import relayout
 from megastrategy.data import ResumableSampler
@@ -62,7 +63,7 @@ def test_nothing_of_the_hosts_is_made_on_it(options: dict[str, Any], tmp_path: P
             numbers = range(len(engine.params))
             assert relayout(engine, build_layout(engine.layout.params, ours.model.config, 2, numbers))
             ours.load(file)
-            ours.module.load_state_dict(read_directory(tmp_path / "saved", "model"))
+            ours.module.load_state_dict(OpenDirectory(tmp_path / "saved").read("model"))
             ours.optimizer.load_sharded(tmp_path / "saved")
             ours.train(range(2, 3))
             assert_same_file(ours.file(), uncut)

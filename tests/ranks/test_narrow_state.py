@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import kept_state, read_directory, save_directory, to_host
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, kept_state, to_host
 from megastrategy.core.errors import OptimizerNotShardableError
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, momentum, plain_momentum, trained
@@ -154,7 +155,7 @@ def test_directories_go_on_on_other_ranks_with_other_options(
     def read(rank: int, group: ProcessGroup) -> Any:
         ours = Ours(group, adam, dtype, **later)
         ours.train(range(50, 51))
-        ours.module.load_state_dict(read_directory(tmp_path / "saved", "model"))
+        ours.module.load_state_dict(OpenDirectory(tmp_path / "saved").read("model"))
         ours.optimizer.load_sharded(tmp_path / "saved")
         kept = {
             value.dtype

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import kept_state, offload, read_directory, save_directory, to_host
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, kept_state, offload, to_host
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.layout import ParamSpec
@@ -72,7 +73,7 @@ def test_state_is_on_the_host_whatever_happens_to_it(way: dict[str, Any], tmp_pa
             check("moved")
             ours.train(range(3, 4))
             check("stepped after a move")
-            ours.module.load_state_dict(read_directory(tmp_path / "saved", "model"))
+            ours.module.load_state_dict(OpenDirectory(tmp_path / "saved").read("model"))
             ours.optimizer.load_sharded(tmp_path / "saved")
             check("loaded from a directory")
             assert_same_file(ours.file(), file)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import make_collectives, read_directory, save_directory
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, make_collectives
 from megastrategy.errors import OptimizerNotShardableError
 from tests.support.gradients import batch
 from tests.support.models import two_layers
@@ -194,7 +195,7 @@ def resume_from_directory(folder: str, sharded: bool) -> None:
             state = {"model": ours.module.state_dict(), "optimizer": ours.optimizer.sharded_state_dict()}
             save_directory(state, {}, path, collectives)
             resumed = Ours(KINDS["Adagrad"], dtype, sharded, first=saved_at - 1, collectives=collectives)
-            resumed.module.load_state_dict(read_directory(path, "model"))
+            resumed.module.load_state_dict(OpenDirectory(path).read("model"))
             resumed.optimizer.load_sharded(path)
             for each in (ours, resumed):
                 each.train(range(saved_at, NUM_STEPS))

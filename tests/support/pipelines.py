@@ -22,7 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import host_collectives, names_elsewhere, read_weights, save_directory
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import OpenDirectory, host_collectives, names_elsewhere
 from megastrategy.pipeline import Pipeline, load_whole_state_dict, whole_state_dict
 
 from .tensor_parallel import adamw, whole
@@ -186,7 +187,7 @@ class Trainee:
         save_directory(state, {}, path, host_collectives())
 
     def load_directory(self, path: Path) -> None:
-        self.net.load_state_dict(read_weights(path, "model", self.net, names_elsewhere(self.net)))
+        self.net.load_state_dict(OpenDirectory(path).read_weights("model", self.net, names_elsewhere(self.net)))
         self.optimizer.load_sharded(path)
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import Collectives, host_collectives, read_directory, save_directory, to_host
+from megastrategy._checkpoints.directory_writer import save_directory
+from megastrategy.core import Collectives, OpenDirectory, host_collectives, to_host
 from tests.support.models import AwkwardModel, awkward_model, images
 from tests.support.optimizers import LambWithMoments, MatricesAndRest, Shampoo
 
@@ -72,7 +73,7 @@ class Training:
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.sharded_state_dict()}
 
     def load(self, path: Path) -> None:
-        self.module.load_state_dict(read_directory(path, "model"))
+        self.module.load_state_dict(OpenDirectory(path).read("model"))
         self.optimizer.load_sharded(path)
 
     def whole(self) -> dict[str, Any]:

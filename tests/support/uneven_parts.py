@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import read_weights, to_host
+from megastrategy.core import OpenDirectory, to_host
 
 from .engines import ENGINES
 from .tensor_parallel import Mode, whole
@@ -146,7 +146,7 @@ class Run:
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.sharded_state_dict()}
 
     def load(self, path: Path) -> None:
-        self.module.load_state_dict(read_weights(path, "model", self.module))
+        self.module.load_state_dict(OpenDirectory(path).read_weights("model", self.module))
         self.optimizer.load_sharded(path)
 
     def weights(self) -> dict[str, Tensor]:

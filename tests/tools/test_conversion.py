@@ -19,7 +19,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from megastrategy._lightning.trainer_strategy import MAIN_PARAMS_KEY
-from megastrategy.core import CheckpointError, directory_keys, read_directory
+from megastrategy.core import CheckpointError, OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 from megastrategy.tools import parts
 from megastrategy.tools.conversion import consolidate, convert, default_file
@@ -50,9 +50,9 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def assert_same_directories(actual: Path, expected: Path) -> None:
-    assert directory_keys(actual) == directory_keys(expected)
-    for key in directory_keys(expected):
-        assert_same_value(read_directory(actual, key), read_directory(expected, key), key)
+    assert OpenDirectory(actual).keys == OpenDirectory(expected).keys
+    for key in OpenDirectory(expected).keys:
+        assert_same_value(OpenDirectory(actual).read(key), OpenDirectory(expected).read(key), key)
     extra = [load(path / "meta.pt") for path in (actual, expected)]
     assert_same_value(*extra, "meta.pt")
 
@@ -322,7 +322,7 @@ def test_names_that_are_in_the_file_are_used(tmp_path: Path, writer: str) -> Non
     torch.save({"model": net.state_dict(), "optimizer": state}, tmp_path / "file")
     whole = read_file(tmp_path / "file")
     convert(whole, names_in_file(whole), tmp_path / "directory")
-    saved = read_directory(tmp_path / "directory", "optimizer")["state"]
+    saved = OpenDirectory(tmp_path / "directory").read("optimizer")["state"]
     for name, param in net.named_parameters():
         assert torch.equal(saved[name]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
 

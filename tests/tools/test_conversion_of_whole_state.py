@@ -11,7 +11,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from megastrategy.core import CheckpointError, read_directory
+from megastrategy.core import CheckpointError, OpenDirectory
 from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 from megastrategy.tools.conversion import consolidate, convert
 from megastrategy.tools.param_names import names_from
@@ -97,7 +97,7 @@ def test_names_are_checked_by_the_state_that_is_element_wise(tmp_path: Path) -> 
         convert(read_file(tmp_path / "file"), wrong, tmp_path / "directory")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     convert(read_file(tmp_path / "file"), {"optimizer": [right]}, tmp_path / "directory")
-    saved = read_directory(tmp_path / "directory", "optimizer")["state"]
+    saved = OpenDirectory(tmp_path / "directory").read("optimizer")["state"]
     for number, name in enumerate(right):
         for key, value in state[number].items():
             assert not isinstance(value, Tensor) or torch.equal(saved[name][key], value), (name, key)
@@ -120,4 +120,4 @@ def test_one_shape_that_is_right_does_not_make_state_element_wise(tmp_path: Path
     optimizer.step()
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file")
     convert(read_file(tmp_path / "file"), {"optimizer": [["weight", "bias"]]}, tmp_path / "directory")
-    assert read_directory(tmp_path / "directory", "optimizer")["state"]["bias"]["outer"].shape == (4, 4)
+    assert OpenDirectory(tmp_path / "directory").read("optimizer")["state"]["bias"]["outer"].shape == (4, 4)

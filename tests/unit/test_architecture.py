@@ -51,7 +51,15 @@ MAY_IMPORT = {
     "accelerate": {"core", "_faults", "_checkpoints", "_prepared_models", "_whole_optimizers", "_versions", "data"},
     "launch": {"accelerate"},
     "__main__": {"tools"},
-    "tools": {"core", "_verdicts", "_checkpoints.files", "accelerate.launch_config", "__version__"},
+    "tools": {
+        "core",
+        "_verdicts",
+        "_checkpoints.files",
+        "_checkpoints.not_tensors",
+        "_checkpoints.paths",
+        "accelerate.launch_config",
+        "__version__",
+    },
     "__init__": {"core", "lightning", "_param_groups", "_versions", "pipeline", "tools.plan.partitions"},
 }
 

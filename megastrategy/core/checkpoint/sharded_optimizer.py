@@ -25,10 +25,10 @@ from ..local_parts import CutParam
 from ..param_shard import ParamShard
 from ..shard_state import REMAINDER, as_saved, groups_as_saved, per_element_keys, saved_name
 from ..trials.elementwise import is_per_element
+from .open_directory import OpenDirectory
 from .remote_directory import Directory
-from .sharded_state import read_directory, read_metadata
 
-if TYPE_CHECKING:  # see sharded_state
+if TYPE_CHECKING:  # see open_directory
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
@@ -117,7 +117,7 @@ def _sizes_of_state(metadata: Any, key: str) -> dict[int, dict[str, Tensor]]:
 
 
 def read_optimizer(
-    path: Directory,
+    directory: OpenDirectory,
     key: str,
     names: Iterable[str],
     shards: Mapping[int, ParamShard],
@@ -132,7 +132,7 @@ def read_optimizer(
     :class:`FlatShard`, all else in its shape.
 
     Args:
-        path, key: of the directory, and of the optimizer in it.
+        directory, key: the directory, and the key of the optimizer in it.
         names: of the optimizer's parameters.
         shards, layout, known: as for :func:`sharded_state_dict`.
         whole: parameters that are not divided among data-parallel ranks: each has one owner.
@@ -143,11 +143,11 @@ def read_optimizer(
     Raises:
         CheckpointError: if the directory cannot be read, or a parameter in it is not in ``names``, or of another shape.
     """
-    per_element = per_element_keys(_sizes_of_state(read_metadata(path), key), known)
+    per_element = per_element_keys(_sizes_of_state(directory.metadata, key), known)
     divided = set(followed.values()).difference(whole) if layout.num_shards > 1 else set[int]()
     present = {*names, *followed}
     targets = _Targets(
-        path,
+        directory.path,
         layout,
         shards,
         present,
@@ -158,7 +158,7 @@ def read_optimizer(
         set(whole),
         cut,
     )
-    saved = read_directory(path, key, targets)
+    saved = directory.read(key, targets)
     if "state" in saved:
         saved["state"] = {
             name: {what: targets.shaped(name, value) for what, value in values.items()}

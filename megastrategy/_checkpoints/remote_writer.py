@@ -1,34 +1,24 @@
-"""Writes and reads directories in object stores with torch.distributed.checkpoint; see remote_directory's
+"""Writes directories in object stores with torch.distributed.checkpoint; see remote_directory's
 [Note: complete without a rename].
 
-Importing it takes half a second, which only those pay who save or load such directories.
+Importing it takes half a second, which only those pay who save such directories.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
-import os
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from .completeness import describe_missing_part
-from .remote_directory import EXTRA_FILE, MARKER, RemoteDirectory, extra_name, own_prefix
-
-# torch reads each tensor's end before its beginning, and most tensors are small: what it asks for would be a request or
-# two for each of them.
-_BLOCK_BYTES = 8 * 2**20
-_MAX_BLOCKS = 8  # in memory at once
+from ..core import EXTRA_FILE, MARKER, RemoteDirectory, describe_missing_part, extra_name, own_prefix
 
 
 class RemoteWriter(FsspecWriter):
@@ -107,30 +97,3 @@ class RemoteWriter(FsspecWriter):
         if old is not None and directory.size(extra_name(old)) is None:
             directory.copy(EXTRA_FILE, extra_name(old))
         directory.file_system().rm_file(directory.object(EXTRA_FILE))
-
-
-class RemoteReader(FsspecReader):
-    """Reads a directory in few requests."""
-
-    def __init__(self, directory: RemoteDirectory) -> None:
-        super().__init__(directory.url)
-        in_blocks = _InBlocks()
-        in_blocks.fs = directory.file_system()
-        self.fs = in_blocks  # type: ignore[assignment]  # as in torch
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads in the order of the bytes, whatever order the values are asked for in."""
-        items = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
-        return super().read_data(dataclasses.replace(plan, items=items), planner)
-
-
-class _InBlocks(FileSystem):
-    """Opens files that are read block by block, which stay for what is read next."""
-
-    fs: Any
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        options = {"cache_type": "blockcache", "cache_options": {"maxblocks": _MAX_BLOCKS}}
-        with self.fs.open(os.fspath(path), mode, block_size=_BLOCK_BYTES, **options) as stream:
-            yield stream

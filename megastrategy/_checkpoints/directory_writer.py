@@ -1,0 +1,238 @@
+"""Writes checkpoints that are directories: every rank its part, with torch.distributed.checkpoint.
+
+Every tensor in the directory is whole for whoever reads it: on another number of ranks, under FSDP, or with a
+consolidation tool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core import EXTRA_FILE, CheckpointError, Collectives, Directory, RemoteDirectory
+from .held_signals import HeldSignals
+from .paths import check_replaceable, reason_of, remove_path, removed_name, replace_path, sync_directory
+
+if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save directories
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlanner
+    from torch.distributed.checkpoint.storage import StorageWriter
+
+
+def save_directory(
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    path: Directory,
+    collectives: Collectives,
+    *,
+    is_apart: bool = False,
+) -> None:
+    """Writes every rank's part of ``state`` and rank 0's ``extra`` into a directory, which is complete or not there.
+
+    On a disk it is made beside ``path``, as ``.NAME.incomplete``, and moved into place when everything is there; for
+    others see remote_directory's [Note: complete without a rename]. What was at ``path`` before is there until then.
+
+    Args:
+        state: nested dictionaries of tensors, :class:`FlatShard` and plain values; the same structure on all ranks
+            but for parts that a rank does not have. Of what several ranks have it does not matter who writes it.
+        extra: plain types and tensors, saved by rank 0.
+        path: of the directory; the same on all ranks, on a file system that all share.
+        collectives: over the ranks, on a gloo group that torch.distributed knows and nobody else uses meanwhile.
+        is_apart: ``path`` is another one on each rank, on a disk, which has this rank's files alone. The union of all
+            is the checkpoint, and somebody else makes it.
+
+    Raises:
+        CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
+        KeyboardInterrupt: on all ranks after Ctrl-C on any of them, as every exception that is no Exception.
+    """
+    with HeldSignals() as held:
+        if isinstance(path, RemoteDirectory):
+            _save_remotely(state, extra, path, collectives, held)
+        else:
+            _save_on_disk(state, extra, path, collectives, held, is_apart)
+
+
+def _save_on_disk(
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    path: Path,
+    collectives: Collectives,
+    held: HeldSignals,
+    is_apart: bool,
+) -> None:
+    staged = path.with_name(f".{path.name}.incomplete")
+    is_rank_zero = collectives.rank == 0
+    makes_directory = is_rank_zero or is_apart
+    with _failing_together(path, collectives):
+        held.deliver()
+        if makes_directory:
+            check_replaceable(path)
+            remove_path(staged)
+            remove_path(removed_name(path))
+            staged.mkdir(parents=True)
+    try:
+        _write(state, _disk_writer(staged), path, collectives, held)
+    except BaseException:
+        if makes_directory:
+            # Its first error is the one to report; the next save of that name removes the rest.
+            with contextlib.suppress(OSError):
+                remove_path(staged)
+        raise
+    with _failing_together(path, collectives):
+        if not makes_directory:
+            held.deliver()
+        else:
+            try:
+                held.deliver()
+                if is_rank_zero:
+                    _write_extra(staged / EXTRA_FILE, extra)
+                replace_path(staged, path)
+                # And the rename itself, without which the old one may be back.
+                sync_directory(path.parent)
+            # Ctrl-C too: gigabytes that nobody will look for.
+            except BaseException:
+                remove_path(staged)
+                raise
+
+
+def _save_remotely(
+    state: dict[str, Any],
+    extra: dict[str, Any],
+    directory: RemoteDirectory,
+    collectives: Collectives,
+    held: HeldSignals,
+) -> None:
+    from .remote_writer import RemoteWriter
+
+    is_rank_zero = collectives.rank == 0
+    with _failing_together(directory, collectives):
+        held.deliver()
+        if is_rank_zero:
+            directory.prepare()
+        writer = RemoteWriter(directory, extra)
+    try:
+        _write(state, writer, directory, collectives, held)
+    except BaseException as error:
+        if is_rank_zero and not writer.may_be_complete:
+            try:
+                directory.tidy()
+            # Whatever the client of a store raises that is not well: its first error is the one to tell.
+            except Exception as second:  # noqa: BLE001
+                error.add_note(f"what was written of it is still in {directory}, of no use: {second!r}")
+        raise
+    if is_rank_zero:
+        try:
+            directory.tidy()
+        # The checkpoint is complete, and no training shall end for what takes space in vain until the next save.
+        except Exception:
+            logging.getLogger("megastrategy").warning(
+                "%s is complete; what it replaces was not all removed", directory, exc_info=True
+            )
+
+
+def _write(
+    state: dict[str, Any],
+    writer: StorageWriter,
+    path: Directory,
+    collectives: Collectives,
+    held: HeldSignals,
+) -> None:
+    """Has torch write every rank's part. Collective.
+
+    Raises:
+        CheckpointError: on all ranks if any of them could not; Ctrl-C as in :func:`save_directory`.
+    """
+    from torch.distributed.checkpoint import api, state_dict_saver
+
+    try:
+        state_dict_saver.save(
+            state, storage_writer=writer, planner=_planner_in_order(held), process_group=collectives.group
+        )
+    # Raised on all ranks, when any failed: the saver has gathered all errors, and no rank waits.
+    except api.CheckpointException as error:
+        failures = {rank: _to_share(failure[0]) for rank, failure in error.failures.items()}
+        raise _shared_failure(path, failures) from error
+
+
+def _to_share(error: BaseException) -> str | BaseException:
+    """Returns the text of an error, which may be of any class of the user's, and Ctrl-C itself."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
+
+
+def _shared_failure(path: Directory, failures: Mapping[int, str | BaseException]) -> BaseException:
+    """Returns what all ranks raise after these failures, by rank: Ctrl-C of one rank ends all as Ctrl-C does."""
+    for rank, failure in sorted(failures.items()):
+        if isinstance(failure, BaseException):
+            failure.add_note(f"it came on rank {rank}, while all ranks saved the checkpoint {path}")
+            return failure
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+    return CheckpointError(f"the checkpoint {path} was not written: {causes}")
+
+
+def _disk_writer(path: Path) -> StorageWriter:
+    """torch's, whose errors are those of the system: other ranks get them pickled, without the chain of causes."""
+    from torch.distributed.checkpoint import filesystem
+
+    class Writer(filesystem.FileSystemWriter):
+        def write_data(self, *arguments: Any) -> Any:
+            outer = sys.exception()
+            try:
+                return super().write_data(*arguments)
+            except Exception as error:
+                raise reason_of(error, outer) from error
+
+    return Writer(path)
+
+
+def _planner_in_order(held: HeldSignals) -> SavePlanner:
+    """torch's, whose directory lists names in the order of the ranks that have them, each as its rank does: who makes
+    one file of it gets what one process would have saved. torch's own begins with the last rank's, which lack what the
+    first one alone writes."""
+    from torch.distributed.checkpoint import default_planner
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+    class Planner(default_planner.DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            plans, metadata = super().create_global_plan(all_plans)
+            in_order: dict[str, Any] = {}
+            for plan in all_plans:
+                in_order |= {name: place for name, place in plan.planner_data.items() if name not in in_order}
+            self.metadata = dataclasses.replace(metadata, planner_data=in_order)
+            return plans, self.metadata
+
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            held.deliver()
+            return super().resolve_data(write_item)
+
+    return Planner()
+
+
+def _write_extra(path: Path, extra: dict[str, Any]) -> None:
+    with path.open("wb") as file:
+        torch.save(extra, file)
+        file.flush()
+        # Before the rename: after a power cut a name may be on the disk without the data that it stands for.
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _failing_together(path: Directory, collectives: Collectives) -> Iterator[None]:
+    """If the block fails on any rank, all ranks raise, and none waits for it. Collective."""
+    outer = sys.exception()
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:  # noqa: BLE001 - of the system, of a user's value that cannot be pickled, Ctrl-C
+        failure = reason_of(error, outer)
+    # After an error of the system too, so that ranks on which nothing went wrong learn of the others'.
+    gathered = collectives.all_gather_objects(_to_share(failure) if failure else None)
+    if failures := {rank: each for rank, each in enumerate(gathered) if each is not None}:
+        raise _shared_failure(path, failures) from failure

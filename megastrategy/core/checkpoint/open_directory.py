@@ -1,0 +1,179 @@
+"""Reads checkpoints that are directories, into which every rank wrote its part with torch.distributed.checkpoint.
+
+Every tensor in the directory is whole for whoever reads it: on another number of ranks, under FSDP, or with a
+consolidation tool. What an optimizer has in it is in :mod:`.sharded_optimizer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..local_parts import dtensors_of, empty_like_part
+from .completeness import describe_hole, describe_missing_part
+from .remote_directory import MARKER, Directory, RemoteDirectory, directory_at
+
+if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+    from torch.distributed.checkpoint.storage import StorageReader
+
+
+def is_directory_checkpoint(path: Directory) -> bool:
+    """Whether a strategy of this package, FSDP or another user of torch.distributed.checkpoint wrote it."""
+    if isinstance(path, RemoteDirectory):
+        return path.size(MARKER) is not None
+    return (path / MARKER).is_file()
+
+
+def open_directory(path: str | Path | RemoteDirectory | OpenDirectory) -> OpenDirectory:
+    """Returns the directory at a path or URL; one that is open already as it is."""
+    return path if isinstance(path, OpenDirectory) else OpenDirectory(directory_at(path))
+
+
+class OpenDirectory:
+    """A checkpoint directory that is being read. Its metadata is loaded, and compared with its files, once.
+
+    Attributes:
+        path: the place of the directory.
+    """
+
+    def __init__(self, path: Directory) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @functools.cached_property
+    def metadata(self) -> Metadata:
+        """The description of the contents by torch.distributed.checkpoint; all files and tensors in it are complete.
+
+        Raises:
+            CheckpointError: if it is no complete checkpoint.
+        """
+        try:
+            metadata = self._reader().read_metadata()
+            missing = describe_missing_part(metadata.storage_data.values(), self._sizes())
+        # Whatever a broken pickle raises, down to AttributeError and EOFError, and a store's client.
+        except Exception as error:
+            raise CheckpointError(
+                f"{self} is no complete directory of torch.distributed.checkpoint: {error!r}"
+            ) from error
+        if missing:
+            raise CheckpointError(f"{self} is not complete: {missing}. Resume from another checkpoint")
+        if hole := describe_hole(metadata):
+            raise CheckpointError(f"{self} is not complete: {hole}")
+        return metadata
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of the outermost dictionary.
+
+        Raises:
+            CheckpointError: if it is no complete checkpoint.
+        """
+        return {str(place[0]) for place in (self.metadata.planner_data or {}).values()}
+
+    def read(
+        self,
+        key: str,
+        make: Callable[[tuple[Any, ...], TensorStorageMetadata], Tensor | None] | None = None,
+    ) -> dict[str, Any]:
+        """Reads what is under ``key``, nested as it was saved. Not collective: each rank reads what it asks for.
+
+        Args:
+            key: of the outermost dictionary.
+            make: the tensor to read into, from its place (keys, outermost first) and what the file says of it; a
+                :class:`FlatShard` reads no more than its part, None nothing. By default a whole tensor in host memory.
+
+        Raises:
+            CheckpointError: if the directory is not complete, or cannot be read.
+        """
+        from torch.distributed.checkpoint import api, state_dict_loader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        metadata = self.metadata
+        places = {name: place for name, place in (metadata.planner_data or {}).items() if str(place[0]) == key}
+        targets: dict[str, Any] = {}
+        for name, place in places.items():
+            saved = metadata.state_dict_metadata[name]
+            # A plain value needs no target: the reader puts it here.
+            if not isinstance(saved, TensorStorageMetadata):
+                targets[name] = None
+                continue
+            target = make(place, saved) if make else torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            if target is not None:
+                targets[name] = target
+        if targets:
+            reader = self._reader()
+            reader.read_metadata = lambda *_: metadata  # type: ignore[method-assign]  # torch loads it once more
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".*to load in a single process")  # so each rank does
+                    state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
+            except (Exception, api.CheckpointException) as error:  # the second is a BaseException
+                raise CheckpointError(f"{self} cannot be read, {key!r} in it: {error!r}") from error
+        nested: dict[str, Any] = {}
+        for name, value in targets.items():
+            _set(nested, places[name][1:], value)
+        return nested
+
+    def read_weights(self, key: str, module: nn.Module, elsewhere: Collection[str] = ()) -> dict[str, Any]:
+        """Reads the state of a module under ``key``, whole but for tensor-parallel parameters: of these a rank reads
+        its part alone, as a DTensor. Not collective.
+
+        ``elsewhere``: the names of what is not read, since other ranks have it.
+
+        Raises:
+            CheckpointError: if the directory is not complete, or cannot be read.
+        """
+        params = dtensors_of(module, each_name=True)
+
+        def make(place: tuple[Any, ...], saved: TensorStorageMetadata) -> Tensor | None:
+            if str(place[1]) in elsewhere:
+                return None
+            param = params.get(str(place[1]))
+            # One of another shape is told of by whoever loads the state, with its name.
+            if param is None or len(place) > 2 or tuple(saved.size) != tuple(param.shape):
+                return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            return empty_like_part(param, saved.properties.dtype)
+
+        return self.read(key, make)
+
+    def _reader(self) -> StorageReader:
+        if isinstance(self.path, RemoteDirectory):
+            from .remote_reader import RemoteReader
+
+            return RemoteReader(self.path)
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        return FileSystemReader(self.path)
+
+    def _sizes(self) -> Callable[[str], int | None]:
+        """Returns what tells a file's bytes by its name; None if it is not there."""
+        path = self.path
+        if isinstance(path, RemoteDirectory):
+            return path.size_of()
+        return lambda name: (path / name).stat().st_size if (path / name).is_file() else None
+
+
+def _set(nested: dict[str, Any], place: tuple[Any, ...], value: Any) -> None:
+    """Sets a value in nested dictionaries and lists, making them on the way."""
+    here: Any = nested
+    for step, following in zip(place, (*place[1:], None), strict=True):
+        # The next step of the place says what stands here: a number needs a list, a name a dictionary.
+        fresh = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(here, list):
+            # Places come in any order; a list is as long as the highest number so far.
+            here.extend([None] * (step + 1 - len(here)))
+            if following is None or here[step] is None:
+                here[step] = fresh
+        elif following is None or step not in here:
+            here[step] = fresh
+        here = here[step]
