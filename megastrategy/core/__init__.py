@@ -15,13 +15,11 @@ from .clip_grads import norms_over_owners, scale_to_norm_, total_grad_norm
 from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
 from .collectives.process_groups import private_group, subgroup
 from .config import DistributedDataParallelConfig, field_names
-from .ddp_arguments import config_from_arguments, describe_translation
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
-from .gather_whole import gather_whole
 from .grad_scaler import GradScaler, adapt_scaler
 from .host_copies import to_host
 from .layout import Bucket, BufferLayout, ParamSpec
@@ -33,8 +31,17 @@ from .rebucketing.arrival_order import better_layout_order
 from .stages import Copies, FollowsStages, StagedModule, names_elsewhere
 from .step_watchers import may_see_shards
 from .strangers import describe_unreduced
-from .torch_ddp_surface import DDP_FUNCTIONS, NOT_USED, OF_TORCHS_REDUCER, SHOWN, refuse_function
+from .torch_ddp_surface import (
+    DDP_FUNCTIONS,
+    NOT_USED,
+    OF_TORCHS_REDUCER,
+    SHOWN,
+    config_from_arguments,
+    describe_translation,
+    refuse_function,
+)
 from .trials.known_findings import KnownFindings
+from .whole_states import gather_whole
 
 __all__ = [
     "DDP_FUNCTIONS",

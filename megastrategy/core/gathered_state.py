@@ -16,11 +16,11 @@ from torch import Tensor
 from . import devices
 from .collectives import Collectives
 from .errors import CheckpointError
-from .gather_whole import gather_whole, gather_whole_everywhere
 from .host_copies import to_host
 from .layout import Bucket, BufferLayout
 from .own_parts import Described, Keys, OwnParts, agreed_keys
 from .shard_state import MAIN_PARAM, as_saved, groups_as_saved, saved_name
+from .whole_states import gather_whole, gather_whole_everywhere
 
 
 class Gather:

@@ -15,12 +15,12 @@ from . import stage_state
 from .checkpoint.tensor_ranks import join_parts
 from .collectives.roll_call import CALL_ON_EVERY_RANK
 from .errors import CheckpointError
-from .gather_whole import entries_of_rank_zero
 from .gathered_state import number_params
 from .local_parts import CutParam
 from .own_parts import MAIN_PARAMS, STATE
 from .shard_state import REMAINDER
 from .sharded_step import ShardedStep
+from .whole_states import entries_of_rank_zero
 
 _MAIN = "main_param"
 _CALL = "{} of the optimizer of a model that ranks share"

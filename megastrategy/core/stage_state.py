@@ -16,12 +16,12 @@ from torch import Tensor
 
 from .collectives import Collectives
 from .errors import CheckpointError
-from .gather_whole import gather_whole
 from .gathered_state import number_params
 from .local_parts import LocalParts
 from .shard_state import REMAINDER
 from .sharded_step import ShardedStep
 from .stages import StageParts
+from .whole_states import gather_whole
 
 _HOST = torch.device("cpu")
 _TENSOR = "tensor"

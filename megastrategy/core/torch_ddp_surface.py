@@ -1,11 +1,13 @@
-"""Answers for what scripts pass to torch DDP's constructor, and read from what it returns."""
+"""Translates torch DDP's arguments and 16-bit hooks to the configuration, and answers reads of its attributes."""
 
 from __future__ import annotations
 
+import difflib
 import functools
+import math
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import nn
@@ -13,8 +15,48 @@ from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .collectives.process_groups import world_group
-from .config import DistributedDataParallelConfig
-from .ddp_arguments import config_from_arguments
+from .config import DistributedDataParallelConfig, field_names
+
+_MODULE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_WIRE_DTYPES: Mapping[str, str | None] = {
+    "allreduce_hook": None,  # what torch DDP does without one
+    "fp16_compress_hook": "fp16",
+    "bf16_compress_hook": "bf16",
+    "fp16_compress_wrapper": "fp16",
+    "bf16_compress_wrapper": "bf16",
+}
+
+_HOOKS = (
+    "buckets are reduced by this engine alone, which translates torch's fp16_compress_hook and bf16_compress_hook; "
+    "other communication hooks and model averaging need strategy='ddp'. Fewer bytes on slow links: "
+    "grad_wire_dtype='bf16' and param_wire_dtype='bf16'"
+)
+_REFUSED_DDP_ARGUMENTS = {
+    "ddp_comm_hook": _HOOKS,
+    "ddp_comm_state": _HOOKS,
+    "ddp_comm_wrapper": _HOOKS,
+    "model_averaging_period": _HOOKS,
+    "mixed_precision": "choose the precision in the framework (bf16-true keeps fp32 main params) or by autocast",
+    "delay_all_reduce_named_params": "freeze what must not be reduced, or leave it out of the wrapped module",
+    "param_to_hook_all_reduce": "freeze what must not be reduced, or leave it out of the wrapped module",
+    "device_mesh": "pass the data-parallel process group",
+    "device_ids": "the module's own device is used: move it there first",
+    "output_device": "the module's own device is used: move it there first",
+    "lazy_bucket_allocation": "grad_buffer='pooled' takes a bucket's memory when its gradients come, and gives it back",
+    "bucket_cap_mb_list": "buckets have one size: pass bucket_size (elements) or bucket_cap_mb",
+    "dim": "inputs are not scattered; a sampler gives every rank its part",
+    "check_reduction": "it has had no effect in torch for years: leave it out",
+    "init_sync": "parameters and buffers are always broadcast from rank 0 at the start: leave it out",
+    "skip_all_reduce_unused_params": "every bucket is always reduced, the same collectives on all ranks: leave it out",
+}
+_DEFAULTS_OF_REFUSED = {
+    "dim": 0,
+    "init_sync": True,
+    "check_reduction": False,
+    "skip_all_reduce_unused_params": False,
+    "lazy_bucket_allocation": False,
+}
+"""Those of torch's defaults that are not None."""
 
 
 def config_with(config: Any, options: Mapping[str, Any], device: torch.device) -> DistributedDataParallelConfig:
@@ -184,3 +226,124 @@ def refuse_comm_hook(name: str = "register_comm_hook") -> NoReturn:
         "fp16_compress_hook or bf16_compress_hook set grad_wire_dtype='fp16' or 'bf16' before the wrap (a field of "
         "DistributedDataParallelConfig and of the plugin, an argument of the strategy); leave allreduce_hook out"
     )
+
+
+def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = ()) -> DistributedDataParallelConfig:
+    """Builds a config from keyword arguments that may be ours or torch DDP's.
+
+    Ours are the config's fields. Of torch DDP's, ``find_unused_parameters``, ``static_graph`` and
+    ``broadcast_buffers`` (``forward_sync_buffers``, which goes before it) are fields here too;
+    ``gradient_as_bucket_view`` and ``batched_grad_copy`` are accepted and have nothing to do (gradients always live in
+    the buckets); ``bucket_cap_mb`` (MiB of fp32 gradients) sets ``bucket_size``, unless it is None; ``ddp_comm_hook``
+    sets ``grad_wire_dtype`` if it is one of torch's that send 16 bits. Everything else is refused by name.
+
+    Args:
+        arguments: by name.
+        beside: further names that whoever calls knows, one of which a misspelt argument may mean.
+
+    Raises:
+        ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
+            engine has no counterpart for, with the reason; torch's default of it may be spelled out.
+    """
+    arguments = translate_comm_hook(arguments)
+    chosen = _fields_in(arguments, beside)
+    # After the fields, as in torch: the newer argument wins over broadcast_buffers.
+    if arguments.get("forward_sync_buffers") is not None:
+        chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
+    cap = arguments.get("bucket_cap_mb")
+    if cap is not None:
+        # Neither is more recent than the other, so nobody can say which the user meant.
+        if chosen.get("bucket_size") is not None:
+            raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
+        chosen["bucket_size"] = _bucket_size_from_mib(cap)
+    if chosen.get("static_graph") and arguments.get("find_unused_parameters") is False:
+        # torch DDP's own default spelled out beside static_graph=True; there the pair means static_graph alone.
+        del chosen["find_unused_parameters"]
+    return DistributedDataParallelConfig(**chosen)
+
+
+def _fields_in(arguments: Mapping[str, Any], beside: Iterable[str]) -> dict[str, Any]:
+    """The config's fields among the arguments; raises for what is neither one nor torch's."""
+    known = field_names()
+    chosen: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name == "broadcast_buffers" and value is None:
+            continue  # torch's default beside forward_sync_buffers, which means True
+        if name in known:
+            chosen[name] = value
+        elif name in ("gradient_as_bucket_view", "batched_grad_copy"):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}: expected True or False")
+        elif name in _REFUSED_DDP_ARGUMENTS:
+            # By identity: False == 0, and an argument that is not listed has None as its default.
+            if value is _DEFAULTS_OF_REFUSED.get(name):
+                continue  # torch's default, spelled out
+            raise ValueError(f"{name}={value!r} is torch DDP's and not supported here: {_REFUSED_DDP_ARGUMENTS[name]}")
+        elif name not in ("bucket_cap_mb", "forward_sync_buffers"):
+            names = list(dict.fromkeys([*known, *beside]))
+            near = difflib.get_close_matches(name, names, n=1)
+            # the whole list after the one name would bury it
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+            raise ValueError(f"unknown argument {name!r}: {hint}")
+    return chosen
+
+
+def _bucket_size_from_mib(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"bucket_cap_mb={value!r}: expected a positive number of MiB")
+    # Four bytes an element, whatever the gradients are sent in; a fraction of an element is still one.
+    return max(1, int(value * 2**20 / 4))
+
+
+def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Puts ``grad_wire_dtype`` in the place of ``ddp_comm_hook`` and ``ddp_comm_wrapper``, where these are torch's own
+    for 16 bits; all other arguments, and other hooks, are as they were.
+
+    Raises:
+        ValueError: if the arguments ask for an all-reduce, or for another ``grad_wire_dtype``, as well.
+    """
+    hook, wrapper = arguments.get("ddp_comm_hook"), arguments.get("ddp_comm_wrapper")
+    # By name: importing them takes a tenth of a second, which nobody without a hook shall wait for.
+    if (
+        not _is_known(hook)
+        or not (wrapper is None or _is_known(wrapper))
+        or arguments.get("ddp_comm_state") is not None
+    ):
+        return dict(arguments)
+    dtype = _WIRE_DTYPES[_what_rounds(arguments).__name__]
+    rest = {name: value for name, value in arguments.items() if not name.startswith("ddp_comm_")}
+    if dtype is None:
+        return rest
+    if rest.get("use_distributed_optimizer") is False:
+        raise ValueError(
+            f"ddp_comm_hook={hook.__name__} contradicts use_distributed_optimizer=False: an all-reduce sends gradients "
+            "as they are. Leave use_distributed_optimizer on (gradients are then sent in 16 bits and summed in 32), or "
+            "drop the hook"
+        )
+    if rest.get("grad_wire_dtype") not in (None, dtype):
+        other = rest["grad_wire_dtype"]
+        raise ValueError(f"ddp_comm_hook={hook.__name__} contradicts grad_wire_dtype={other!r}: pass one of the two")
+    return {**rest, "grad_wire_dtype": dtype}
+
+
+def describe_translation(arguments: Mapping[str, Any]) -> str:
+    """The line that says what the hook in the arguments became; "" if there is none, or one that rounds nothing."""
+    if arguments.get("ddp_comm_hook") is None:
+        return ""
+    name = _what_rounds(arguments).__name__
+    if (dtype := _WIRE_DTYPES[name]) is None:
+        return ""
+    return (
+        f"megatron_ddp: torch DDP's {name} became grad_wire_dtype={dtype!r}: gradients are sent in 16 bits, and summed "
+        "in 32 by the rank that steps with them"
+    )
+
+
+def _what_rounds(arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """The wrapper around the hook, or the hook itself if there is none."""
+    wrapper: Callable[..., Any] | None = arguments.get("ddp_comm_wrapper")
+    return arguments["ddp_comm_hook"] if wrapper is None else wrapper
+
+
+def _is_known(hook: Any) -> TypeGuard[Callable[..., Any]]:
+    return getattr(hook, "__module__", None) == _MODULE and getattr(hook, "__name__", None) in _WIRE_DTYPES

@@ -15,7 +15,7 @@ from megastrategy import launch
 from megastrategy.accelerate.launch_config import LaunchConfigError, plugin_from_launch
 from megastrategy.accelerate.plugin import MegatronDDPPlugin
 from megastrategy.core import field_names
-from megastrategy.core.ddp_arguments import _REFUSED_DDP_ARGUMENTS
+from megastrategy.core.torch_ddp_surface import _REFUSED_DDP_ARGUMENTS
 from megastrategy.launch import Command
 
 from ..support.comparison import assert_equal

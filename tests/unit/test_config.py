@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core import describe_translation
 from megastrategy.core.config import CONTRADICTIONS, Contradiction, field_names
-from megastrategy.core.ddp_arguments import config_from_arguments
+from megastrategy.core.torch_ddp_surface import config_from_arguments
 from tests.support.switches import MAY_CONTRADICT, is_allowed, product
 
 NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
