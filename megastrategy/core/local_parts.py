@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,16 @@ def cut_of(numel: int, rank: int, size: int) -> tuple[int, int]:
     part = -(-numel // size)
     start = min(rank * part, numel)
     return start, min(start + part, numel)
+
+
+class CopyExchange(Protocol):
+    """Ranks of other stages that have copies of parameters of this one."""
+
+    def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
+        """Makes ``has_grad`` true of a parameter that has a gradient on any of the ranks with a copy. Collective."""
+
+    def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
+        """Adds up the gradients of all copies, in place; ``grad_of`` returns them by index. Collective."""
 
 
 class LocalParts:

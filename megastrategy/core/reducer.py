@@ -44,6 +44,7 @@ from .events import Event, EventKind, Listener, profiler_range
 from .grad_accumulators import GradAccumulators
 from .grad_hooks import GradHooks
 from .layout import BufferLayout
+from .local_parts import CopyExchange
 from .loss_tokens import TOO_LATE, LossTokens
 from .nonfinite import FiniteCheck
 from .rebucketing.planner import BucketPlanner
@@ -334,10 +335,13 @@ class Reducer:
         """Whether something is accumulated of which nothing was sent."""
         return self._has_local_grads and not self._handles
 
-    def finish_grad_sync(self) -> BufferLayout | None:
+    def finish_grad_sync(self, copies: CopyExchange | None = None) -> BufferLayout | None:
         """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
 
         Collective: all ranks call it in the same state (each after the same number of synchronised backwards).
+
+        Args:
+            copies: parameters of which other ranks have copies, whose gradients are added up.
 
         Returns:
             The layout that everything should move to now, the same on all ranks; None to stay in the present one.
@@ -346,8 +350,7 @@ class Reducer:
             CollectiveError: if a reduction failed, most often because another rank ended.
             UnusedParameterError: if a parameter has no gradient against what the configuration promises.
         """
-        if self._unprepared:
-            self._take_in_unprepared()
+        self._take_in_unprepared()
         if not self._has_local_grads:
             self.tokens.finish(self._collectives, self._tensor_ranks)  # of pooled gradients, which all are reduced
             return None
@@ -365,11 +368,13 @@ class Reducer:
                 late_buckets, moves = self._agree()
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
-                self._agree_on_copies()
+                if copies is not None:
+                    copies.agree_on_copies(self._params, self.buffers.has_grad)
                 self._wait_for_launched(publish=True)
                 for bucket in late_buckets:
                     self._reduce_again(bucket)
-                self._add_up_copies()
+                if copies is not None:
+                    copies.add_up_copies(self._params, self.buffers.own_bucket_of)
                 if is_final:
                     self.tokens.finish(self._collectives, self._tensor_ranks)
             self._kept[:] = self.buffers.has_grad
@@ -545,10 +550,6 @@ class Reducer:
         handle.wait()
         self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
         buffers.publish(bucket)
-
-    def _agree_on_copies(self) -> None: ...  # nobody has copies of parameters here
-
-    def _add_up_copies(self) -> None: ...
 
     def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
         if self._listener is not None:

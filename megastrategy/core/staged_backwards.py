@@ -179,7 +179,6 @@ class StagedReducer(Reducer):
     """Launches reductions in the last backward of a batch, and waits for them when the schedule has ended."""
 
     _defers = False
-    _is_last = False  # nothing of this batch comes after what is finished now
 
     @property
     def would_sync(self) -> bool:
@@ -209,12 +208,11 @@ class StagedReducer(Reducer):
 
     def finish_deferred(self) -> BufferLayout | None:
         """As :meth:`finish_grad_sync`, also where no backward came here: those that wait for this rank get zeros."""
-        self._defers, self._is_last = False, True
+        self._defers = False
         self._has_local_grads |= bool(self._params)
-        try:
-            return self.finish_grad_sync()
-        finally:
-            self._is_last = False
+        parts = self.buffers.local_parts
+        assert isinstance(parts, StageParts)
+        return self.finish_grad_sync(parts)
 
     def scale_reduced(self, factor: Tensor) -> None:
         """Multiplies the reduced gradients, as far as this rank has them, by one number."""
@@ -235,17 +233,3 @@ class StagedReducer(Reducer):
         self._has_synced = self._defers and not self.buffers.reduces_every_backward
         # Pooled gradients are reduced after every microbatch, and nothing but the last reduction may be left.
         return None if self._defers and self._ends_window else super()._end_synchronised()
-
-    def _agree_on_copies(self) -> None:
-        if self._is_last:
-            self._stage.agree_on_copies(self._params, self.buffers.has_grad)
-
-    def _add_up_copies(self) -> None:
-        if self._is_last:
-            self._stage.add_up_copies(self._params, self.buffers.own_bucket_of)
-
-    @property
-    def _stage(self) -> StageParts:
-        parts = self.buffers.local_parts
-        assert isinstance(parts, StageParts)
-        return parts
