@@ -191,7 +191,7 @@ def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(incomplete)
     try:
         if isinstance(path, RemoteDirectory):
-            far: dict[str, Any] = _read_remote_extra(path, weights_only)
+            far: dict[str, Any] = read_remote_extra(path, weights_only)
             return far
         near: dict[str, Any] = own_memory(load_file(path / EXTRA_FILE, "cpu", weights_only))
         return near
@@ -199,7 +199,7 @@ def load_extra(path: Directory, weights_only: bool | None) -> dict[str, Any]:
         raise CheckpointError(incomplete) from error
 
 
-def _read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> Any:
+def read_remote_extra(directory: RemoteDirectory, weights_only: bool | None) -> Any:
     """Loads what rank 0 saved beside the tensors, as ``torch.load`` does.
 
     Raises:

@@ -109,7 +109,7 @@ def is_first_replica(mesh: DeviceMesh | None, rank: int) -> bool:
 
 
 def all_not_tensors(weights: Mapping[str, Mapping[str, Any]], mesh: DeviceMesh | None) -> dict[str, Any]:
-    """As :func:`~megastrategy.core.not_tensors`, of all stages. Collective over them."""
+    """As :func:`not_tensors`, of all stages. Collective over them."""
     found = not_tensors(weights)
     if mesh is None or not is_pipeline(mesh):
         return found

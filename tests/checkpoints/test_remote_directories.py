@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy._checkpoints.directories import read_remote_extra
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import (
     CheckpointError,
@@ -26,7 +27,6 @@ from megastrategy.core import (
     host_collectives,
     is_directory_checkpoint,
     make_collectives,
-    read_remote_extra,
 )
 from tests.support.extra_packages import python_with
 from tests.support.object_store import FAULTS, Kind, ObjectStore, copy_from_disk, copy_to_disk, objects_in

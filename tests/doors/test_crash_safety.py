@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core import EXTRA_FILE, OpenDirectory, RemoteDirectory, is_directory_checkpoint, read_remote_extra
+from megastrategy._checkpoints.directories import read_remote_extra
+from megastrategy.core import EXTRA_FILE, OpenDirectory, RemoteDirectory, is_directory_checkpoint
 from megastrategy.core.collectives import process_groups
 from tests.support.object_store import PROTOCOL
 

@@ -11,13 +11,8 @@ import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from megastrategy import SaveOnStop
-from megastrategy.core import (
-    CheckpointError,
-    OpenDirectory,
-    RemoteDirectory,
-    is_directory_checkpoint,
-    read_remote_extra,
-)
+from megastrategy._checkpoints.directories import read_remote_extra
+from megastrategy.core import CheckpointError, OpenDirectory, RemoteDirectory, is_directory_checkpoint
 
 from ..support.object_store import copy_to_disk, objects_in
 from .fabric_loops import make_fabric
