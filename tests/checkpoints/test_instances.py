@@ -54,8 +54,8 @@ def save_in_one_way_and_load_in_another(folder: Path, dtype: torch.dtype, writer
     if dist.get_rank() == 0:
         check_every_element_is_there_once(path)
     saved = writing.whole()
-from megastrategy._checkpoints.directory_writer import save_directory
-from megastrategy.core import OpenDirectory, host_collectives
+    reading = Training(dtype, bucket_size=150, **WAYS[reader])
+    reading.load(path)
     loaded = reading.whole()
     if dist.get_rank() == 0:
         assert_same(loaded, saved)
