@@ -111,20 +111,41 @@ def test_equal_to_torch_ddp_to_the_bit_on_two_ranks(kind: type[InPlace], by_norm
     assert_same(ours, reference)
 
 
-@pytest.mark.parametrize(("kind", "by_norm"), KINDS)
-@pytest.mark.parametrize(
-    ("options", "ranks"),
+# One row each, so that ``make test`` has every dtype in every mode.
+in_every_mode = pytest.mark.parametrize(
+    ("options", "ranks", "dtype"),
     [
-        ({}, 2),
-        ({"grad_buffer": "pooled"}, 2),
-        ({"param_wire_dtype": "bf16"}, 2),
-        ({"use_distributed_optimizer": False}, 2),
-        ({}, 1),
+        (options, ranks, dtype)
+        for options, ranks in (
+            ({}, 2),
+            ({"grad_buffer": "pooled"}, 2),
+            ({"param_wire_dtype": "bf16"}, 2),
+            ({"use_distributed_optimizer": False}, 2),
+            ({}, 1),
+        )
+        for dtype in (torch.float32, torch.bfloat16)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_as_one_that_changes_weights_in_place_and_copies_gradients(
+
+
+@in_every_mode
+@pytest.mark.parametrize("by_norm", [False, True])
+def test_weights_with_other_memory_are_those_of_one_that_changes_them_in_place(
+    by_norm: bool, options: dict[str, Any], ranks: int, dtype: torch.dtype
+) -> None:
+    assert_as_in_place(ReplacesWeights, by_norm, options, ranks, dtype)
+
+
+@in_every_mode
+@pytest.mark.parametrize(("kind", "by_norm"), [row for row in KINDS if row[0] is not ReplacesWeights])
+def test_kept_gradients_are_those_of_one_that_copies_them(
+    kind: type[InPlace], by_norm: bool, options: dict[str, Any], ranks: int, dtype: torch.dtype
+) -> None:
+    assert_as_in_place(kind, by_norm, options, ranks, dtype)
+
+
+def assert_as_in_place(
     kind: type[InPlace], by_norm: bool, options: dict[str, Any], ranks: int, dtype: torch.dtype
 ) -> None:
     """Shards, main params that every rank has, and the Parameters themselves."""

@@ -52,3 +52,9 @@ def test_equal_to_torch_ddp_or_refused_by_name(code: UserCode, mode: str, size: 
     refusal = code.refused if sharded else None
     reference = with_torch_ddp(None if refusal else code, size)
     compare(with_ours(code, size, mode, refusal), reference, rtol=1e-5 if code.rounds and sharded else 0.0)
+
+
+def test_two_weights_exchange_their_memory_where_it_is_gathered() -> None:
+    """A row of the table, which ``make test`` may have in another mode."""
+    [code] = [code for code in ROWS if code.run.__name__ == "exchange_the_data_of_two_weights"]
+    compare(with_ours(code, 2, "reduce-scatter", None), with_torch_ddp(code, 2))
