@@ -23,11 +23,11 @@ from torch.distributed import HashStore, ProcessGroup, ProcessGroupGloo, Store
 
 from megastrategy import DistributedDataParallelConfig
 from megastrategy._lightning.checked_collectives import MeetingPlace
-from megastrategy.core.agreement import Agreement
 from megastrategy.core.collectives import Collectives, GlooCollectives
-from megastrategy.core.layout import ParamSpec
-from megastrategy.core.layout_build import build_layout
-from megastrategy.core.module_checks import agree_on_layout
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.layout import ParamSpec
+from megastrategy.core.module.module_checks import agree_on_layout
+from megastrategy.core.sync.agreement import Agreement
 
 NUM_PARAMS = 300
 """The model's parameters: a byte each is sent after a backward."""

@@ -23,9 +23,9 @@ from megastrategy.core.collectives import (
     HostStagedCollectives,
     make_collectives,
 )
+from megastrategy.core.collectives.part_sums import bytes_of
 from megastrategy.core.collectives.process_groups import private_group
-from megastrategy.core.collectives.tensor_parts import bytes_of
-from megastrategy.core.layout import BufferLayout
+from megastrategy.core.layout.layout import BufferLayout
 
 from .models import Model, make_model, microbatch
 from .ranks import Rank

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch import Callback as _Base
 
-    from ..core.layout import BufferLayout
+    from ..core.layout.layout import BufferLayout
 else:
     _Base = object
 

@@ -1,36 +1,51 @@
 """The engine: torch and the standard library only.
 
-To follow one gradient: ``layout`` gives it an address, ``buffers`` makes the address memory, the ``reducer``'s hook
-counts it ready, ``collectives`` sends its bucket, ``clip_grads`` and ``sharded_step`` use the shard, and
-``param_gather`` brings every rank the new weight. These lie open, with what holds them together:
-``distributed_data_parallel`` and ``distributed_optimizer``. Folders have a question each: ``collectives`` how bytes
-travel (and only it calls torch.distributed), ``checkpoint`` how state is saved and loaded, ``trials`` which optimizers
-may be sharded, ``rebucketing`` which buckets would be better.
+Ten folders, each with one question: README.md beside this file lists them, with the way of one gradient.
+``distributed_data_parallel`` and ``distributed_optimizer`` are what users and doors see.
 """
 
-from .checkpoint.completeness import describe_hole, describe_missing_part
-from .checkpoint.open_directory import OpenDirectory, is_directory_checkpoint
-from .checkpoint.remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name, own_prefix
-from .clip_grads import norms_over_owners, scale_to_norm_, total_grad_norm
-from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives
-from .collectives.process_groups import private_group, subgroup
+from .checkpoint import (
+    EXTRA_FILE,
+    MARKER,
+    Directory,
+    OpenDirectory,
+    RemoteDirectory,
+    describe_hole,
+    describe_missing_part,
+    extra_name,
+    is_directory_checkpoint,
+    own_prefix,
+)
+from .collectives import Collectives, LoneCollectives, host_collectives, make_collectives, private_group, subgroup
 from .config import DistributedDataParallelConfig, field_names
 from .distributed_data_parallel import DistributedDataParallel, announce_tokens, weigh_announced, weigh_by_tokens
 from .distributed_optimizer import DistributedOptimizer
 from .engine import Engine
 from .errors import CheckpointError, CollectiveError, NotOnAllRanksError
 from .events import Event, EventKind, one_listener
-from .grad_scaler import GradScaler, adapt_scaler
-from .host_copies import to_host
-from .layout import Bucket, BufferLayout, ParamSpec
-from .layout_build import build_layout
-from .local_parts import cut_state, dtensors_of
-from .memory import MemoryUse, memory_use, memory_use_of_ddp
-from .meta_modules import materialise, replace_meta
-from .rebucketing.arrival_order import better_layout_order
-from .stages import Copies, FollowsStages, StagedModule, names_elsewhere
-from .step_watchers import may_see_shards
-from .strangers import describe_unreduced
+from .layout import (
+    Bucket,
+    BufferLayout,
+    MemoryUse,
+    ParamSpec,
+    better_layout_order,
+    build_layout,
+    memory_use,
+    memory_use_of_ddp,
+)
+from .module import (
+    Copies,
+    FollowsStages,
+    StagedModule,
+    cut_state,
+    dtensors_of,
+    materialise,
+    names_elsewhere,
+    replace_meta,
+)
+from .optimizer import GradScaler, adapt_scaler, describe_unreduced, may_see_shards
+from .shards import gather_whole, to_host
+from .sync import norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
     DDP_FUNCTIONS,
     NOT_USED,
@@ -40,8 +55,7 @@ from .torch_ddp_surface import (
     describe_translation,
     refuse_function,
 )
-from .trials.known_findings import KnownFindings
-from .whole_states import gather_whole
+from .trials import KnownFindings
 
 __all__ = [
     "DDP_FUNCTIONS",

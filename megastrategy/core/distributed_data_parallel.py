@@ -13,20 +13,16 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from .callers import check_not_a_stage, check_not_inside_torch_ddp
+from .buffers import inside_backward
 from .collectives import Collectives
 from .config import DistributedDataParallelConfig
-from .engine import Engine, GiveBack
+from .engine import Engine, GiveBack, full_grad, grad_norms
 from .errors import LossTokensError, raise_closed
 from .events import EventKind, Listener
-from .graph_splits import GraphSplits
 from .layout import BufferLayout
-from .loss_tokens import read_count, weigh
-from .module_checks import common_device
-from .reduced_grad import inside_backward
-from .replicas import check_replicas
+from .module import GraphSplits, check_not_a_stage, check_not_inside_torch_ddp, check_replicas, common_device
+from .sync import read_count, weigh
 from .torch_ddp_surface import config_with, logging_data, refuse_comm_hook, shown
-from .whole_grads import full_grad, grad_norms
 
 
 class DistributedDataParallel(nn.Module):

@@ -4,9 +4,10 @@
 The user's own optimizer object does the arithmetic. During ``step`` its groups hold what this rank steps, flat shards
 and whole parameters that it owns; at any other time they hold the model's Parameters, so schedulers, callbacks and
 freezing code see what they expect. Its ``state`` is keyed by what is stepped throughout. :class:`DistributedOptimizer`
-is the face shown to the framework; everything it knows is in one :class:`~megastrategy.core.sharded_step.ShardedStep`,
-since frameworks copy an optimizer's ``__dict__`` into wrappers of their own. When the model was closed the user's
-optimizer is one of torch's own again (given_back's [Note: when an optimizer is given back]), and the face calls it.
+is the face shown to the framework; everything it knows is in one
+:class:`~megastrategy.core.optimizer.sharded_step.ShardedStep`, since frameworks copy an optimizer's ``__dict__`` into
+wrappers of their own. When the model was closed the user's optimizer is one of torch's own again (given_back's
+[Note: when an optimizer is given back]), and the face calls it.
 """
 
 from __future__ import annotations
@@ -20,37 +21,45 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .checkpoint.full_state import load_full_state_dict
-from .checkpoint.open_directory import OpenDirectory, open_directory
-from .checkpoint.remote_directory import Directory
-from .clip_grads import check_finite, scale_to_norm_, unscale_grads_
-from .collectives.roll_call import CALL_ON_EVERY_RANK
-from .directory_state import own_share, read_share
-from .distributed_data_parallel import DistributedDataParallel, refuse_join
-from .errors import OptimizerNotShardableError
-from .events import profiler_range
-from .forwarded import forwarding_members
-from .gathered_state import Gather, gather_main_params, gather_state_dict
-from .host_copies import to_host
-from .model_state import (
+from .checkpoint import (
+    Directory,
+    OpenDirectory,
     as_on_rank_zero,
     has_main_params,
+    is_staged,
+    load_full_state_dict,
+    open_directory,
+    own_share,
     parts_of_main_params,
     parts_of_state,
+    read_share,
     require_everybody,
     whole_main_params,
     whole_state,
 )
-from .nested_optimizers import take_back
-from .optimizer_checks import check_main_params, check_optimizer, not_shardable
-from .optimizer_copies import StateOfCopy, same
-from .own_parts import MAIN_PARAMS, STATE
-from .sharded_step import ShardedStep
-from .shown_state import ShownState, own_state_of
-from .stage_state import is_staged
-from .state_hooks import load_with_hooks, save_with_hooks, without_state_hooks
-from .trials.step_arguments import StepArguments
-from .whole_grads import full_grad
+from .collectives import CALL_ON_EVERY_RANK
+from .distributed_data_parallel import DistributedDataParallel, refuse_join
+from .engine import full_grad
+from .errors import OptimizerNotShardableError
+from .events import profiler_range
+from .optimizer import (
+    ShardedStep,
+    ShownState,
+    StateOfCopy,
+    check_main_params,
+    check_optimizer,
+    forwarding_members,
+    load_with_hooks,
+    not_shardable,
+    own_state_of,
+    same,
+    save_with_hooks,
+    take_back,
+    without_state_hooks,
+)
+from .shards import MAIN_PARAMS, STATE, Gather, gather_main_params, gather_state_dict, to_host
+from .sync import check_finite, scale_to_norm_, unscale_grads_
+from .trials import StepArguments
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

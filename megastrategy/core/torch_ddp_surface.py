@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import _JoinConfig
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from .collectives.process_groups import world_group
+from .collectives import world_group
 from .config import DistributedDataParallelConfig, field_names
 
 _MODULE = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from megastrategy.core.flat_shard import FlatShard, boxes
-from megastrategy.core.local_parts import CutParam, cut_of
+from megastrategy.core.module.local_parts import CutParam, cut_of
+from megastrategy.core.shards.flat_shard import FlatShard, boxes
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 7), (4, 1), (2, 3, 4), (3, 1, 2, 5)])

@@ -17,7 +17,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy._checkpoints.directories import load_optimizers, load_trainer_directory
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import CheckpointError, OpenDirectory, host_collectives, make_collectives, to_host
-from megastrategy.core.flat_shard import FlatShard
+from megastrategy.core.shards.flat_shard import FlatShard
 from tests.checkpoints.test_checkpoint_memory import AllocationWatch
 from tests.support.models import images
 from tests.support.processes import run_processes

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megastrategy.core import layout_build
+from megastrategy.core.layout import build as layout_build
 
 from ..support.comparison import assert_equal
 from ..support.directories import saving_among_threads

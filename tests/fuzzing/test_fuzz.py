@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from megastrategy.core import main_param_buffer, param_shard
+from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
 from megastrategy.core.config import field_names
-from megastrategy.core.contiguous_buffers import ContiguousGradBuffers
-from megastrategy.core.engine import Engine
-from megastrategy.core.layout import BufferLayout
-from megastrategy.core.optimizer_shards import OptimizerShards
-from megastrategy.core.reducer import Reducer
+from megastrategy.core.engine.engine import Engine
+from megastrategy.core.layout.layout import BufferLayout
+from megastrategy.core.optimizer import main_param_buffer
+from megastrategy.core.optimizer.optimizer_shards import OptimizerShards
+from megastrategy.core.shards import param_shard
+from megastrategy.core.sync.reducer import Reducer
 
 from ..support.patience import HANG_S
 from .cases import Case

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megastrategy.core import contiguous_buffers
+from megastrategy.core.buffers import contiguous_buffers
 from tests.support.known_findings import share_findings
 
 

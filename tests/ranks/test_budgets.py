@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed import PrefixStore, ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import engine
 from megastrategy.core.collectives import BackendCollectives
+from megastrategy.core.engine import engine
 from tests.support.budgets import HostReads, Operations, work_as_on_an_accelerator
 from tests.support.ranks import gloo_group, retire_with, run_ranks, with_instances
 from tests.support.thread_mode import ThreadMode
@@ -113,9 +113,9 @@ def test_a_steady_step_reads_the_exchange_and_nothing_else(mode: str, monkeypatc
         # Of a tensor that was never on the device (test_host_exchange); once.
         assert max(of_exchange.values(), default=0) <= 1
         others = {name: count for name, count in counts.items() if name not in of_exchange}
-        expected = {"megastrategy.core.nonfinite.found: tolist": 1} if mode == "checked" else {}
+        expected = {"megastrategy.core.buffers.nonfinite.found: tolist": 1} if mode == "checked" else {}
         if mode == "kept in 16 bits":  # AdamW keeps its counts in the host's memory, unless it is told otherwise
-            expected = {"megastrategy.core.random_rounding.key_of_step: __int__": LAYERS}
+            expected = {"megastrategy.core.shards.random_rounding.key_of_step: __int__": LAYERS}
         assert others == expected
 
 

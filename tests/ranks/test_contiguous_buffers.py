@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.contiguous_buffers import ContiguousGradBuffers
+from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
 from tests.support.ranks import run_ranks
 
 MODES: dict[str, dict[str, Any]] = {

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 
 from megastrategy._checkpoints.directory_writer import save_directory
 from megastrategy.core import OpenDirectory, to_host
-from megastrategy.core.layout_build import build_layout
-from megastrategy.core.rebucketing.relayout import relayout
+from megastrategy.core.engine.relayout import relayout
+from megastrategy.core.layout.build import build_layout
 from megastrategy.data import ResumableSampler
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, assert_same_file

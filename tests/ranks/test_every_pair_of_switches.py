@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy.core import layout
+from megastrategy.core.buffers.reduced_grad import ReducedGrad
 from megastrategy.core.collectives import Collectives
 from megastrategy.core.collectives.worker import Worker
 from megastrategy.core.config import field_names
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
-from megastrategy.core.layout import BufferLayout
-from megastrategy.core.reduced_grad import ReducedGrad
-from megastrategy.core.shard_state import REMAINDER
+from megastrategy.core.layout import layout
+from megastrategy.core.layout.layout import BufferLayout
+from megastrategy.core.shards.shard_state import REMAINDER
 from tests.support.doubles import (
     EVERYTHING,
     REDUCTIONS,

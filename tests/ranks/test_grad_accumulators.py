@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import devices, grad_accumulators
+from megastrategy.core import devices
+from megastrategy.core.module import grad_accumulators
 from tests.support.gradients import ENGINE_IDS, ENGINES
 from tests.support.ranks import run_ranks
 

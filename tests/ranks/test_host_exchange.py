@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
+from megastrategy.core.engine.relayout import relayout
 from megastrategy.core.errors import CollectiveError, MicrobatchMismatchError, NonFiniteGradError
-from megastrategy.core.layout_build import build_layout
-from megastrategy.core.rebucketing.relayout import relayout
+from megastrategy.core.layout.build import build_layout
 
 from ..support.budgets import work_as_on_an_accelerator
 from ..support.devices import DeviceCollectives

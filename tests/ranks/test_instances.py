@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
 from megastrategy.core.collectives import BackendCollectives, GlooCollectives
 from megastrategy.core.errors import CollectiveError, LayoutMismatchError
-from megastrategy.core.memory import describe_setup
+from megastrategy.core.layout.memory import describe_setup
 from tests.support.models import WholeGrads, awkward_model, images, two_layers, whole_numbers
 from tests.support.ranks import run_ranks, try_ranks, with_instances
 from tests.support.training import Run, assert_close, train_with_ddp, train_with_ours

@@ -16,9 +16,9 @@ from torch.nn import Parameter
 from megastrategy import DistributedDataParallelConfig
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives, Handle
 from megastrategy.core.errors import CollectiveError
-from megastrategy.core.layout import Spans
-from megastrategy.core.param_gather import ParamGather
-from megastrategy.core.reducer import Reducer
+from megastrategy.core.layout.layout import Spans
+from megastrategy.core.sync.param_gather import ParamGather
+from megastrategy.core.sync.reducer import Reducer
 from tests.support.chosen_collectives import Choice, choosing
 from tests.support.doubles import FailingCollectives, OutOfLuckError
 from tests.support.engines import engines

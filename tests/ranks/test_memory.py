@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.layout_build import build_layout
-from megastrategy.core.memory import describe_setup, memory_use, memory_use_of_ddp
-from megastrategy.core.module_checks import param_spec
-from megastrategy.core.owners import Owners
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.memory import describe_setup, memory_use, memory_use_of_ddp
+from megastrategy.core.layout.owners import Owners
+from megastrategy.core.module.module_checks import param_spec
 from tests.support.models import two_layers
 from tests.support.optimizers import LambWithMoments
 from tests.support.ranks import run_ranks, with_instances

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.contiguous_buffers import ContiguousGradBuffers
-from megastrategy.core.rebucketing.relayout import relayout
+from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
+from megastrategy.core.engine.relayout import relayout
 from tests.ranks.test_relayout import other_layout
 from tests.support.layers_in_any_order import adamw
 from tests.support.ranks import run_ranks

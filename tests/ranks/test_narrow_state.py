@@ -22,8 +22,9 @@ from torch.distributed import ProcessGroup
 import megastrategy
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.directory_writer import save_directory
-from megastrategy.core import OpenDirectory, kept_state, to_host
+from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.errors import OptimizerNotShardableError
+from megastrategy.core.shards import state_storage as kept_state
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, momentum, plain_momentum, trained
 from tests.support.narrow_reference import round_states

@@ -18,15 +18,17 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy._checkpoints.directory_writer import save_directory
-from megastrategy.core import OpenDirectory, kept_state, offload, to_host
+from megastrategy.core import OpenDirectory, to_host
 from megastrategy.core.collectives import Collectives
+from megastrategy.core.engine.relayout import relayout
+from megastrategy.core.engine.shard_holder import Contents
 from megastrategy.core.errors import CollectiveError
-from megastrategy.core.layout import ParamSpec
-from megastrategy.core.layout_build import build_layout
-from megastrategy.core.memory import describe_setup, memory_use
-from megastrategy.core.rebucketing.relayout import relayout
-from megastrategy.core.rebucketing.shard_holder import Contents
-from megastrategy.core.shard_state import MAIN_PARAM
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.layout import ParamSpec
+from megastrategy.core.layout.memory import describe_setup, memory_use
+from megastrategy.core.shards import offload
+from megastrategy.core.shards import state_storage as kept_state
+from megastrategy.core.shards.shard_state import MAIN_PARAM
 from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, trained

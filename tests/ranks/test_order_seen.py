@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedOptimizer
 from megastrategy.core.events import Event, EventKind
-from megastrategy.core.layout import BufferLayout
+from megastrategy.core.layout.layout import BufferLayout
 from tests.support.layers_in_any_order import Layers, adamw, batch, moves, wrap
 from tests.support.ranks import run_ranks
 

@@ -17,9 +17,9 @@ from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.buffers.reduced_grad import ReducedGrad
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
-from megastrategy.core.reduced_grad import ReducedGrad
 from tests.support.doubles import DelayingCollectives, FailingCollectives
 from tests.support.models import awkward_model, images
 from tests.support.ranks import run_ranks, try_ranks

@@ -16,9 +16,9 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
 from megastrategy.core import memory_use
 from megastrategy.core.collectives import BackendCollectives, GlooCollectives
 from megastrategy.core.collectives.part_exchange import PartExchange
-from megastrategy.core.collectives.tensor_parts import add_parts_
-from megastrategy.core.layout import RECEIVED_BUFFERS
-from megastrategy.core.memory import describe_setup
+from megastrategy.core.collectives.part_sums import add_parts_
+from megastrategy.core.layout.layout import RECEIVED_BUFFERS
+from megastrategy.core.layout.memory import describe_setup
 from tests.support.lazy_device import Event, LazyDevice, Stream
 from tests.support.ranks import run_ranks
 

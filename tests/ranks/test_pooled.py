@@ -17,7 +17,7 @@ from megastrategy import DistributedDataParallel, DistributedDataParallelConfig,
 from megastrategy.core.collectives import Handle
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
-from megastrategy.core.memory import describe_setup, memory_use
+from megastrategy.core.layout.memory import describe_setup, memory_use
 from tests.support.budgets import Operations
 from tests.support.doubles import DelayingCollectives, RecordingCollectives
 from tests.support.gradients import assert_equal, assert_stands_in, batch

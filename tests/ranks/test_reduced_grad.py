@@ -1,5 +1,5 @@
 """After a reduce-scatter nobody reads a wrong gradient, nobody reads nothing in silence, and whoever drops one is
-heard: ``.grad`` is a stand-in (megastrategy.core.reduced_grad)."""
+heard: ``.grad`` is a stand-in (megastrategy.core.buffers.reduced_grad)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.buffers.reduced_grad import ReducedGrad
 from megastrategy.core.errors import ParameterChangedError, ReducedGradError
-from megastrategy.core.reduced_grad import ReducedGrad
 from tests.support.ranks import run_ranks
 from tests.support.thread_mode import ThreadMode
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.contiguous_buffers import ContiguousGradBuffers
+from megastrategy.core.buffers.contiguous_buffers import ContiguousGradBuffers
+from megastrategy.core.engine.relayout import relayout
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import EventKind
-from megastrategy.core.layout import BufferLayout
-from megastrategy.core.layout_build import build_layout
-from megastrategy.core.memory import memory_use
-from megastrategy.core.rebucketing.relayout import relayout
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.layout import BufferLayout
+from megastrategy.core.layout.memory import memory_use
 from tests.ranks.test_memory import bytes_of
 from tests.support.doubles import FailingCollectives
 from tests.support.gradients import assert_stands_in

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedOptimizer
-from megastrategy.core.step_tensors import CHUNK_NUMEL
+from megastrategy.core.shards.flat_run import CHUNK_NUMEL
 from tests.support.many_params import (
     ALL,
     Many,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
-from megastrategy.core.layout import PARAM_ALIGNMENT_NUMEL
+from megastrategy.core.layout.layout import PARAM_ALIGNMENT_NUMEL
 from megastrategy.errors import NonFiniteGradError
 from tests.support.comparison import message
 from tests.support.optimizers import Lamb

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy.core.layout import BufferLayout
+from megastrategy.core.layout.layout import BufferLayout
 from tests.support.engines import ENGINES
 from tests.support.processes import run_processes
 from tests.support.tensor_parallel import Case, Outcome, Trainee, make_module, meshes, train_alone, train_on

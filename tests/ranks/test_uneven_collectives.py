@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy.core.collectives import BackendCollectives, Collectives, GlooCollectives
-from megastrategy.core.layout import Spans
+from megastrategy.core.layout.layout import Spans
 from tests.support.doubles import RecordingCollectives
 from tests.support.ranks import run_ranks
 

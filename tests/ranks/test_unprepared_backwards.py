@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.contiguous_buffers import FILLED_NUMEL
+from megastrategy.core.buffers.contiguous_buffers import FILLED_NUMEL
 from megastrategy.core.errors import LossTokensError
 from tests.support.doubles import RecordingCollectives
 from tests.support.engines import each_of, engines

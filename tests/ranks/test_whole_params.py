@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
+from megastrategy.core.engine.relayout import relayout
 from megastrategy.core.errors import LayoutMismatchError, OptimizerNotShardableError
-from megastrategy.core.layout import BufferLayout, ParamSpec
-from megastrategy.core.layout_build import build_layout
-from megastrategy.core.memory import memory_use
-from megastrategy.core.owners import Owners
-from megastrategy.core.rebucketing.relayout import relayout
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.layout import BufferLayout, ParamSpec
+from megastrategy.core.layout.memory import memory_use
+from megastrategy.core.layout.owners import Owners
 from tests.support import optimizers
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import two_layers

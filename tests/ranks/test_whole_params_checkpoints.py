@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedOptimizer
-from megastrategy.core import shard_state
-from megastrategy.core.layout import ParamSpec
-from megastrategy.core.param_shard import ParamShard
+from megastrategy.core.layout.layout import ParamSpec
+from megastrategy.core.shards import shard_state
+from megastrategy.core.shards.param_shard import ParamShard
 from tests.support import optimizers
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.layout import BufferLayout
+from megastrategy.core.layout.layout import BufferLayout
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
 from tests.support.training import assert_close, train_with_ddp, train_with_ours

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
 from megastrategy.core import make_collectives
 from megastrategy.core.errors import NonFiniteGradError
-from megastrategy.core.memory import describe_setup, memory_use, sent_bytes
+from megastrategy.core.layout.memory import describe_setup, memory_use, sent_bytes
 from tests.support.doubles import RecordingCollectives
 from tests.support.models import two_layers
 from tests.support.optimizers import LambWithMoments, MatricesAndRest

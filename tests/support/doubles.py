@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megastrategy.core.collectives import Collectives, Handle, make_collectives
 from megastrategy.core.collectives.backend import BackendCollectives, WorkHandle
 from megastrategy.core.collectives.instanced import _Ended
-from megastrategy.core.layout import Spans
+from megastrategy.core.layout.layout import Spans
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ import threading
 import pytest
 import torch
 
-from megastrategy.core import KnownFindings, engine
+from megastrategy.core import KnownFindings
+from megastrategy.core.engine import engine
 from megastrategy.core.trials.elementwise import Findings
 
 

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megastrategy.core.collectives import Collectives, Handle, interface
 from megastrategy.core.collectives.roll_call import CALL_ON_EVERY_RANK
-from megastrategy.core.layout import Spans
+from megastrategy.core.layout.layout import Spans
 
 from . import doubles
 

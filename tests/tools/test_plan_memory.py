@@ -17,10 +17,11 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import HashStore, ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import build_layout, kept_state
+from megastrategy.core import build_layout
 from megastrategy.core.collectives import make_collectives
 from megastrategy.core.collectives.fake import FakeCollectives
-from megastrategy.core.layout import ParamSpec
+from megastrategy.core.layout.layout import ParamSpec
+from megastrategy.core.shards import state_storage as kept_state
 from megastrategy.tools.commands import root
 from megastrategy.tools.plan.live_bytes import LiveBytes
 from megastrategy.tools.plan.memory import changes, parse_bytes, parse_ranks, rank_memory

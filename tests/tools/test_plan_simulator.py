@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy.core.layout import ParamSpec
+from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.tools.plan.simulator import Compute, Launch, Link, Phase, Processor, Wait, simulate
 from megastrategy.tools.plan.steps import Network, Work, advice, settings, simulate_step
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megastrategy.core.agreement import Agreement
+from megastrategy.core.sync.agreement import Agreement
 
 
 @st.composite

@@ -63,35 +63,20 @@ MAY_IMPORT = {
     "__init__": {"core", "lightning", "_param_groups", "_versions", "pipeline", "tools.plan.partitions"},
 }
 
-# Core's rooms: what of core each may import, besides itself. The files beside them, the way of a gradient, may use
-# every room; that no way leads back to where it began, the test of circles holds.
+# Core's folders: what of core each may import, besides itself and the ground. The files beside them, the faces of the
+# engine, may use every folder, and no folder imports them.
+GROUND = {"errors", "events", "devices", "config", "wire"}
 ROOMS_OF_CORE = {
-    "collectives": {"errors", "devices", "layout", "wire"},
     "trials": set(),
-    "checkpoint": {
-        "errors",
-        "layout",
-        "local_parts",
-        "param_shard",
-        "state_hooks",
-        "collectives",
-        "trials",
-        "flat_shard",
-        "shard_state",
-    },
-    "rebucketing": {
-        "config",
-        "events",
-        "layout",
-        "buffers",
-        "collectives",
-        "local_parts",
-        "module_checks",
-        "devices",
-        "param_buffers",
-        "reducer",
-        "layout_build",
-    },
+    "layout": set(),
+    "collectives": {"layout"},
+    "module": {"layout", "collectives"},
+    "buffers": {"layout", "module"},
+    "sync": {"layout", "collectives", "module", "buffers"},
+    "shards": {"layout", "collectives", "module", "buffers", "trials"},
+    "engine": {"layout", "collectives", "module", "buffers", "sync", "trials"},
+    "optimizer": {"layout", "collectives", "module", "buffers", "sync", "shards", "engine", "trials"},
+    "checkpoint": {"layout", "collectives", "module", "shards", "optimizer", "trials"},
 }
 
 
@@ -152,7 +137,9 @@ def test_core_imports_torch_the_standard_library_and_what_its_room_may(path: Pat
             target = resolved(path, name).split(".")
             assert target[0] == "core", f"{name}: core does not look out of itself"
             if own in ROOMS_OF_CORE:
-                assert target[1] in {own} | ROOMS_OF_CORE[own], f"{own} may not import {name}"
+                assert target[1] in {own} | ROOMS_OF_CORE[own] | GROUND, f"{own} may not import {name}"
+            elif own in GROUND:
+                assert target[1] in GROUND, f"{own} may not import {name}"
         else:
             top = name.split(".")[0]
             assert top in {"torch", "__future__"} or top in sys.stdlib_module_names, name
@@ -160,6 +147,31 @@ def test_core_imports_torch_the_standard_library_and_what_its_room_may(path: Pat
 
 def test_every_folder_of_core_says_what_it_may_import() -> None:
     assert {path.parent.name for path in FILES_OF_CORE if path.parent != CORE} == ROOMS_OF_CORE.keys()
+    rows = re.findall(r"^\| `(\w+)` \|", (CORE / "README.md").read_text(), re.MULTILINE)
+    assert set(rows) == ROOMS_OF_CORE.keys()
+    order = {folder: number for number, folder in enumerate(rows)}
+    assert all(order[lower] < order[folder] for folder in rows for lower in ROOMS_OF_CORE[folder])
+
+
+def test_folders_of_core_know_the_public_names_of_each_other_and_export_no_more() -> None:
+    """A folder's ``__init__`` is its border. Functions may import a file itself, which costs much or is private."""
+    used: dict[str, set[str]] = {folder: set() for folder in ROOMS_OF_CORE}
+    for path in FILES_OF_CORE:
+        own = path.relative_to(CORE).parts[0]
+        tree = ast.parse(path.read_text())
+        inside = {id(node) for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) for node in ast.walk(each)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            target = resolved(path, "." * node.level + (node.module or "")).split(".")
+            if len(target) < 2 or target[1] == own or target[1] not in ROOMS_OF_CORE:
+                continue
+            assert len(target) == 2 or id(node) in inside, f"{path}:{node.lineno} imports a file of {target[1]}"
+            used[target[1]] |= {alias.name for alias in node.names}
+    for folder, names in used.items():
+        tree = ast.parse((CORE / folder / "__init__.py").read_text())
+        exported = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign))
+        assert set(exported) <= names, f"no folder uses {set(exported) - names} of {folder}"
 
 
 def test_only_collectives_talk_to_torch_distributed() -> None:
@@ -189,20 +201,24 @@ def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
                 if isinstance(target, ast.Attribute) and target.attr in {"data", "grad", "grad_dtype"}:
                     owner = ast.unparse(target.value)
                     # shards are the optimizer's own tensors; the probe steps tensors that it made
-                    stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("step_tensors", "tensor")}
-                    stepped |= {("whole_params", "self.main"), ("kept_state", "self.main"), ("step_memory", "tensor")}
+                    stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("flat_run", "tensor")}
+                    stepped |= {
+                        ("whole_params", "self.main"),
+                        ("state_storage", "self.main"),
+                        ("step_memory", "tensor"),
+                    }
                     tried = {
                         ("trial", "param"),
                         ("known_params", "param"),
                         ("method_trial", "tensor"),
                         ("optimizer_double", "copied[id(old)]"),
                     }
-                    own = (path.stem, owner) in stepped | tried | {("strangers", "tensor")}
+                    own = (path.stem, owner) in stepped | tried | {("extra_params", "tensor")}
                     # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
                     kinds = {"contiguous_buffers", "flattened_buffers", "pooled_buffers"}
                     own |= target.attr == "grad" and path.stem in kinds
                     own |= target.attr == "data" and path.stem == "param_buffers"
-                    assert path.stem == "buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
+                    assert path.stem == "grad_buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
 
 
 @pytest.mark.parametrize(

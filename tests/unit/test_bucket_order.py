@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from megastrategy import DistributedDataParallelConfig
-from megastrategy.core.layout import BufferLayout, ParamSpec
-from megastrategy.core.layout_build import build_layout
-from megastrategy.core.rebucketing.arrival_order import better_layout_order, launch_cost
+from megastrategy.core.layout.arrival_order import better_layout_order, launch_cost
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.layout import BufferLayout, ParamSpec
 
 EACH_ITS_BUCKET = DistributedDataParallelConfig(bucket_size=1)
 

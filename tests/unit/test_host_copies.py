@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import devices, host_copies, to_host
-from megastrategy.core.flat_shard import FlatShard
+from megastrategy.core import devices, to_host
+from megastrategy.core.shards import host_copies
+from megastrategy.core.shards.flat_shard import FlatShard
 from tests.support import lazy_device
 from tests.support.budgets import work_as_on_an_accelerator
 from tests.support.lazy_device import LazyDevice

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megastrategy.core import devices
-from megastrategy.core.main_bits import Bitmap, MainBits
-from megastrategy.core.param_shard import ParamShard, take_outside_changes
+from megastrategy.core.shards.main_bits import Bitmap, MainBits
+from megastrategy.core.shards.param_shard import ParamShard, take_outside_changes
 
 HALF = 2**15
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megastrategy.core import offload
-from megastrategy.core.offload import Offload
+from megastrategy.core.shards import offload
+from megastrategy.core.shards.offload import Offload
 from tests.support.lazy_device import LazyDevice
 
 HOST = torch.device("cpu")

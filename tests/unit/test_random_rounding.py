@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core.random_rounding import draw, first_place, halves, key_of_step, mixed, round_at_random_
+from megastrategy.core.shards.random_rounding import draw, first_place, halves, key_of_step, mixed, round_at_random_
 from tests.support.narrow_reference import chances, hashed, rounded_at_random
 
 NAME = "layers.3.weight"

@@ -8,8 +8,8 @@ import torch
 from megastrategy import DistributedDataParallelConfig
 from megastrategy._lightning.communication_monitor import _sent_bytes
 from megastrategy.core.events import EventKind
-from megastrategy.core.layout import ParamSpec
-from megastrategy.core.layout_build import build_layout
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.layout import ParamSpec
 
 
 @pytest.mark.parametrize(("size", "instances"), [(4, 1), (4, 2), (6, 2), (6, 3), (4, 4)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megastrategy.core.collectives.tensor_parts import add_parts_
+from megastrategy.core.collectives.part_sums import add_parts_
 from tests.support.budgets import Operations, work_as_on_an_accelerator
 
 PIECE_NUMEL = 2**16  # of the host's path: more elements than that are added in several goes

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megastrategy.core.layout import PARAM_ALIGNMENT_NUMEL, SHARD_ALIGNMENT_NUMEL
+from megastrategy.core.layout.layout import PARAM_ALIGNMENT_NUMEL, SHARD_ALIGNMENT_NUMEL
 from megastrategy.core.wire import (
     BLOCK_NBYTES,
     BLOCK_NUMEL,

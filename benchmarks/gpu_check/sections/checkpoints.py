@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import megastrategy
-from megastrategy.core.collectives.tensor_parts import bytes_of
+from megastrategy.core.collectives.part_sums import bytes_of
 
 from ..context import Context
 from ..devices import MIB

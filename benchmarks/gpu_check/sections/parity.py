@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megastrategy.core.layout import BufferLayout
+from megastrategy.core.layout.layout import BufferLayout
 
 from ..context import Context
 from ..ranks import FAKE_SIZE, Rank

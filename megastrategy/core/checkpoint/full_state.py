@@ -12,9 +12,8 @@ from torch.nn import Parameter
 
 from ..errors import CheckpointError
 from ..layout import BufferLayout
-from ..param_shard import ParamShard
-from ..shard_state import copied, cut_value, per_element_keys
-from ..state_hooks import without_state_hooks
+from ..optimizer import without_state_hooks
+from ..shards import ParamShard, copied, cut_value, per_element_keys
 
 
 def load_full_state_dict(

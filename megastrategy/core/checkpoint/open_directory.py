@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..local_parts import dtensors_of, empty_like_part
+from ..module import dtensors_of, empty_like_part
 from .completeness import describe_hole, describe_missing_part
 from .remote_directory import MARKER, Directory, RemoteDirectory, directory_at
 

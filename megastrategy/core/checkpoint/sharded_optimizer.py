@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..flat_shard import FlatShard
 from ..layout import BufferLayout, ParamSpec
-from ..local_parts import CutParam
-from ..param_shard import ParamShard
-from ..shard_state import REMAINDER, as_saved, groups_as_saved, per_element_keys, saved_name
-from ..trials.elementwise import is_per_element
+from ..module import CutParam
+from ..shards import REMAINDER, FlatShard, ParamShard, as_saved, groups_as_saved, per_element_keys, saved_name
+from ..trials import is_per_element
 from .open_directory import OpenDirectory
 from .remote_directory import Directory
 

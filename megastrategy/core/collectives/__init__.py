@@ -15,34 +15,48 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .backend import BackendCollectives
+from .comparison import check_all_agree, first_difference, if_different
 from .fake import FakeCollectives
 from .gloo import GlooCollectives, HostCollectives
 from .host_staged import HostStagedCollectives
-from .instanced import destroy_instances
+from .instanced import destroy_instances, shard_collectives
 from .interface import Collectives, Handle, Handles
+from .part_sums import bytes_of, digest_of
 from .process_groups import (
     destroy_group,
     has_gloo,
     host_group,
     is_fake,
+    num_own_groups,
     private_group,
+    ranks_of,
+    subgroup,
     world_group,
 )
-from .roll_call import RollCall
+from .roll_call import CALL_ON_EVERY_RANK, RollCall
 from .single_rank import LoneCollectives
 
 __all__ = [
-    "BackendCollectives",
+    "CALL_ON_EVERY_RANK",
     "Collectives",
-    "GlooCollectives",
     "Handle",
     "Handles",
-    "HostStagedCollectives",
     "LoneCollectives",
+    "bytes_of",
+    "check_all_agree",
+    "digest_of",
     "end_with",
+    "first_difference",
     "host_collectives",
+    "if_different",
     "make_collectives",
+    "num_own_groups",
+    "private_group",
+    "ranks_of",
     "second_collectives",
+    "shard_collectives",
+    "subgroup",
+    "world_group",
 ]
 
 

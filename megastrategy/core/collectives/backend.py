@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ..layout import Spans
 from .interface import Collectives, Handle, did_not_complete
 from .part_exchange import PartExchange
-from .tensor_parts import add_parts_
+from .part_sums import add_parts_
 
 
 class BackendCollectives(Collectives):

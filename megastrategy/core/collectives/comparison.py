@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ..errors import LayoutMismatchError
-from . import Collectives
+from .interface import Collectives
 
 
 def digest(description: Mapping[str, object]) -> bytes:

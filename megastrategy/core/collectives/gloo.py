@@ -19,9 +19,9 @@ from .backend import max_options
 from .gloo_rings import GlooRings
 from .interface import GLANCE_S, Collectives, Handle, did_not_complete
 from .lent_tensors import LentTensors
+from .part_sums import add_parts_
 from .process_groups import PROBE_TAG
 from .roll_call import RollCall
-from .tensor_parts import add_parts_
 from .worker import Worker
 
 _RING_AT_MOST = 4

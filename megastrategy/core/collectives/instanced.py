@@ -29,9 +29,9 @@ from .gloo import GlooCollectives
 from .gloo_rings import GlooRings
 from .host_staged import HostStagedCollectives
 from .interface import Collectives, Handle
+from .part_sums import add_parts_
 from .process_groups import destroy_group, part_of_group
 from .roll_call import CALL_ON_EVERY_RANK
-from .tensor_parts import add_parts_
 
 
 def shard_collectives(every: Collectives, num_shards: int, device: torch.device) -> Collectives:

@@ -29,8 +29,8 @@ from torch.distributed import ProcessGroup
 
 from ..errors import CollectiveError, MegastrategyError
 from ..layout import Spans
+from .part_sums import chunks_by_dtype
 from .roll_call import CALL_ON_EVERY_RANK, Progress, RollCall
-from .tensor_parts import chunks_by_dtype
 
 GLANCE_S = 1.0  # between two looks at the others while this rank waits
 _POLL_S = 50e-6  # between two looks at the device: short beside a step, and long enough to leave the core to others

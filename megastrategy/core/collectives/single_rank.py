@@ -10,8 +10,8 @@ from torch.distributed import ProcessGroup
 
 from ..layout import Spans
 from .interface import Collectives, Handle
+from .part_sums import add_parts_
 from .roll_call import Progress
-from .tensor_parts import add_parts_
 
 
 class LoneCollectives(Collectives):

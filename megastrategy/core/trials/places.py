@@ -27,6 +27,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def differ(a: Any, b: Any) -> bool:
+    """Whether two values are not known to be equal: objects of no plain type are equal only to themselves."""
     if a is b:
         return False
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -68,6 +69,8 @@ class Place:
 
 
 def of_dict(where: str, values: dict[Any, Any]) -> Place:
+    """The entries of a dictionary, and their order."""
+
     def put(before: dict[Any, Any]) -> None:
         dict.clear(values)
         dict.update(values, before)
@@ -76,6 +79,8 @@ def of_dict(where: str, values: dict[Any, Any]) -> Place:
 
 
 def of_type(where: str, kind: type) -> Place:
+    """The attributes of a class."""
+
     def get() -> dict[str, Any]:
         return {name: value for name, value in vars(kind).items() if not name.startswith("__")}
 
@@ -90,6 +95,8 @@ def of_type(where: str, kind: type) -> Place:
 
 
 def of_list(where: str, values: list[Any]) -> Place:
+    """The items of a list."""
+
     def put(before: list[Any]) -> None:
         values[:] = before
 
@@ -97,6 +104,8 @@ def of_list(where: str, values: list[Any]) -> Place:
 
 
 def of_bag(where: str, values: set[Any] | collections.deque[Any]) -> Place:
+    """The items of a set or a deque."""
+
     def put(before: list[Any]) -> None:
         values.clear()
         (values.update if isinstance(values, set) else values.extend)(before)
@@ -105,6 +114,8 @@ def of_bag(where: str, values: set[Any] | collections.deque[Any]) -> Place:
 
 
 def of_cell(where: str, cell: types.CellType) -> Place:
+    """The variable of a closure."""
+
     def put(before: Any) -> None:
         cell.cell_contents = before
 
@@ -112,6 +123,8 @@ def of_cell(where: str, cell: types.CellType) -> Place:
 
 
 def of_names(where: str, values: dict[str, Any], names: set[str]) -> Place:
+    """Some entries of a namespace: global variables."""
+
     def put(before: dict[str, Any]) -> None:
         for name in names:
             if name in before:
@@ -123,6 +136,8 @@ def of_names(where: str, values: dict[str, Any], names: set[str]) -> Place:
 
 
 def of_slots(where: str, value: Any, names: list[str]) -> Place:
+    """The attributes of an object that are in slots."""
+
     def put(before: dict[str, Any]) -> None:
         for name, kept in before.items():
             setattr(value, name, kept)

@@ -1,0 +1,74 @@
+"""Gradients that have no buffers while they accumulate: Megatron-LM's fallback, for code that insists on ``.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..layout import BufferLayout
+from ..module import LocalParts
+from .grad_buffers import GradBuffers, copy_grad_
+
+
+class FlattenedGradBuffers(GradBuffers):
+    """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is
+    reduced."""
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Sequence[Parameter],
+        device: torch.device,
+        parts: LocalParts | None = None,
+    ) -> None:
+        super().__init__(parts)
+        self._device = device
+        # By bucket, from its seal to its publish: as much as the model in the worst case, since all are sent at the
+        # end.
+        self._flats: dict[int, Tensor] = {}
+        self.extend(layout, params)
+
+    def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
+        for index, grad in enumerate(grads, first):
+            self.params[index].grad, self.has_grad[index] = grad, grad is not None
+
+    def open(self) -> None:
+        for index, param in enumerate(self.params):
+            self.has_grad[index] = param.grad is not None
+
+    def adopt(self, param: int) -> None:
+        self.check_param(param)
+
+    def seal(self, bucket: int) -> None:
+        place = self.layout.buckets[bucket]
+        # Zeros: unused parameters and the space between are sent, and must add nothing.
+        flat = torch.zeros(place.numel, dtype=self.layout.buffers[place.buffer].grad_dtype, device=self._device)
+        grads = self.local_parts.grads_of([self.params[index] for index in place.params])
+        for index, grad in zip(place.params, grads, strict=True):
+            self.has_grad[index] = grad is not None
+            if grad is not None:
+                copy_grad_(self._view_in(flat, index), grad)
+        self._flats[bucket] = flat
+
+    def stage(self, bucket: int, piece: int) -> tuple[Tensor, Tensor | None]:
+        return self._flats[bucket], None
+
+    def publish(self, bucket: int) -> None:
+        flat, is_cut_alike = self._flats.pop(bucket), self.local_parts.is_cut_alike
+        for index in self.layout.buckets[bucket].params:
+            param = self.params[index]
+            # No rank used it: .grad stays None, which an optimizer skips; zeros would decay its momentum.
+            if not self.has_grad[index]:
+                continue
+            # A mean over ranks is dense, and cut as the parameter is.
+            if param.grad is None or param.grad.layout != param.layout or not is_cut_alike(param, param.grad):
+                param.grad = torch.empty_like(param, dtype=flat.dtype)
+            param.grad.copy_(self.local_parts.as_grad(param, self._view_in(flat, index)))
+
+    def _view_in(self, flat: Tensor, index: int) -> Tensor:
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        start = slot.start - self.layout.buckets[slot.bucket].start
+        return flat[start : start + spec.numel].as_strided(spec.shape, spec.stride)

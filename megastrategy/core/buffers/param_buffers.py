@@ -1,0 +1,191 @@
+"""Contiguous storage for parameters. The only file that assigns ``param.data``.
+
+[Note: parameters in shared memory]
+After ``module.share_memory()``, or after a process was given the module, other processes read the parameters at their
+addresses. Such a parameter keeps its memory: the flat buffer has a copy of it, which is stepped and gathered. A step
+begins with the values in shared memory, and each bucket's new weights are copied there when its gather has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.nn import Parameter
+
+from ..layout import BufferLayout, ChunkPlace, contiguous_stride
+from ..module import LocalParts
+from ..wire import fill_nothing_, wire_numel, wire_part
+from .grad_buffers import check_unchanged, slice_storage, slice_view
+
+
+class ParamBuffers:
+    """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
+
+    The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
+    shapes and strides stay. Weights in a chunk share a storage there (weight_chunks' [Note: weights in one chunk]), and
+    every other parameter has one of its own. Where changes are sent in their place, ``changes`` has memory for those,
+    of the same layout, in which everything is :data:`.wire.NOTHING` but what is on its way. ``bitmaps`` are of
+    this rank's shards, one after the other, where main_bits keeps some. ``restore`` gives
+    parameters memory of their own again, and leaves those alone that were moved out of here from outside
+    (``module.double()``).
+
+    Args:
+        room: memory to use for a while, by buffer, in the place of new memory; no changes are sent from there.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Sequence[Parameter],
+        device: torch.device,
+        parts: LocalParts | None = None,
+        room: Sequence[Tensor] = (),
+    ) -> None:
+        self._device, self._room = device, room
+        self._local_parts = parts or LocalParts()
+        self.params: list[Parameter] = []
+        self._parts: list[Tensor] = []  # of the parameters, which have memory here
+        self.flats: list[Tensor] = []
+        self.changes: list[Tensor | None] = []
+        self.bitmaps: list[Tensor | None] = []
+        self._addresses: list[int] = []  # of the parameters, by index
+        self._copies: dict[int, Tensor] = {}  # by index, of parameters in shared memory: their place in the flat buffer
+        self._chunks: dict[str, UntypedStorage] = {}
+        self.extend(layout, params)
+
+    def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
+        """Moves in the parameters that ``layout`` has beyond those known so far."""
+        first = len(self.params)
+        self.layout = layout
+        self.params += params[first:]
+        self._parts += map(self._local_parts.of, params[first:])
+        for buffer in layout.buffers[len(self.flats) :]:
+            if self._room:
+                self.flats.append(self._room[len(self.flats)].view(buffer.dtype)[: buffer.numel].zero_())
+            else:
+                self.flats.append(torch.zeros(buffer.numel, dtype=buffer.dtype, device=self._device))
+            sent, changes = buffer.param_wire_dtype, None
+            if sent is not None and not self._room:
+                changes = torch.empty(wire_numel(buffer.numel, sent), dtype=sent, device=self._device)
+                fill_nothing_(changes)
+            self.changes.append(changes)
+            bitmap = None
+            if buffer.keeps_main_bits and not self._room:  # eight elements a byte
+                numel = buffer.numel // layout.num_shards // 8
+                bitmap = torch.zeros(numel, dtype=torch.uint8, device=self._device)
+            self.bitmaps.append(bitmap)
+        self._addresses += [0] * (len(self._parts) - first)
+        for index in range(first, len(self._parts)):
+            self._move_in(index)
+
+    @staticmethod
+    def fit(layout: BufferLayout, room: Sequence[Tensor]) -> bool:
+        """Whether the parameters of the layout fit into this memory, buffer by buffer."""
+        return len(room) == len(layout.buffers) and all(
+            part.nbytes >= buffer.numel * buffer.dtype.itemsize
+            for part, buffer in zip(room, layout.buffers, strict=True)
+        )
+
+    def bucket(self, bucket: int) -> Tensor:
+        """The bucket's parameters: 1-D view, ``bucket.numel`` elements of the parameter dtype."""
+        place = self.layout.buckets[bucket]
+        return self.flats[place.buffer][place.start : place.end]
+
+    def change(self, bucket: int) -> Tensor | None:
+        """The changes of the bucket's parameters, as they are sent: a 1-D view; None where weights are sent."""
+        place = self.layout.buckets[bucket]
+        changes = self.changes[place.buffer]
+        return None if changes is None else wire_part(changes, place.start, place.end)
+
+    def forget_changes(self) -> None:
+        """Makes all that came, and was added to the weights, :data:`.wire.NOTHING`."""
+        for changes in self.changes:
+            if changes is not None:
+                fill_nothing_(changes)
+
+    def recapture(self) -> None:
+        """Brings back parameters that were re-pointed from outside (``p.data = x``), with the values they have now, and
+        copies those in shared memory.
+
+        Raises:
+            ParameterChangedError: if one of them has another dtype, shape or device than when the model was wrapped.
+        """
+        self._local_parts.refresh(self._parts, self.params)
+        moved: list[int] = []
+        for index, part in enumerate(self._parts):
+            # Compared, since p.data = x leaves no other trace. An empty tensor has no address to compare.
+            if part.data_ptr() != self._addresses[index] and part.numel() > 0:
+                check_unchanged(part, self.layout.params[index])
+                moved.append(index)
+            elif index in self._copies:
+                self._copies[index].copy_(part.detach())
+        # Hazard: after a.data, b.data = b.data, a.data each has its value in the other's place, and the first that
+        # moves back would overwrite the second's. So values that are in the buffers are copied before any moves.
+        for index in moved:
+            if self._is_inside(self._parts[index]):
+                self._parts[index].data = self._parts[index].detach().clone(memory_format=torch.preserve_format)
+        for index in moved:
+            self._move_in(index)
+
+    @property
+    def has_readers_elsewhere(self) -> bool:
+        """Whether other processes may read parameters; see [Note: parameters in shared memory]."""
+        return bool(self._copies)
+
+    def show(self, bucket: int) -> None:
+        """Copies the bucket's weights, which are all there, to the parameters that are in shared memory."""
+        if self._copies:
+            for index in self._copies.keys() & self.layout.buckets[bucket].params:
+                self._parts[index].data.copy_(self._copies[index])  # `.data`: as unseen by autograd as a gather
+
+    def restore(self) -> None:
+        """Gives every parameter that lies here memory of its own, with the present values and strides."""
+        copies = {name: storage.clone() for name, storage in self._chunks.items()}
+        self._local_parts.refresh(self._parts, self.params)
+        for part, spec in zip(self._parts, self.layout.params, strict=True):
+            if self._is_inside(part):
+                # A copy, or the flat buffer would live as long as any parameter that looks into it.
+                if spec.chunk is not None:
+                    part.data = _in_chunk(part.detach(), copies[spec.chunk.name], spec.chunk, spec.shape)
+                else:
+                    part.data = part.detach().clone(memory_format=torch.preserve_format)
+        self.flats, self._chunks, self._copies = [], {}, {}
+
+    def _is_inside(self, part: Tensor) -> bool:
+        """Whether the memory of a parameter is in the buffers: not where user code has moved it out
+        (``module.double()``)."""
+        return any(flat.data_ptr() <= part.data_ptr() < flat.data_ptr() + flat.nbytes for flat in self.flats)
+
+    def _move_in(self, index: int) -> None:
+        part, view = self._parts[index], self._view(index)
+        view.copy_(part.detach())
+        self._copies.pop(index, None)
+        if _is_shared(part):
+            self._copies[index] = view
+        else:
+            part.data = view
+        self._addresses[index] = part.data_ptr()
+
+    def _view(self, index: int) -> Tensor:
+        """The parameter's place in the flat buffer."""
+        spec, slot = self.layout.params[index], self.layout.slots[index]
+        flat = self.flats[slot.buffer]
+        if (chunk := spec.chunk) is None:
+            return slice_view(flat, slot.start, spec.shape, spec.stride, spec.numel)
+        start, known = slot.start - chunk.start, self._chunks.get(chunk.name)
+        # Compared: share_memory() gives the storage itself other memory.
+        if known is None or known.data_ptr() != flat.data_ptr() + start * flat.element_size():
+            known = self._chunks[chunk.name] = slice_storage(flat, start, chunk.numel)
+        return _in_chunk(flat, known, chunk, spec.shape)
+
+
+def _is_shared(part: Tensor) -> bool:
+    # Of a device torch calls all memory shared.
+    return part.device.type == "cpu" and part.untyped_storage().is_shared()
+
+
+def _in_chunk(like: Tensor, storage: UntypedStorage, chunk: ChunkPlace, shape: Sequence[int]) -> Tensor:
+    """A contiguous tensor of ``shape``, and of the dtype of ``like``, in the storage of its chunk."""
+    return like.new_empty(0).set_(storage, chunk.start, tuple(shape), contiguous_stride(shape))

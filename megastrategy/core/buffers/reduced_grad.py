@@ -1,0 +1,212 @@
+"""The stand-in that ``.grad`` is after a reduce-scatter: a tensor with the gradient's shape and dtype, and no element.
+
+[Note: a gradient that nobody can misread]
+After a reduce-scatter this rank has a shard of each gradient. ``None`` in ``.grad`` would be silent, since torch's
+clipping, its scalers and most libraries skip a gradient of None; the shard, or the buffer around it, would be a wrong
+number. So ``.grad`` is a stand-in without storage. Whoever asks for its shape, dtype or device gets the gradient's;
+whoever computes with it gets :class:`~.errors.ReducedGradError`, since every operation passes ``__torch_dispatch__``.
+What has a meaning without elements is answered: zeroing zeroes the reduced gradient, ``detach`` and ``to`` give another
+stand-in, and autograd may add the next local gradient to it. A ``.grad`` that is None was dropped by somebody, however
+they did it, as after ``zero_grad`` of a raw module. Whoever keeps a stand-in beyond that has one of a gradient that is
+gone: the next gradient gets another, so that putting the first one back is noticed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..errors import ReducedGradError
+from ..layout import ParamSpec
+
+_ATEN = torch.ops.aten
+NO_TASK = -1
+"""torch's number for no running backward; each graph task, nested ones too, has a number of its own."""
+
+
+def inside_backward() -> bool:
+    """Whether a backward is running on this thread."""
+    return bool(torch._C._current_graph_task_id() != NO_TASK)
+
+
+def inside_node() -> bool:
+    """Whether a node of a graph is running on this thread: at the end of a graph, whether that is nested in another."""
+    return torch._C._current_autograd_node() is not None
+
+
+class StoodFor:
+    """One reduced gradient, until it is dropped. There is one stand-in for it, and copies where it was detached.
+
+    Attributes:
+        zero: zeroes it.
+        has_copies: whether somebody has another stand-in than the one in ``.grad``.
+    """
+
+    def __init__(self, zero: Callable[[StoodFor], None]) -> None:
+        self._zero = zero
+        self.has_copies = False
+
+    def zero(self) -> None:
+        self._zero(self)
+
+
+class ReducedGrad(Tensor):
+    """Stands for the reduced gradient of one parameter; see [Note: a gradient that nobody can misread].
+
+    Args:
+        spec: the parameter's; the stand-in has its shape and stride, and the gradient's dtype.
+        device: the parameter's.
+        stood_for: the gradient.
+        all_reduce_option: how whoever set the engine up asks it for whole gradients.
+
+    Attributes:
+        pending: a local gradient (memory of its own, dense or sparse) that autograd has added since; None for none.
+    """
+
+    spec: ParamSpec
+    pending: Tensor | None
+    stood_for: StoodFor
+    _all_reduce_option: str
+
+    # properties are read by every loop over parameters, and mean what they mean for any tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        spec: ParamSpec,
+        device: torch.device,
+        stood_for: StoodFor,
+        all_reduce_option: str,
+        *,
+        dtype: torch.dtype | None = None,
+        pending: Tensor | None = None,
+    ) -> ReducedGrad:
+        made: ReducedGrad = Tensor._make_wrapper_subclass(
+            cls, spec.shape, strides=spec.stride, dtype=dtype or spec.grad_dtype, device=device
+        )
+        # Its address is null, at which whoever asks in C++ (to_dlpack, extensions) would read anything, or crash.
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.spec, made.pending, made.stood_for, made._all_reduce_option = spec, pending, stood_for, all_reduce_option
+        return made
+
+    def take_pending(self) -> Tensor | None:
+        """Hands over what autograd has added."""
+        pending, self.pending = self.pending, None
+        return pending
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first = args[0] if args else None
+        # zero_grad(set_to_none=False) hands over a list, in which other gradients may be ordinary tensors.
+        if func is _ATEN._foreach_zero_.default:
+            for grad in first or ():
+                grad.zero_()
+            return None
+        # As an operand elsewhere (x.add_(p.grad)) it would be read, and raises below.
+        if isinstance(first, ReducedGrad):
+            if func is _ATEN.zero_.default:
+                first.stood_for.zero()
+                return first
+            if func is _ATEN.detach.default:
+                return first._like(first.device, first.dtype)
+            if func is _ATEN._to_copy.default:  # module.to() takes gradients along
+                options = kwargs or {}
+                return first._like(options.get("device") or first.device, options.get("dtype") or first.dtype)
+            # Inside backward it is autograd that adds; the same add_ outside would be a user's, on a number that is not
+            # there.
+            if inside_backward() and len(args) == 2 and isinstance(args[1], Tensor) and not isinstance(args[1], cls):
+                # autograd adds in place, or with create_graph makes a sum; its tensor is not ours to keep
+                if func is _ATEN.add_.Tensor:
+                    first.pending = args[1].clone() if first.pending is None else first.pending + args[1]
+                    return first
+                if func is _ATEN.add.Tensor:
+                    return first._like(first.device, first.dtype, pending=args[1].clone())
+        # The first stand-in among the arguments, also in lists: foreach kernels take those.
+        raise next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).error(str(func))
+
+    def _like(self, device: torch.device, dtype: torch.dtype, pending: Tensor | None = None) -> ReducedGrad:
+        self.stood_for.has_copies = True
+        options = self.stood_for, self._all_reduce_option
+        return ReducedGrad(self.spec, torch.device(device), *options, dtype=dtype, pending=pending)
+
+    def check_is_of(self, spec: ParamSpec, present: StoodFor | None) -> None:
+        """Raises ReducedGradError where it stands for another parameter's gradient, or for another than ``present``."""
+        if spec.name != self.spec.name:
+            raise self.error(f"putting a .grad into that of {spec.name!r}")
+        if present is not self.stood_for:
+            raise self.error("putting back a .grad that was dropped")
+
+    def error(self, what: str) -> ReducedGradError:
+        """The error to raise where ``what`` needs elements."""
+        return ReducedGradError(
+            f"{what} needs the gradient of {self.spec.name!r}, which was reduce-scattered: this rank has a shard of "
+            "it, and .grad is a stand-in without elements. On all ranks, full_grad(param) of the wrapped model, its "
+            "optimizer or the strategy gives the whole gradient, and grad_norm() the norm. To clip: Lightning's "
+            "gradient_clip_val or self.clip_gradients, fabric.clip_gradients, accelerator.clip_grad_norm_, or the "
+            "DistributedOptimizer's clip_grad_norm_. To step: the optimizer that configure_optimizers, fabric.setup or "
+            "accelerator.prepare returned, or a DistributedOptimizer around it. To scale: megastrategy.GradScaler in "
+            "place of torch's. Or pass "
+            f"{self._all_reduce_option}: .grad is whole then, and the optimizer is not sharded"
+        )
+
+    # --- what does not pass the dispatcher ---------------------------------------------------------------------------
+
+    @property
+    def data(self) -> ReducedGrad:
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # Module.to puts in what it moved. Other numbers would be here alone, and the step would not see them.
+        if not isinstance(value, ReducedGrad):
+            raise self.error("assigning to its .data (assign to .grad itself, and the step takes it)")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise self.error("numpy()")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise self.error("numpy()")
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        raise self.error("from_dlpack()")
+
+    def data_ptr(self) -> int:
+        # torch's CUDA sanitizer asks every argument before the operation itself is refused or answered here. It takes
+        # null for "without memory", as of tensors without elements, and tells those apart by their ids.
+        if sys._getframe(1).f_globals.get("__name__") == "torch.cuda._sanitizer":
+            return 0
+        raise self.error("data_ptr()")
+
+    def apply_(self, *_: Any) -> NoReturn:
+        raise self.error("apply_()")
+
+    def tolist(self) -> NoReturn:
+        raise self.error("tolist()")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise self.error("pickling")
+
+    def __deepcopy__(self, memo: Any) -> None:
+        # torch copies a parameter without its gradient, but a tensor-parallel one, like any Tensor, with it. The copy
+        # is no part of the engine, and has none.
+        if sys._getframe(1).f_code is not Tensor.__deepcopy__.__code__:
+            raise self.error("deepcopy")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Nothing, for tables of memory."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    def share_memory_(self) -> ReducedGrad:
+        """``module.share_memory()`` takes gradients along; here is nothing to share."""
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ReducedGrad(of {self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"

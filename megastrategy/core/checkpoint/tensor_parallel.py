@@ -1,0 +1,66 @@
+"""Optimizer state between one tensor rank's parts and whole parameters.
+
+Each tensor rank has, on the first of its data-parallel ranks, the state of its own parts, which
+:mod:`..gathered_state` has gathered. The parts of a parameter that is cut come together here, a tensor at a time, on
+the first tensor rank; a file is then what it would be if nothing were cut. Loading cuts it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives import Collectives
+from ..errors import CheckpointError
+from ..module import CutParam
+
+
+def join_parts(
+    values: Mapping[Hashable, Mapping[str, Any]], cut: Mapping[Any, CutParam], ranks: Collectives
+) -> Mapping[Any, Any] | None:
+    """Joins the parts of what is cut, on the first tensor rank; None elsewhere. Collective over them.
+
+    Args:
+        values: by parameter and name, in host memory. Equal keys and names on all tensor ranks.
+        cut: by parameter, those that are cut. What is kept of one in other shapes than its part's is the first rank's.
+        ranks: the tensor ranks.
+
+    Raises:
+        CheckpointError: on all of them, if they keep other things.
+    """
+    own = sorted(
+        (key, name, tuple(value.shape), str(value.dtype))
+        for key in values.keys() & cut.keys()
+        for name, value in values[key].items()
+        if isinstance(value, Tensor) and tuple(value.shape) == cut[key].part_shape
+    )
+    every: list[list[tuple[Any, str, tuple[int, ...], str]]] = ranks.all_gather_objects(own)
+    for rank, theirs in enumerate(every):
+        # Parts may be of different sizes; all else is alike, or what follows would not match.
+        if [(key, name, dtype) for key, name, _, dtype in theirs] != [(k, n, dtype) for k, n, _, dtype in every[0]]:
+            raise CheckpointError(
+                f"tensor ranks 0 and {rank} keep other state of the same parameters, so that it cannot be joined: "
+                f"{len(every[0])} and {len(theirs)} tensors. Step the optimizer on all ranks, or on none"
+            )
+    joined: dict[Any, Any] = {key: dict(kept) if key in cut else kept for key, kept in values.items()}
+    for number, (key, name, _, _) in enumerate(own):
+        part = joined[key][name]
+        shapes = [theirs[number][2] for theirs in every]
+        joined[key][name] = _join(part.detach().cpu().contiguous(), shapes, cut[key].dim, ranks.host)
+    return joined if ranks.is_rank_zero else None
+
+
+def _join(part: Tensor, shapes: list[tuple[int, ...]], dim: int, hosts: Collectives) -> Tensor:
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    is_first = hosts.is_rank_zero
+    coming = [0, *sizes[1:]] if is_first else [0] * len(sizes)
+    received = part.new_empty(sum(coming))
+    sent = part.new_empty(0) if is_first else part.flatten()
+    hosts.all_to_all(received, sent, coming, [sent.numel(), *[0] * (len(sizes) - 1)]).wait()
+    if not is_first:
+        return part
+    parts = received.split(coming)
+    return torch.cat([part, *(parts[rank].view(shapes[rank]) for rank in range(1, len(shapes)))], dim)

@@ -1,0 +1,43 @@
+"""The address and the owner of every element of parameters, gradients and shards. Plans only: no tensors."""
+
+from .arrival_order import better_layout_order
+from .build import build_layout
+from .layout import (
+    CHUNKS,
+    PARAM_ALIGNMENT_NUMEL,
+    RECEIVED_BUFFERS,
+    SIXTEEN_BIT,
+    STAGING_BUFFERS,
+    Bucket,
+    BufferLayout,
+    ParamSpec,
+    Spans,
+)
+from .memory import MemoryUse, describe_setup, memory_use, memory_use_of_ddp
+from .owners import Owners, Part
+from .strides import contiguous_stride, dense_stride
+from .weight_chunks import ChunkPlace, weight_chunks
+
+__all__ = [
+    "CHUNKS",
+    "PARAM_ALIGNMENT_NUMEL",
+    "RECEIVED_BUFFERS",
+    "SIXTEEN_BIT",
+    "STAGING_BUFFERS",
+    "Bucket",
+    "BufferLayout",
+    "ChunkPlace",
+    "MemoryUse",
+    "Owners",
+    "ParamSpec",
+    "Part",
+    "Spans",
+    "better_layout_order",
+    "build_layout",
+    "contiguous_stride",
+    "dense_stride",
+    "describe_setup",
+    "memory_use",
+    "memory_use_of_ddp",
+    "weight_chunks",
+]

@@ -1,0 +1,191 @@
+"""Makes the plan of :mod:`.layout`: the sizes of buckets, the place of each parameter, the dtypes on the wire.
+
+[Note: default bucket size]
+The bucket that is filled last cannot overlap with backward, so its share of the traffic is always exposed: an eighth.
+More buckets than that pay latency for little, and below 2**18 elements (1 MB in fp32) a collective costs more in
+latency than in bytes. From 320M elements on an eighth is more than Megatron-LM's bucket, which then holds. The first
+three buckets are smaller, since the link has nothing to do until the first is complete; each of the next is there by
+the time that the one before it has been sent. (torch DDP begins with one small bucket for the same reason.) Behind the
+next forward parameters are gathered the other way round, so that the last layers, and then backward, wait for a small
+gather.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ..config import OF_SHARDS, DistributedDataParallelConfig
+from .layout import (
+    NCCL_ALIGNMENT_NUMEL,
+    PARAM_ALIGNMENT_NUMEL,
+    SIXTEEN_BIT,
+    Bucket,
+    Buffer,
+    BufferLayout,
+    ParamSlot,
+    ParamSpec,
+    bucket_alignment,
+    round_up,
+)
+from .weight_chunks import in_units
+
+WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
+
+
+def wire_dtypes(
+    config: DistributedDataParallelConfig, dtype: torch.dtype, grad_dtype: torch.dtype
+) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtypes that gradients, and changes of weights, are sent in: narrower ones only where that is rounding."""
+    is_wide = grad_dtype.is_floating_point and grad_dtype.itemsize > 2
+    sent = WIRE_DTYPES[config.grad_wire_dtype] if config.grad_wire_dtype is not None and is_wide else grad_dtype
+    has_changes = config.param_wire_dtype is not None and dtype == torch.float32
+    return sent, WIRE_DTYPES[config.param_wire_dtype] if has_changes else None  # type: ignore[index]
+
+
+MIN_FIRST_BUCKET_NUMEL = 2**17
+"""A smaller bucket costs more in latency than it gains by being early."""
+
+
+def default_bucket_size(total_numel: int, dp_size: int) -> int:
+    """The bucket size, in elements, for ``bucket_size=None``; see [Note: default bucket size]."""
+    megatron = max(40_000_000, 1_000_000 * dp_size)
+    return min(max(total_numel // 8, 2**18), megatron)
+
+
+def minimum_numels(bucket_size: int) -> Iterator[int]:
+    """Yields the least size of each bucket in launch order: an eighth, a quarter, a half, and then all of
+    ``bucket_size``; see [Note: default bucket size]."""
+    for divisor in (8, 4, 2):
+        yield max(bucket_size // divisor, min(bucket_size, MIN_FIRST_BUCKET_NUMEL))
+    yield from itertools.repeat(bucket_size)
+
+
+def build_layout(
+    specs: Sequence[ParamSpec],
+    config: DistributedDataParallelConfig,
+    dp_size: int,
+    order: Sequence[int] | None = None,
+) -> BufferLayout:
+    """Places every parameter.
+
+    Args:
+        specs: trainable parameters, tied ones once, in order of registration.
+        config: the options.
+        dp_size: number of data-parallel ranks.
+        order: every index into ``specs`` once, the first to be complete in a backward first; None for the reverse of
+            registration.
+
+    Raises:
+        ValueError: if two specs share a name, or ``dp_size`` is not positive or does not divide into the instances.
+    """
+    num_shards = _num_shards(config, dp_size)
+    # Checkpoints and ranks' digests know parameters by name.
+    repeated = [name for name, count in collections.Counter(spec.name for spec in specs).items() if count > 1]
+    if repeated:
+        raise ValueError(f"two parameters are called {repeated[0]!r}: names must be unique")
+    size, are_alike = _bucket_size(config, sum(spec.room for spec in specs), dp_size)
+    for_nccl = NCCL_ALIGNMENT_NUMEL if config.pad_buckets_for_high_nccl_busbw else 1
+    alignment = math.lcm(bucket_alignment(dp_size, num_shards), for_nccl)
+
+    order = range(len(specs))[::-1] if order is None else order
+    assert sorted(order) == list(range(len(specs))), "every parameter has one place in the order"
+    kinds = list(dict.fromkeys((spec.dtype, spec.grad_dtype) for spec in specs))  # no set: all ranks need one order
+    numels = [0] * len(kinds)
+    starts: dict[int, int] = {}
+    drafts: list[tuple[int, int, int, tuple[int, ...]]] = []  # (buffer, start, end, params)
+    for number, kind in enumerate(kinds):
+        units = in_units([s.chunk for s in specs], [i for i in order if (specs[i].dtype, specs[i].grad_dtype) == kind])
+        # Each buffer begins with small buckets: its first gradients are early too.
+        minimums = itertools.repeat(size) if are_alike else minimum_numels(size)
+        minimum, bucket_start, position = next(minimums), 0, 0
+        current: list[int] = []
+        for place, unit in enumerate(units):
+            position = _place(specs, unit, round_up(position, PARAM_ALIGNMENT_NUMEL), starts)
+            current += unit
+            # Closed by the parameter that reaches the size: none is split, and no bucket is empty.
+            is_border = any(specs[index].is_alone for near in units[place : place + 2] for index in near)
+            if position - bucket_start >= minimum or place == len(units) - 1 or is_border:
+                position = round_up(position, alignment)
+                drafts.append((number, bucket_start, position, tuple(current)))
+                minimum, bucket_start, current = next(minimums), position, []
+        numels[number] = position
+    # A bucket is complete when its last parameter is, so that decides the order between dtypes.
+    completed = {index: place for place, index in enumerate(order)}
+    drafts.sort(key=lambda draft: max(completed[index] for index in draft[3]))
+    buckets = tuple(Bucket(index, *draft) for index, draft in enumerate(drafts))
+    bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+    slots = tuple(
+        ParamSlot(bucket_of[i].buffer, bucket_of[i].index, starts[i], starts[i] + spec.numel)
+        for i, spec in enumerate(specs)
+    )
+    pooled = config.grad_buffer == "pooled" and num_shards > 1  # else no shard is smaller than the gradients
+    sums_in_fp32 = pooled or (config.reduce_scatter_with_fp32_accumulation and num_shards > 1)
+    buffers = []
+    for (dtype, grad_dtype), numel in zip(kinds, numels, strict=True):
+        sum_dtype = torch.float32 if sums_in_fp32 and grad_dtype in SIXTEEN_BIT else grad_dtype
+        sent, weights_sent = wire_dtypes(config, dtype, grad_dtype) if num_shards > 1 else (grad_dtype, None)
+        # Apart also where dtypes agree, if pooled: there is no gradient buffer that sums could stay in.
+        apart = pooled or sum_dtype != sent
+        in_bits = config.store_param_remainders and dtype == torch.bfloat16 and num_shards > 1
+        buffers.append(Buffer(dtype, grad_dtype, numel, sum_dtype, apart, sent, weights_sent, in_bits))
+    return BufferLayout(
+        params=tuple(specs),
+        slots=slots,
+        buffers=tuple(buffers),
+        buckets=buckets,
+        dp_size=dp_size,
+        num_shards=num_shards,
+        piece_numel=round_up(size, alignment) if pooled else None,
+        state_dtype=torch.bfloat16 if config.optimizer_state_dtype == "bf16" and num_shards > 1 else None,
+        offloads_state=config.offload_optimizer_states and num_shards > 1,
+    )
+
+
+def _place(specs: Sequence[ParamSpec], unit: Sequence[int], position: int, starts: dict[int, int]) -> int:
+    """Places a parameter, or those of a chunk, from ``position`` on; returns where that ends."""
+    numel = 0
+    for index in unit:
+        chunk = specs[index].chunk
+        starts[index] = position + (0 if chunk is None else chunk.start)
+        numel = specs[index].room if chunk is None else chunk.numel
+    return position + numel
+
+
+def _bucket_size(config: DistributedDataParallelConfig, total_numel: int, dp_size: int) -> tuple[int, bool]:
+    """The size in elements, and whether it holds for all buckets alike: if the user gave it, or one takes them all."""
+    if config.bucket_size is not None:
+        return config.bucket_size, True
+    size = default_bucket_size(total_numel, dp_size)
+    return size, size >= total_numel
+
+
+def _num_shards(config: DistributedDataParallelConfig, dp_size: int) -> int:
+    """The number of parts in which a bucket is owned; raises ValueError if the options do not fit the number of
+    ranks."""
+    if dp_size < 1:
+        raise ValueError(f"dp_size={dp_size}: expected at least one rank")
+    instances = config.num_distributed_optimizer_instances
+    # An all-reduce: every rank owns all of every bucket.
+    if not config.use_distributed_optimizer:
+        return 1
+    if dp_size % instances != 0:
+        divisors = ", ".join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)
+        raise ValueError(
+            f"num_distributed_optimizer_instances={instances} does not divide the {dp_size} data-parallel rank(s), of "
+            f"which every instance has as many. Pass one of {divisors}, or start another number of ranks"
+        )
+    # On one rank both are quietly of no effect, so that a script runs there unchanged.
+    for name in OF_SHARDS:
+        value = getattr(config, name)
+        if instances == dp_size > 1 and value not in (False, None, "contiguous"):
+            raise ValueError(
+                f"num_distributed_optimizer_instances={instances} on {dp_size} ranks contradicts {name}={value!r}: "
+                "instances of one rank have no shards, and gradients are all-reduced. Pass fewer "
+                "instances, or leave one of the two out"
+            )
+    return dp_size // instances

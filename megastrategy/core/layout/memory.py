@@ -1,0 +1,232 @@
+"""Computes the bytes that a rank holds from the layout, for the README's table and the lines at the start of a fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from ..devices import pinned_bytes
+from .layout import BufferLayout
+from .owners import Owners
+
+_HOST = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """Bytes on one rank: parameters, gradients, and optimizer state with fp32 main params.
+
+    ``staging_bytes`` come on top while a backward is reduced, with pooled gradients; ``received_bytes`` where gradients
+    are summed in a wider dtype than they are sent in, and not by gloo. ``host_bytes`` of state are in the host's
+    memory, pinned where an accelerator computes, and are not counted among the others.
+    """
+
+    param_bytes: int
+    grad_bytes: int
+    state_bytes: int
+    staging_bytes: int = 0
+    received_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.param_bytes + self.grad_bytes + self.state_bytes
+
+
+def memory_use(
+    layout: BufferLayout,
+    dp_rank: int,
+    state_tensors: int | Mapping[int, int],
+    rank_of: Mapping[int, int] | None = None,
+    device: torch.device = _HOST,
+) -> MemoryUse:
+    """Counts what this engine holds for the trainable parameters, to the byte, in tensors with a number an element.
+
+    Args:
+        layout: the plan.
+        dp_rank: the rank (shards are cut at bucket borders, so ranks differ by padding and rounding).
+        state_tensors: how many numbers optimizers keep for each element (Adam: 2), in the dtype of what they step
+            unless the plan says another; or by parameter. Factors, as Adafactor keeps, are not counted.
+        rank_of: the owners of parameters that are stepped whole, in an instance.
+        device: computes. State that is kept on the host for an accelerator is in pinned memory, whose allocations are
+            rounded up; one per bucket and state tensor is counted, as if all parameters of a bucket were in one group.
+    """
+    sharded = layout.num_shards > 1
+    param_bytes = sum(buffer.numel * buffer.dtype.itemsize for buffer in layout.buffers)
+    # What weights change by, while it is sent.
+    param_bytes += sum(b.sent_weight_nbytes(b.numel) for b in layout.buffers if b.param_wire_dtype is not None)
+    if not sharded:  # parameters stay where the module has them
+        param_bytes = sum(spec.numel * spec.dtype.itemsize for spec in layout.params)
+    grad_bytes = 0
+    for buffer in layout.buffers:
+        if not layout.is_pooled:
+            grad_bytes += buffer.numel * buffer.grad_dtype.itemsize
+        # Beside the gradients with fp32 sums of 16-bit ones; in their place where they are pooled.
+        if buffer.sums_apart:
+            grad_bytes += buffer.numel // layout.num_shards * buffer.sum_dtype.itemsize
+    state_bytes = 0
+    on_host: dict[tuple[int, int], int] = {}  # bytes of one state tensor, by bucket and number of state tensors
+    for index, spec in enumerate(layout.params):
+        owned, owner = layout.owned_range(index, dp_rank), (rank_of or {}).get(index)
+        numel = owned[1] - owned[0] if owned is not None else 0
+        if owner is not None:
+            numel = spec.numel if owner == dp_rank % layout.num_shards else 0
+        # State has the dtype of what is stepped: fp32 for 16-bit weights, and never less than that while it is stepped.
+        main_itemsize = kept_itemsize = max(spec.dtype.itemsize, 4)
+        if layout.state_dtype is not None and owner is None and main_itemsize == 4:
+            kept_itemsize = layout.state_dtype.itemsize
+        # Counted as state: it lives and is sharded with it, and 12/d for bf16 is these 4 bytes and Adam's 8.
+        main_param_numel = numel if layout.is_stepped_apart(index) else 0
+        in_bits = owner is None and layout.buffers[layout.slots[index].buffer].keeps_main_bits
+        state_bytes += (2 if in_bits else main_itemsize) * main_param_numel
+        num_kept = _num_kept(state_tensors, index)
+        if layout.offloads_state and owner is None:
+            key = layout.slots[index].bucket, num_kept
+            on_host[key] = on_host.get(key, 0) + kept_itemsize * numel
+        else:
+            state_bytes += kept_itemsize * num_kept * numel
+    # The 17th bit of each; padding has one, too.
+    state_bytes += sum(b.numel // layout.num_shards // 8 for b in layout.buffers if b.keeps_main_bits)
+    host_bytes = sum(num_kept * pinned_bytes(nbytes, device) for (_, num_kept), nbytes in on_host.items())
+    on_top = sum(layout.staging_nbytes), sum(layout.received_nbytes)
+    return MemoryUse(param_bytes, grad_bytes, state_bytes, *on_top, host_bytes)
+
+
+def memory_use_of_ddp(layout: BufferLayout, state_tensors: int | Mapping[int, int]) -> MemoryUse:
+    """Counts what torch DDP holds for the same parameters with ``gradient_as_bucket_view=True`` (by default it holds
+    gradients twice)."""
+    nbytes = [spec.numel * spec.dtype.itemsize for spec in layout.params]
+    state_bytes = sum(_num_kept(state_tensors, index) * each for index, each in enumerate(nbytes))
+    return MemoryUse(sum(nbytes), sum(nbytes), state_bytes)
+
+
+def sent_bytes(layout: BufferLayout, *, rounded: bool = True) -> int:
+    """Counts what a rank sends in a step of one microbatch for gradients and new weights, inside its instance.
+
+    Args:
+        layout: the plan.
+        rounded: as it is sent, or as it would be without the wire's dtypes.
+    """
+    nbytes = 0
+    for buffer in layout.buffers:
+        numel = buffer.numel // layout.num_shards * (layout.num_shards - 1)
+        if rounded:
+            nbytes += buffer.sent_grad_nbytes(numel) + buffer.sent_weight_nbytes(numel)
+        else:
+            nbytes += numel * (buffer.grad_dtype.itemsize + buffer.dtype.itemsize)
+    return nbytes
+
+
+def _num_kept(state_tensors: int | Mapping[int, int], index: int) -> int:
+    return state_tensors if isinstance(state_tensors, int) else state_tensors.get(index, 0)
+
+
+def describe_setup(
+    layout: BufferLayout,
+    dp_rank: int,
+    overlap: bool,
+    state_tensors: int | Mapping[int, int] | None,
+    *,
+    receives_apart: bool = False,
+    owners: Owners | None = None,
+    device: torch.device = _HOST,
+) -> str:
+    """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's.
+
+    Args:
+        layout: the plan.
+        dp_rank: this rank.
+        overlap: whether buckets are sent while backward runs.
+        state_tensors: as for :func:`memory_use`; None if nobody knows.
+        receives_apart: whether what is exchanged comes into memory of its own.
+        owners: of parameters that are stepped whole.
+        device: as for :func:`memory_use`.
+    """
+    numels = [bucket.numel for bucket in layout.buckets]
+    rank_of = owners.rank_of if owners is not None else {}
+    use = memory_use(layout, dp_rank, state_tensors or 0, rank_of, device)
+    if layout.dp_size == 1:
+        reduction = "nothing is sent, nothing is sharded"
+    elif layout.num_shards == 1:
+        reduction = "all-reduce, whole optimizer on every rank"
+    elif layout.num_instances == 1:
+        reduction = "reduce-scatter, sharded optimizer"
+    else:
+        reduction = (
+            f"reduce-scatter inside {layout.num_instances} instances of {layout.num_shards} ranks, all-reduce between "
+            "them, optimizer sharded inside"
+        )
+    timing = "while backward runs" if overlap else "after backward"
+    dtypes = (
+        ", ".join(dict.fromkeys(str(buffer.grad_wire_dtype).removeprefix("torch.") for buffer in layout.buffers))
+        or "nothing"
+    )
+    fate = f"sent as {dtypes} {timing}" if layout.dp_size > 1 else f"of {dtypes}"
+    sizes = f"{min(numels):,} to {max(numels):,} elements each" if numels else "no trainable parameter"
+    lines = [
+        f"megatron_ddp on {layout.dp_size} rank(s): {reduction}",
+        f"  {len(numels)} bucket(s), {sizes}, {sum(numels):,} in all, {fate}",
+        f"  {'bytes a rank':<16}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'total':>14}",
+    ]
+    rows = [
+        ("megatron_ddp", use),
+        ("ddp", memory_use_of_ddp(layout, state_tensors or 0)),
+    ]
+    # Nobody knows before its first step what a whole optimizer keeps, and a guess would read as a promise.
+    for name, row in rows:
+        state, total = (
+            (_mib(row.state_bytes), _mib(row.total_bytes)) if state_tensors is not None else ("unknown", "unknown")
+        )
+        lines.append(f"  {name:<16}{_mib(row.param_bytes):>14}{_mib(row.grad_bytes):>14}{state:>14}{total:>14}")
+    if owners is not None and rank_of:
+        lines += _describe_owners(owners)
+    sent, unrounded = sent_bytes(layout), sent_bytes(layout, rounded=False)
+    if sent < unrounded:
+        lines.append(
+            f"  rounded for the wire: in a step of one microbatch a rank sends {_mib(sent)} instead of "
+            f"{_mib(unrounded)}"
+        )
+    lines += _describe_kept(layout, use)
+    if layout.is_pooled:
+        lines.append(
+            "  gradients are pooled: reduced every microbatch (under no_sync too) into fp32 shards; while a backward "
+            f"runs {_mib(use.staging_bytes)} of staging buffers and the gradients of incomplete buckets come on top"
+        )
+    if receives_apart and use.received_bytes:
+        lines.append(
+            f"  while a backward runs {_mib(use.received_bytes)} for gradients that other ranks send come on top"
+        )
+    return "\n".join(lines)
+
+
+def _describe_kept(layout: BufferLayout, use: MemoryUse) -> list[str]:
+    lines = []
+    if any(buffer.keeps_main_bits for buffer in layout.buffers):
+        lines.append("  of bfloat16 weights' main params is kept what the weights lack, 17 bits an element")
+    if layout.state_dtype is not None:
+        lines.append("  the optimizer's state is kept in bfloat16 between steps, rounded at random")
+    if layout.offloads_state:
+        lines.append(f"  the optimizer's state is on the host between steps: {_mib(use.host_bytes)}, not counted above")
+    return lines
+
+
+def _describe_owners(owners: Owners) -> list[str]:
+    params, loads = owners.layout.params, owners.loads()
+    mean = sum(loads) / len(loads)
+    largest = params[max(owners.rank_of, key=lambda index: params[index].numel)]
+    lines = [
+        f"  {len(owners.rank_of):,} parameter(s), {sum(loads):,} elements, are stepped whole, each by one rank that "
+        f"owns it; the fullest rank has {max(loads) / max(mean, 1) - 1:+.0%}"
+    ]
+    if largest.numel > 1.1 * mean:
+        lines.append(
+            f"  {largest.name!r} alone has {largest.numel:,} of them: a parameter group with an element-wise optimizer "
+            "(AdamW) would divide it among the ranks"
+        )
+    return lines
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB"

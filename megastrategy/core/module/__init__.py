@@ -1,0 +1,66 @@
+"""The user's module as the engine sees it: parameters, hooks, parts on other ranks."""
+
+from .grad_accumulators import GradAccumulators
+from .grad_hooks import GradHooks, is_wrapped
+from .graph_splits import GraphSplits
+from .holders import collect_garbage, is_used_elsewhere
+from .local_parts import CopyExchange, CutParam, LocalParts, cut_state, dtensors_of, empty_like_part
+from .meta_modules import materialise, replace_meta
+from .module_checks import (
+    agree_on_layout,
+    captured_modules,
+    check_are_equal,
+    check_memory_is_own,
+    check_module,
+    check_no_experts,
+    common_device,
+    option_rows,
+    param_spec,
+)
+from .module_params import broadcast_params, ignored_names, named_buffers, named_params
+from .module_watch import ModuleWatch
+from .nested_wrappers import check_not_a_stage, check_not_inside_torch_ddp
+from .pipeline_stages import Copies, FollowsStages, StagedModule, StageParts, find_staged, names_elsewhere
+from .replicas import check_replicas
+from .wrapped_again import take_over
+
+__all__ = [
+    "Copies",
+    "CopyExchange",
+    "CutParam",
+    "FollowsStages",
+    "GradAccumulators",
+    "GradHooks",
+    "GraphSplits",
+    "LocalParts",
+    "ModuleWatch",
+    "StageParts",
+    "StagedModule",
+    "agree_on_layout",
+    "broadcast_params",
+    "captured_modules",
+    "check_are_equal",
+    "check_memory_is_own",
+    "check_module",
+    "check_no_experts",
+    "check_not_a_stage",
+    "check_not_inside_torch_ddp",
+    "check_replicas",
+    "collect_garbage",
+    "common_device",
+    "cut_state",
+    "dtensors_of",
+    "empty_like_part",
+    "find_staged",
+    "ignored_names",
+    "is_used_elsewhere",
+    "is_wrapped",
+    "materialise",
+    "named_buffers",
+    "named_params",
+    "names_elsewhere",
+    "option_rows",
+    "param_spec",
+    "replace_meta",
+    "take_over",
+]

@@ -1,0 +1,228 @@
+"""Finds the memory in which this rank has a parameter: the parameter's own, but for a tensor-parallel one.
+
+[Note: parts of parameters]
+The engine knows memory, not meaning: layout, buckets, reductions and shards are of what lies on this rank. Of a
+parameter that torch's ``parallelize_module`` has cut that is its local tensor, so each tensor rank has a layout of its
+own parts, over its own data-parallel ranks. ``param.grad`` stays what its owner expects, a DTensor around a view of the
+buffer, and autograd adds into that in place. Three things look over the border: norms, "is any gradient not finite?"
+and checkpoints. They ask the data-parallel ranks first, the tensor ranks next and the stages last, in the order of the
+ranks, so that every rank of all gets the same bits.
+
+[Note: one layout on all tensor ranks]
+Where a dimension does not divide, tensor ranks have parts of different sizes (a vocabulary of 50,257 on two ranks), and
+layouts that followed those would put a replicated parameter's elements at other places, before other borders of
+shards. A ring adds the gradients of three or more ranks in an order that depends on the owner, so replicas would get
+other last bits, step by step, and part in silence. Each parameter has room for the largest of its parts therefore, and
+all tensor ranks have one layout: places, buckets, owners, and the blocks in which ``grad_wire_dtype`` rounds. The order
+of buckets that a backward shows is agreed on over the tensor ranks, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ..collectives import Collectives
+
+
+@dataclasses.dataclass(frozen=True)
+class CutParam:
+    """A parameter of which each tensor rank has a part.
+
+    Attributes:
+        shape: of the whole.
+        dim: along which it is cut.
+        part: this rank's elements ``[start, end)`` of that dimension.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    part: tuple[int, int]
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        start, end = self.part
+        return (*self.shape[: self.dim], end - start, *self.shape[self.dim + 1 :])
+
+    def cut(self, value: Any) -> Any:
+        """This rank's part of a value that has the whole shape, a view; others are whole on every rank."""
+        if isinstance(value, Tensor) and tuple(value.shape) == self.shape:
+            start, end = self.part
+            return value.narrow(self.dim, start, end - start)
+        return value
+
+
+def cut_of(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """The elements ``[start, end)`` of a dimension that DTensor's ``Shard`` gives a rank: equal parts, rounded up, as
+    far as they go."""
+    part = -(-numel // size)
+    start = min(rank * part, numel)
+    return start, min(start + part, numel)
+
+
+class CopyExchange(Protocol):
+    """Ranks of other stages that have copies of parameters of this one."""
+
+    def agree_on_copies(self, params: Sequence[Parameter], has_grad: list[bool]) -> None:
+        """Makes ``has_grad`` true of a parameter that has a gradient on any of the ranks with a copy. Collective."""
+
+    def add_up_copies(self, params: Sequence[Parameter], grad_of: Callable[[int], Tensor]) -> None:
+        """Adds up the gradients of all copies, in place; ``grad_of`` returns them by index. Collective."""
+
+
+class LocalParts:
+    """Parameters that are whole on this rank: each is its own part.
+
+    Attributes:
+        tensor_ranks: the ranks that have parts of the same parameters, in one layout; None where there are no others.
+        stage_ranks: the ranks that have other parameters of the model, in layouts of their own; None likewise.
+        has_parts: whether a parameter may be another object than its part here, on one tensor rank too.
+        elsewhere: the names of parameters that other ranks' stages have.
+    """
+
+    tensor_ranks: Collectives | None = None
+    stage_ranks: Collectives | None = None
+    has_parts = False
+    elsewhere: Collection[str] = ()
+
+    def name_in_whole(self, name: str) -> str:
+        """The name that a parameter has in a model of one process: a copy's is that of the first."""
+        return name
+
+    @property
+    def model_groups(self) -> tuple[Collectives, ...]:
+        """The groups of ranks that share one model. What concerns all of it goes over one after the other, so that
+        every rank of each gets the same bits."""
+        return tuple(ranks for ranks in (self.tensor_ranks, self.stage_ranks) if ranks is not None)
+
+    def connect(self, device: torch.device) -> None:
+        """Makes the groups, where there are others. Collective over them."""
+
+    def check(self, module: nn.Module) -> None:
+        """Raises ValueError for a parameter that cannot be laid out."""
+        if dtensors := dtensors_of(module):
+            raise ValueError(
+                f"parameter {next(iter(dtensors))!r} is a DTensor, and when the module was wrapped there were none: "
+                "call parallelize_module before the module is wrapped"
+            )
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter or gradient: its memory, not a copy."""
+        return tensor
+
+    def refresh(self, parts: list[Tensor], params: Sequence[Parameter]) -> None:
+        """Makes ``parts`` those that the parameters have now, since somebody may have given them others."""
+
+    def as_grad(self, param: Parameter, part: Tensor) -> Tensor:
+        """Shows memory of the shape of the parameter's part as a gradient of the parameter."""
+        return part
+
+    def grad_of(self, param: Parameter) -> Tensor | None:
+        """This rank's part of ``param.grad``, cut as the parameter is; None if there is none. A view where it is cut so
+        already, else collective over the tensor ranks."""
+        return None if param.grad is None else param.grad.detach()
+
+    def grads_of(self, params: Sequence[Parameter]) -> list[Tensor | None]:
+        """The same of several. What is a sum over the tensor ranks comes in one collective."""
+        return [self.grad_of(param) for param in params]
+
+    def may_be_sum(self, param: Parameter) -> bool:
+        """Whether gradients of the parameter may be sums over the tensor ranks."""
+        return False
+
+    def is_cut_alike(self, param: Tensor, grad: Tensor) -> bool:
+        """Whether the tensor ranks have the same parts of both."""
+        return True
+
+    def is_cut(self, param: Tensor) -> bool:
+        """Whether the tensor ranks have different parts of the parameter."""
+        return False
+
+    def room(self, param: Tensor) -> int:
+        """The elements of the largest part of the parameter that any tensor rank has; see
+        [Note: one layout on all tensor ranks]."""
+        return param.numel()
+
+    def replicas(self, named: Mapping[str, Parameter]) -> list[tuple[str, Collectives, dict[str, str]]]:
+        """The groups of which some ranks hold parameters alike: what a rank is called there, the group, and by name of
+        these parameters what all of them call each."""
+        return []
+
+    def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
+        """Those of the parameters that are cut, by the keys that are given."""
+        return {}
+
+    def counts_here(self, param: Tensor) -> bool:
+        """Whether this rank's part is among those that a sum over all ranks takes: every element once."""
+        return True
+
+    def lies_alone(self, param: Tensor) -> bool:
+        """Whether the parameter needs a bucket of its own."""
+        return False
+
+    def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
+        """Those of the tensors that every tensor rank has whole become the first one's. Collective over them; with
+        ``joins``, of parameters that were unfrozen in training, over no stages, of which others have unfrozen nothing.
+        """
+
+    def check_ranks_agree(
+        self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
+    ) -> None:
+        """Raises LayoutMismatchError, on all of them, if the tensor ranks hold other models. Collective over them."""
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward that trains. Collective over the tensor ranks in the first one; see check_first_batch."""
+
+    def close(self) -> None:
+        """Ends what was made for this engine alone."""
+
+
+def dtensors_of(module: nn.Module, *, each_name: bool = False) -> dict[str, Any]:
+    """The parameters that are DTensors, by name; none where nobody has imported the class.
+
+    ``each_name``: a tied one under each of its names.
+    """
+    # Importing it here would cost everybody; a class that nobody has imported has no instances.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    if not kind:
+        return {}
+    # The class's own walk: an override of the module's may have another signature, or hide some.
+    named = nn.Module.named_parameters(module, remove_duplicate=not each_name)
+    return {name: param for name, param in named if isinstance(param, kind)}
+
+
+def cut_like(param: Any, whole: Tensor) -> Tensor:
+    """A whole tensor as a DTensor that is cut as ``param`` is, a DTensor of one mesh dimension: a view of this rank's
+    part. No rank asks another."""
+    [placement], part = param.placements, whole
+    if not placement.is_replicate():
+        dim = placement.dim % param.dim()
+        start, end = cut_of(param.shape[dim], param.device_mesh.get_local_rank(), param.device_mesh.size())
+        part = whole.narrow(dim, start, end - start)
+    cut: Tensor = type(param).from_local(
+        part, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return cut
+
+
+def cut_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of whole tensors as ``module`` takes it: of parameters that are cut this rank's parts, views. What is a
+    DTensor already is left as it is, and so is one of another shape, which torch tells of with its name."""
+    cut = dict(state)
+    for name, param in dtensors_of(module, each_name=True).items():
+        value = state.get(name)
+        if isinstance(value, Tensor) and not hasattr(value, "placements") and value.shape == param.shape:
+            cut[name] = cut_like(param, value)
+    return cut
+
+
+def empty_like_part(param: Any, dtype: torch.dtype) -> Tensor:
+    """A DTensor that is cut as ``param`` is, with memory for this rank's part alone, on the host."""
+    # Not by from_local(), which moves its tensor to the mesh's device: all weights would be there twice.
+    return torch.empty_like(param.detach(), dtype=dtype, device="cpu")

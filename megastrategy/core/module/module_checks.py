@@ -1,0 +1,185 @@
+"""Makes the layout's parameters from a module, and refuses what cannot be laid out before anything moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ..collectives import Collectives, check_all_agree, digest_of, first_difference, if_different
+from ..config import DistributedDataParallelConfig
+from ..layout import CHUNKS, SIXTEEN_BIT, BufferLayout, ChunkPlace, ParamSpec, build_layout, dense_stride
+from .local_parts import LocalParts
+from .module_params import IGNORED, named_buffers, named_params
+
+
+def check_module(module: nn.Module, own: type[nn.Module]) -> None:
+    """Raises ValueError for a submodule that is a wrapper: torch DDP's, or one of this engine that is not closed.
+
+    Args:
+        module: to be wrapped.
+        own: the class of this engine's wrappers.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, own) and not getattr(child, "is_closed", True):
+            raise ValueError(
+                f"{f'the submodule {name!r}' if name else 'the module'} is wrapped already, and one wrapper reduces a "
+                "parameter: put the module that it wraps (its .module) in its place"
+            )
+        # A prepared model of Accelerate's is an instance of both classes, and reduces nothing of torch's.
+        if isinstance(child, TorchDDP) and not isinstance(child, own):
+            what = f"the submodule {name!r}" if name else "the module"
+            raise ValueError(
+                f"{what} is a DistributedDataParallel of torch's, which would reduce the gradients of its parameters "
+                "too. Put the module that it wraps (its .module) in its place, or train with torch's alone"
+            )
+
+
+_MARKS_OF_EXPERTS = {"allreduce": False, "is_expert": True, "expert": True, "skip_allreduce": True}
+"""The attributes by which Megatron-LM and DeepSpeed, Megatron-LM's layers, fairscale and Tutel mark the parameters of
+experts, which differ between ranks."""
+
+
+def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
+    """Raises ValueError for a parameter that is marked as an expert's, and is no DTensor: rank 0's would replace it on
+    all ranks, and gradients of different experts would be averaged."""
+    for name, param in named.items():
+        found = [
+            f"{mark} = {value}" for mark, value in _MARKS_OF_EXPERTS.items() if getattr(param, mark, None) is value
+        ]
+        if not found or parts.of(param) is not param:
+            continue
+        if (group := getattr(param, "group_name", None)) is not None:
+            found.append(f"group_name = {group!r}")
+        holder, _, key = name.rpartition(".")
+        place = f"module.{holder}" if holder else "module"
+        raise ValueError(
+            f"parameter {name!r} is marked as an expert's ({', '.join(found)}), which differ between ranks: it would "
+            "become rank 0's on all ranks, and be averaged. Make it a part of one tensor of all experts, "
+            "on a mesh beside the data-parallel ranks:\n"
+            '    mesh = init_device_mesh(device_type, (dp, ep), mesh_dim_names=("dp", "ep"))\n'
+            f'    {place}.{key} = nn.Parameter(DTensor.from_local({place}.{key}.data, mesh["ep"], [Shard(0)]))\n'
+            'and pass process_group=mesh.get_group("dp"). Or leave it to its rank, which then reduces it by itself: '
+            f"module.{IGNORED} = [{name!r}, ...]. If all ranks have the same, remove the mark"
+        )
+
+
+def check_memory_is_own(
+    module: nn.Module, params: Sequence[Parameter], parts: LocalParts, all_reduce_option: str, *, sharded: bool
+) -> None:
+    """Raises ValueError for one of ``params`` that would move into a buffer while other parameters, buffers or a CUDA
+    graph use its memory too; ``all_reduce_option`` is then the way out."""
+    joining = {id(param) for param in params}
+    spans: list[tuple[int, int, str, bool]] = []
+    for name, whole in (*named_params(module).items(), *named_buffers(module).items()):
+        tensor = parts.of(whole)
+        if tensor.numel() > 0 and tensor.layout == torch.strided:
+            # The farthest element, whatever the strides: an expanded tensor reaches less far than its numel.
+            last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), name, id(whole) in joining))
+    # Parameters stay where they are, so memory that is shared stays shared.
+    if not sharded:
+        return
+    if captured := captured_modules(module, params):
+        which = repr(captured[0]) if captured[0] else "the module itself"
+        raise ValueError(
+            f"{which} was captured by make_graphed_callables: its CUDA graph reads the parameters at their present "
+            "addresses, and they move into a buffer. Wrap first, and capture after the first optimizer step (with "
+            f"overlap_grad_reduce=False: at any time), or pass {all_reduce_option}"
+        )
+    furthest: dict[bool, tuple[int, str]] = {}  # how far tensors that move, and that stay, reach so far
+    # Sorted by address, one pass: comparing every pair would take seconds for thousands of parameters.
+    for start, end, name, moves in sorted(spans):
+        for other_moves, (reach, other) in furthest.items():
+            # Two that both stay may share; two that both move, or one of them, would part.
+            if start < reach and (moves or other_moves):
+                raise ValueError(
+                    f"{other!r} and {name!r} share memory without being the same Parameter, and would part when "
+                    "parameters move into the buffer. Tie them by assigning the Parameter itself (b.weight = "
+                    f"a.weight), give each its own memory, or pass {all_reduce_option}"
+                )
+        furthest[moves] = max(furthest.get(moves, (0, "")), (end, name))
+
+
+def captured_modules(module: nn.Module, params: Sequence[Parameter]) -> list[str]:
+    """Names the submodules with any of ``params`` whose forward ``torch.cuda.make_graphed_callables`` has replaced.
+
+    Transformer Engine's function of that name is seen too. Graphs that somebody captured by hand leave no trace.
+    """
+    wanted = {id(param) for param in params}
+    return [
+        name
+        for name, child in module.named_modules()
+        # It leaves a closure on the instance, and no other mark.
+        if ".make_graphed_forward." in getattr(vars(child).get("forward"), "__qualname__", "")
+        and any(id(param) in wanted for param in child.parameters())
+    ]
+
+
+def param_spec(
+    name: str, part: Tensor, config: DistributedDataParallelConfig, chunk: ChunkPlace | None = None
+) -> ParamSpec:
+    """Describes a parameter, or this rank's part of it, to the layout."""
+    grad_dtype = torch.float32 if part.dtype in SIXTEEN_BIT and config.grad_reduce_in_fp32 else part.dtype
+    stride = dense_stride(part.shape, part.stride())
+    return ParamSpec(name, tuple(part.shape), stride, part.dtype, grad_dtype, chunk)
+
+
+def common_device(named: Mapping[str, Parameter]) -> torch.device:
+    """The device of all these parameters; the CPU if there is none. Raises ValueError where they cannot be laid out."""
+    device: torch.device | None = None
+    first = ""
+    for name, param in named.items():
+        # Without a shape it has no place, and on meta it has no memory that could move there.
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is uninitialised: run one forward (dry run) before wrapping")
+        if param.device.type == "meta":
+            raise ValueError(f"parameter {name!r} is on the meta device: materialise the module before wrapping")
+        if device is None:
+            device, first = param.device, name
+        # A buffer is one stretch of memory, and a group's collectives are of one device.
+        if param.device != device:
+            raise ValueError(
+                f"parameters are on several devices ({first!r} on {device}, {name!r} on {param.device}): one device "
+                "a rank is expected; move the module to one before wrapping"
+            )
+    return device or torch.device("cpu")
+
+
+def agree_on_layout(
+    layout: BufferLayout, config: DistributedDataParallelConfig, collectives: Collectives
+) -> BufferLayout:
+    """Returns the layout, or the one without chunks of weights where only some ranks have those. Collective.
+
+    Raises:
+        LayoutMismatchError: on all ranks, if their layouts or options differ otherwise.
+    """
+    description = {**layout.describe(), "option (name, value)": option_rows(config)}
+    if (descriptions := if_different(description, collectives)) is None:
+        return layout
+    # Chunks come of where weights happened to lie: a rank that loaded them into memory of their own has none.
+    if any(theirs[CHUNKS] != description[CHUNKS] for theirs in descriptions):
+        specs = [dataclasses.replace(spec, chunk=None) for spec in layout.params]
+        return agree_on_layout(build_layout(specs, config, layout.dp_size), config, collectives)
+    raise first_difference(descriptions)
+
+
+def check_are_equal(named: Mapping[str, Parameter], broadcast: Sequence[Parameter], collectives: Collectives) -> None:
+    """Raises LayoutMismatchError, on all ranks, if any of the parameters that are not broadcast, and would be sharded,
+    differs between ranks. Collective if there are any."""
+    sent = {id(param) for param in broadcast}
+    left = [(name, param) for name, param in named.items() if id(param) not in sent and param.requires_grad]
+    rows = [[name, digest_of(param)] for name, param in left]
+    if rows:
+        what = f"values of parameters that {IGNORED} names and torch DDP reduces (it leaves '.{left[0][0]}' alone)"
+        check_all_agree({what: rows}, collectives)
+
+
+def option_rows(config: DistributedDataParallelConfig) -> list[list[object]]:
+    """The options as ranks compare them."""
+    return [[field.name, getattr(config, field.name)] for field in dataclasses.fields(config)]

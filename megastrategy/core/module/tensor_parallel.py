@@ -1,0 +1,266 @@
+"""Tensor-parallel parameters: the one file of the engine that knows torch's DTensor, read only where a model has some.
+
+See local_parts' [Note: parts of parameters].
+
+[Note: gradients of replicated parameters]
+A parameter that the tensor ranks hold alike (a norm's weight) may get a gradient that is a sum over them, as under
+sequence parallelism, where each rank has another part of the sequence. Into a *replicated* ``.grad`` in the buffer
+torch would add it up over the tensor ranks each time: a small all-reduce a parameter and backward. So ``.grad`` of such
+parameters stays autograd's own, a sum not added up yet, until its bucket is complete; one all-reduce over the tensor
+ranks then brings those of the bucket, as Megatron-LM's ``finalize_model_grads`` does for all. All tensor ranks get the
+same bits. Their replicas stay equal since everything that follows, norms and coefficients included, has the same bits
+too. Buckets are complete in one order on all tensor ranks, which run one program, so these reductions match.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import Parameter
+
+from ..collectives import Collectives, check_all_agree, end_with, make_collectives, private_group, ranks_of
+from .first_batch import check_first_batch
+from .local_parts import CutParam, LocalParts, cut_of, dtensors_of
+from .pipeline_stages import StagedModule, StageParts
+
+
+class DTensorParts(LocalParts):
+    """The parts of a module's parameters, some of which are DTensors of one mesh.
+
+    Args:
+        module: parallelised already.
+        process_group: the data-parallel ranks; None for all.
+        mesh: of one dimension, the tensor ranks; None for that of the module's DTensors, of which there are some.
+
+    Attributes:
+        tensor_ranks: those of the mesh, over a group of this object's own from :meth:`connect` on; None if it is one.
+        mesh: of every DTensor.
+    """
+
+    has_parts = True
+
+    def __init__(self, module: nn.Module, process_group: ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
+        self._dp_ranks = ranks_of(process_group)
+        self._end: Callable[[], object] | None = None  # of the tensor ranks' group
+        self._device = torch.device("cpu")
+        self._has_seen_batch = self._looked_for_ties = False
+        self.mesh: DeviceMesh = mesh if mesh is not None else next(iter(dtensors_of(module).values())).device_mesh
+
+    def connect(self, device: torch.device) -> None:
+        if self.mesh.size() == 1:
+            return
+        self._device = device
+        group = self.mesh.get_group()
+        made = private_group(group, device)
+        self.tensor_ranks = make_collectives(made, device)
+        self._end = end_with(self, self.tensor_ranks, made if made is not group else None)
+
+    def check(self, module: nn.Module) -> None:
+        """Refuses a module that ``fully_shard`` has wrapped, and a parameter that is not cut over one mesh, apart from
+        the data-parallel ranks."""
+        if (kind := getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)) is not None:
+            for name, child in module.named_modules():
+                if isinstance(child, kind):
+                    what = f"the submodule {name!r}" if name else "the module"
+                    raise ValueError(
+                        f"{what} is wrapped by fully_shard, which shards and reduces over the data-parallel ranks too. "
+                        "Leave the fully_shard (or replicate) lines out, and keep parallelize_module"
+                    )
+        for name, param in dtensors_of(module).items():
+            self._check(name, param)
+        if not self._looked_for_ties:
+            self._looked_for_ties = True
+            if self.mesh.get_local_rank() == 0 and self.mesh.get_rank() == min(self._dp_ranks, default=0):
+                _warn_of_broken_ties(module)
+
+    def _check(self, name: str, param: Any) -> None:
+        mesh = param.device_mesh
+        what = (
+            f"parameter {name!r} is a DTensor ({', '.join(map(repr, param.placements))} on a mesh of "
+            f"{' x '.join(map(str, mesh.shape))})"
+        )
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"{what}: a mesh of one dimension is expected, that of the tensor ranks. Pass it alone: "
+                'parallelize_module(module, mesh["tp"], plan)'
+            )
+        # A part that is cut twice (_StridedShard) is fully_shard's; a sum that nobody has added up (Partial) has no
+        # value to step.
+        if type(param.placements[0]) not in (Shard, Replicate):
+            raise ValueError(f"{what}: only Shard and Replicate are understood here, as parallelize_module makes them")
+        if mesh != self.mesh:
+            raise ValueError(f"{what}, and another parameter on another mesh: one mesh of tensor ranks is expected")
+        shared = sorted(self._dp_ranks.intersection(mesh.mesh.flatten().tolist()))
+        if len(shared) > 1:
+            raise ValueError(
+                f"{what}: ranks {shared} hold different parts of it, and are data-parallel ranks of each other too, "
+                "whose gradients would be averaged. Make a mesh of both dimensions, parallelise over one and pass the "
+                'other\'s group: mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), parallelize_module(module, '
+                'mesh["tp"], plan), DistributedDataParallel(module, config, process_group=mesh.get_group("dp")). '
+                "In Lightning and Fabric: MegatronDDPStrategy(tensor_parallel_size=2), which has the mesh ready; in "
+                "Accelerate: ParallelismConfig(tp_size=2, dp_shard_size=...)"
+            )
+
+    # --- parameters and gradients ------------------------------------------------------------------------------------
+
+    def of(self, tensor: Tensor) -> Tensor:
+        # The tensor in it, not what to_local() makes of it: its memory is moved, and its identity kept.
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+    def refresh(self, parts: list[Tensor], params: Sequence[Parameter]) -> None:
+        parts[:] = map(self.of, params)
+
+    def as_grad(self, param: Parameter, part: Tensor) -> Tensor:
+        whole: Tensor = param  # torch's stubs take a Parameter for no DTensor
+        if not isinstance(whole, DTensor):
+            return part
+        with torch.no_grad():
+            return DTensor.from_local(
+                part, self.mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+
+    def grad_of(self, param: Parameter) -> Tensor | None:
+        grad: Tensor | None = param.grad
+        whole: Tensor = param
+        if isinstance(whole, DTensor) and isinstance(grad, DTensor):
+            # autograd's own may be cut otherwise, or be a sum still; see [Note: gradients of replicated parameters].
+            if grad.placements != whole.placements:
+                grad = grad.redistribute(placements=whole.placements)
+            return grad.to_local().detach()
+        return None if grad is None else grad.detach()
+
+    def grads_of(self, params: Sequence[Parameter]) -> list[Tensor | None]:
+        grads: list[Any] = [param.grad for param in params]
+        sums = [
+            place
+            for place, (param, grad) in enumerate(zip(params, grads, strict=True))
+            if self.may_be_sum(param) and isinstance(grad, DTensor) and grad.placements[0].is_partial("sum")
+        ]
+        if self.tensor_ranks is None or len(sums) < 2:  # torch's own redistribution of the one does as well
+            return [self.grad_of(param) for param in params]
+        added_up: dict[int, Tensor] = {}
+        local = {place: grads[place]._local_tensor.detach() for place in sums}
+        for dtype in dict.fromkeys(part.dtype for part in local.values()):
+            places = [place for place in sums if local[place].dtype == dtype]
+            flat = torch.cat([local[place].flatten() for place in places])
+            self.tensor_ranks.all_reduce(flat, 1.0).wait()
+            parts = flat.split([local[place].numel() for place in places])
+            added_up |= {place: part.view(local[place].shape) for place, part in zip(places, parts, strict=True)}
+        return [added_up[i] if i in added_up else self.grad_of(param) for i, param in enumerate(params)]
+
+    def may_be_sum(self, param: Any) -> bool:
+        return self.tensor_ranks is not None and isinstance(param, DTensor) and param.placements[0].is_replicate()
+
+    def is_cut_alike(self, param: Tensor, grad: Tensor) -> bool:
+        if isinstance(param, DTensor) and isinstance(grad, DTensor):
+            return bool(grad.placements == param.placements)
+        return True
+
+    def is_cut(self, param: Tensor) -> bool:
+        return self.tensor_ranks is not None and isinstance(param, DTensor) and not param.placements[0].is_replicate()
+
+    def room(self, param: Any) -> int:
+        if self.tensor_ranks is None or not self.is_cut(param) or param.numel() == 0:
+            return int(param.numel())
+        rows = int(param.shape[param.placements[0].dim])
+        _, largest = cut_of(rows, 0, self.tensor_ranks.size)  # the first rank's: parts are rounded up
+        return largest * (int(param.numel()) // rows)
+
+    def replicas(self, named: Mapping[str, Parameter]) -> list[tuple[str, Collectives, dict[str, str]]]:
+        if self.tensor_ranks is None:
+            return []
+        whole = {name: name for name, param in named.items() if not self.is_cut(param)}
+        return [("tensor rank", self.tensor_ranks, whole)]
+
+    def cut_params(self, named: Mapping[Any, Parameter]) -> dict[Any, CutParam]:
+        return {key: self._cut_param(param) for key, param in named.items() if self.is_cut(param)}
+
+    def _cut_param(self, param: Any) -> CutParam:
+        assert self.tensor_ranks is not None, "it is cut"
+        dim = param.placements[0].dim % param.dim()
+        cut = CutParam(
+            tuple(param.shape), dim, cut_of(param.shape[dim], self.tensor_ranks.rank, self.tensor_ranks.size)
+        )
+        assert cut.part_shape == tuple(self.of(param).shape), "as DTensor cuts"
+        return cut
+
+    def counts_here(self, param: Tensor) -> bool:
+        return self.tensor_ranks is None or self.tensor_ranks.is_rank_zero or self.is_cut(param)
+
+    # --- the tensor ranks --------------------------------------------------------------------------------------------
+
+    def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.broadcast_all([self.of(tensor) for tensor in tensors if not self.is_cut(tensor)])
+
+    def check_ranks_agree(
+        self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
+    ) -> None:
+        if self.tensor_ranks is not None:
+            rows = [[name, list(p.shape), str(p.dtype), self._placement(p)] for name, p in named.items()]
+            what = "parameter (name, whole shape, dtype, placement)"
+            where = "place (name, bucket, first element)"
+            check_all_agree({what: rows, "option (name, value)": options, where: places}, self.tensor_ranks)
+
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.tensor_ranks is not None and not self._has_seen_batch:
+            self._has_seen_batch = True
+            check_first_batch(args, kwargs, self.tensor_ranks, self._device)
+
+    def _placement(self, param: Tensor) -> str:
+        return repr(param.placements) if isinstance(param, DTensor) else "plain"
+
+    def close(self) -> None:
+        if self.tensor_ranks is not None:
+            self.tensor_ranks.close()
+        if self._end is not None:
+            self._end()
+
+
+def _warn_of_broken_ties(module: nn.Module) -> None:
+    """Names pairs that were one parameter, most likely: matrices of equal values, not of one constant.
+
+    ``parallelize_module`` makes two parameters of one that two modules hold, and says nothing.
+    """
+    # Vectors are left out: biases and norms are equal at the start, and no tie. So are copies that nobody trains.
+    local = {
+        name: param.to_local().detach()
+        for name, param in dtensors_of(module).items()
+        if param.dim() > 1 and param.requires_grad
+    }
+    # So are matrices of one constant, which two zero-initialised layers share.
+    filled = {
+        name: part
+        for name, part in local.items()
+        if part.numel() > 1 and not torch.equal(part, part.flatten()[0].expand_as(part))
+    }
+    for one, other in itertools.combinations(filled, 2):
+        if filled[one].shape == filled[other].shape and torch.equal(filled[one], filled[other]):
+            warnings.warn(
+                f"parameters {one!r} and {other!r} have equal values, and are not one parameter: parallelize_module "
+                "makes two of a tied one, which then part. Assign one to both modules after it, before the module is "
+                "wrapped",
+                stacklevel=2,
+            )
+
+
+class StagedTensorParts(StageParts, DTensorParts):
+    """This tensor rank's parts of the parameters of one stage, of which some are DTensors, or none.
+
+    Args:
+        staged: with a tensor mesh, which its DTensors have; it or a module around it is ``module``.
+        process_group: the data-parallel ranks; None for all.
+    """
+
+    def __init__(self, staged: StagedModule, module: nn.Module, process_group: ProcessGroup | None) -> None:
+        StageParts.__init__(self, staged, module)
+        DTensorParts.__init__(self, module, process_group, staged.tensor_mesh)

@@ -1,0 +1,199 @@
+"""Passes on what the user's optimizer has beside torch's interface: to its own object, on shards where it needs them.
+
+[Note: methods of the user's optimizer]
+A :class:`~megastrategy.DistributedOptimizer` is an instance of the user's class too, so that every method of that class
+would run on it: with whole Parameters in the groups and a state that is keyed by shards, in which none of them is
+found. Schedule-Free's ``eval()`` would move nothing. So the class that is made for the two has a stand-in for each of
+these methods, properties and attributes, which goes to the user's object.
+
+Where the optimizer is sharded, :func:`~.method_trial.try_call` says what the call would do. One that needs neither
+state nor parameters is made as it is. One that works element by element is made while the groups hold this rank's
+shards, and the buckets are gathered, so that it is collective. Everything else is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..errors import OptimizerNotShardableError
+from ..shards import begin_step, drop_remainders
+from ..trials import Call, Effect, NotForShardsError, looks_at_tensors, try_call
+from .sharded_step import ShardedStep
+
+
+def forwarding_members(kind: type[Optimizer], known: type[Optimizer]) -> dict[str, Any]:
+    """Makes the members of a class of ``known`` and the user's ``kind`` that stand for all that ``kind`` alone has."""
+    members: dict[str, Any] = {}
+    if kind.zero_grad is not Optimizer.zero_grad:
+        members["zero_grad"] = _zero_grad(kind.zero_grad)
+    for owner in kind.__mro__:
+        if owner in (Optimizer, object):
+            break  # torch's interface is known's
+        for name, value in vars(owner).items():
+            # What a class nearer to the user's has comes first, as in its own lookup.
+            if name.startswith("__") or name in members or hasattr(known, name):
+                continue
+            # They see no instance, so they work on the class that is made as they are.
+            if isinstance(value, staticmethod | classmethod):
+                continue
+            # A class, or a callable without a binding, kept as an attribute is a value: called, it would not get the
+            # optimizer.
+            is_method = callable(value) and hasattr(value, "__get__") and not isinstance(value, type)
+            members[name] = _method(name, value) if is_method else _attribute(name)
+    return members
+
+
+def _method(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return getattr(optimizer, name)(*args, **kwargs)
+
+        result = call_inner(self._impl, f"{name}()", Call(method, args, kwargs))
+        return self if result is self._impl.inner else result  # of calls in a chain, the next one goes here, too
+
+    return forward
+
+
+def _zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's own, which decides what becomes of gradients; it is called with the model's Parameters in the groups,
+    as under torch DDP."""
+
+    @functools.wraps(function)  # whoever calls it may ask for its signature, as accelerate does
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        impl: ShardedStep = self._impl
+        # A defaultdict: who merely looks at state[param] has made one, for a Parameter that nobody steps here.
+        num_known = len(impl.inner.state)
+        result = impl.inner.zero_grad(*args, **kwargs)
+        if impl.has_shards and len(impl.inner.state) > num_known:
+            raise OptimizerNotShardableError(
+                f"zero_grad() of {type(impl.inner).__name__} keeps state for parameters, and what is stepped in their "
+                f"place has other state. Keep it elsewhere, or pass {impl.engine.all_reduce_option} with fp32 weights"
+            )
+        return result
+
+    return zero_grad
+
+
+def _attribute(name: str) -> property:
+    def get(self: Any) -> Any:
+        return call_inner(self._impl, name, Call(lambda optimizer: getattr(optimizer, name)))
+
+    def put(self: Any, value: Any) -> None:
+        call_inner(self._impl, name, Call(lambda optimizer, value: setattr(optimizer, name, value), (value,)))
+
+    return property(get, put)
+
+
+def call_inner(impl: ShardedStep, name: str, call: Call) -> Any:
+    """Makes a call of the user's optimizer; see [Note: methods of the user's optimizer].
+
+    Raises:
+        OptimizerNotShardableError: if it would be wrong on shards, or nobody knows.
+    """
+    inner = impl.inner
+    # Every rank steps the Parameters themselves, as under torch DDP.
+    if not impl.has_shards:
+        return call(inner)
+    kind = impl.engine.device, impl.layout.main_dtype
+    try:
+        if not impl.sharded:
+            return _call_on_main_params(impl, call) if looks_at_tensors(inner, call, *kind) else call(inner)
+        # Tried at each call: what a method does may depend on its arguments, and on the mode that the optimizer is in.
+        effect = try_call(inner, call, *kind)
+    except NotForShardsError as reason:
+        raise _not_usable(impl, name, reason) from None
+    if effect is Effect.NONE:
+        return call(inner)
+    return _call_on_shards(impl, name, call, moves=effect is Effect.ELEMENTS)
+
+
+def _not_usable(impl: ShardedStep, name: str, reason: NotForShardsError) -> OptimizerNotShardableError:
+    what = f"{name} of {type(impl.inner).__name__} cannot be used while the optimizer"
+    if not impl.sharded:
+        return OptimizerNotShardableError(
+            f"{what} steps the fp32 main params of 16-bit weights: {reason}. Keep the weights in fp32 (autocast for "
+            "the forward)"
+        )
+    return OptimizerNotShardableError(
+        f"{what} is sharded: {reason}. Pass {impl.engine.all_reduce_option}: every rank then has whole parameters, "
+        "gradients and state, as under torch DDP"
+    )
+
+
+def _call_on_shards(impl: ShardedStep, name: str, call: Call, *, moves: bool) -> Any:
+    engine, indices = impl.engine, impl.param_indices()
+    engine.check_open()
+    assert engine.param_buffers is not None, "sharded"
+    if moves:
+        # One rank alone would gather weights that the others never send, and hang in it.
+        engine.collectives.require_all_ranks(f"{name} of a sharded {type(impl.inner).__name__}")
+        impl.follow_model()
+    # A gather on its way would overwrite what the call does, and a parameter that was re-pointed (p.data = x) would
+    # not be among what it does it to.
+    engine.param_gather.finish()
+    engine.param_buffers.recapture()
+    # Joined state belongs to runs of neighbours; the user's method looks for it under its own tensors.
+    impl.split_state()
+    own = [impl.shards[index] for index in indices if index in impl.shards]
+    mains = [shard for shard in own if shard.weights is not None and impl.layout.is_stepped_apart(shard.param)]
+    if impl.kept_state is not None:  # on all ranks alike
+        # It may put weights into the state, as SPlus does, which would be rounded there.
+        raise OptimizerNotShardableError(
+            f"{name} of {type(impl.inner).__name__} cannot be used: it works on main params or state, and "
+            "optimizer_state_dtype, store_param_remainders or offload_optimizer_states keep them otherwise between "
+            "steps. Leave these options out"
+        )
+    with torch.no_grad():
+        try:
+            for shard in mains:
+                assert shard.weights is not None
+                # Weights may have been written since the last step; a method on stale main params would revert that.
+                begin_step(shard.main, shard.weights, keeps_remainder=shard.keeps_remainder)
+            with impl.groups_of_shards():
+                result = call(impl.inner)
+            for shard in mains:
+                assert shard.weights is not None
+                # The gather below sends weights, not main params; exact ones, of which nothing remains.
+                if moves:
+                    shard.weights.copy_(shard.main)
+                if shard.keeps_remainder:
+                    shard.main.sub_(shard.weights)
+        except BaseException:
+            drop_remainders(mains)
+            raise
+        if not moves:
+            return result
+    # a rank may have nothing of a bucket that others have moved, so all of them are gathered
+    for bucket in sorted({impl.layout.slots[index].bucket for index in indices}, reverse=True):
+        impl.start_gather(bucket, indices, exact=True)
+    engine.param_gather.finish()
+    # The weights changed by way of the buffer, unseen: a backward through a graph from before must raise, not be wrong.
+    torch.autograd.graph.increment_version([engine.params[index] for index in indices])
+    return result
+
+
+def _call_on_main_params(impl: ShardedStep, call: Call) -> Any:
+    """Makes the call where 16-bit parameters are whole on every rank: on their main params, with the gradients."""
+    engine = impl.engine
+    engine.check_open()
+    impl.follow_model()
+    with torch.no_grad(), impl.main_params_with_grads() as own:
+        result = call(impl.inner)
+        for shard in own:
+            param, part_of = engine.params[shard.param], engine.local_parts.of
+            part = part_of(param)
+            # Only what changed: copy_ moves the version, and would end graphs that are still right.
+            if not torch.equal(rounded := shard.main.to(part.dtype), part):
+                part.copy_(rounded)
+            # The method dropped the copy's gradient (set_to_none), and means the parameter's.
+            if param.grad is not None and shard.main.grad is None:
+                engine.grad_buffers.clear([shard.param])
+            elif param.grad is not None and shard.main.grad is not None:
+                part_of(param.grad).copy_(shard.main.grad)
+    return result

@@ -1,0 +1,206 @@
+"""A rank's part of a whole tensor, as torch.distributed.checkpoint writes and reads it.
+
+A shard is a range of the tensor's elements in memory order, which is in general no box of rows and columns, and boxes
+are what that format knows. Cut at the ends of rows the range falls into at most ``2 * ndim - 1`` boxes, each of them
+contiguous memory of the shard; so shards are written without a copy, and whatever reads the format (on other ranks,
+with FSDP, whole) finds an ordinary tensor by its parameter's name.
+
+Of a tensor-parallel parameter a shard is a range of this rank's part, which is a box of the whole itself: the shard's
+boxes are that many elements further along one dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..layout import contiguous_stride, dense_stride
+from ..module import CutParam
+
+if TYPE_CHECKING:  # importing it takes half a second, which only those pay who save or load directories
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes) of a part of a tensor, in elements by dimension."""
+
+
+def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+    """The boxes that the elements ``[start, end)`` of a contiguous tensor consist of, in order.
+
+    Each is contiguous memory. Scalars (``shape == ()``) have one box.
+    """
+    if start >= end:
+        return
+    # The recursion ends here. A scalar is a box without dimensions, which the format writes and reads like any other.
+    if len(shape) <= 1:
+        yield ((start,), (end - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # the whole rows
+    if first > last:  # within one row
+        yield from _in_row(shape, last, start - last * row, end - last * row)
+        return
+    # Three stretches: the end of a row, whole rows, the beginning of a row; the outer two are cut further inside.
+    yield from _in_row(shape, first - 1, start - (first - 1) * row, row if start < first * row else -1)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    yield from _in_row(shape, last, 0, end - last * row)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[Box]:
+    for offsets, sizes in boxes(shape[1:], start, end):
+        yield (row, *offsets), (1, *sizes)
+
+
+class FlatShard(Tensor):
+    """Elements ``[start, start + local.numel())`` of a tensor, in the order of its memory.
+
+    It has the whole tensor's shape and strides, ``local``'s dtype and device, and no other element. It can be
+    saved, loaded into, copied and detached; any other operation raises.
+
+    Args:
+        local: 1-D; not copied.
+        start: of the first element, counted in the order of ``stride``.
+        part_shape: of the whole tensor, or of the part of it that this tensor rank has.
+        part_stride: of the same, dense.
+        cut: where that part is in the whole tensor; None if it is the whole.
+    """
+
+    local: Tensor
+    start: int
+    part_shape: tuple[int, ...]
+    part_stride: tuple[int, ...]
+    cut: CutParam | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor,
+        start: int,
+        part_shape: tuple[int, ...],
+        part_stride: tuple[int, ...],
+        cut: CutParam | None = None,
+    ) -> FlatShard:
+        shape, stride = part_shape, part_stride
+        if cut is not None:  # the ranks agree on the whole's shape, and each has strides of its own
+            shape, stride = cut.shape, contiguous_stride(cut.shape)
+        return Tensor._make_wrapper_subclass(
+            cls, shape, strides=stride, dtype=local.dtype, device=local.device, requires_grad=False
+        )
+
+    def __init__(
+        self,
+        local: Tensor,
+        start: int,
+        part_shape: tuple[int, ...],
+        part_stride: tuple[int, ...],
+        cut: CutParam | None = None,
+    ) -> None:
+        self.local, self.start, self.cut = local, start, cut
+        self.part_shape, self.part_stride = part_shape, part_stride
+
+    @classmethod
+    def of_part(cls, part: Tensor, cut: CutParam) -> FlatShard:
+        """All of this tensor rank's part of a tensor; not copied, unless it overlaps itself or has holes."""
+        if dense_stride(part.shape, part.stride()) != part.stride():
+            part = part.contiguous()
+        return cls(part.as_strided((part.numel(),), (1,)), 0, tuple(part.shape), part.stride(), cut)
+
+    def as_part(self) -> Tensor:
+        """All of a part, in its shape: a view."""
+        assert self.local.numel() == math.prod(self.part_shape), "a range of it has no shape"
+        return self.local.as_strided(self.part_shape, self.part_stride)
+
+    def with_local(self, local: Tensor) -> FlatShard:
+        """The same part of the same tensor, with other memory."""
+        return FlatShard(local, self.start, self.part_shape, self.part_stride, self.cut)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        end = self.start + self.local.numel()
+        of = "" if self.cut is None else f"{self.part_shape} at {self.cut.part[0]} of dimension {self.cut.dim} of "
+        return f"FlatShard([{self.start}, {end}) of {of}{tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            for offsets, sizes in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        order = self._memory_order()
+        taken = 0
+        # Boxes lie one after the other in local, so counting elements finds each; an index without an offset means the
+        # first.
+        for offsets, sizes in self._boxes():
+            numel = math.prod(sizes)
+            if index.offset is None or tuple(index.offset) == offsets:
+                part = self.local[taken : taken + numel].view([sizes[dim] for dim in order])
+                return part.permute([order.index(dim) for dim in range(len(order))])
+            taken += numel
+        raise ValueError(f"{self!r} has no part at {index.offset}")
+
+    def _memory_order(self) -> list[int]:
+        """The dimensions, slowest first."""
+        shape, stride = self.part_shape, self.part_stride
+        # A dimension of size one has any stride, and is put where it does not separate others that lie together.
+        return sorted(range(len(shape)), key=lambda dim: (-stride[dim], shape[dim] == 1))
+
+    def _boxes(self) -> list[Box]:
+        """Those of the whole tensor, in the order in which they lie in ``local``."""
+        order, shape = self._memory_order(), self.part_shape
+        back = [order.index(dim) for dim in range(len(order))]
+        in_memory_order = boxes(tuple(shape[dim] for dim in order), self.start, self.start + self.local.numel())
+        first = [0] * len(shape)
+        if self.cut is not None:
+            first[self.cut.dim] = self.cut.part[0]
+        return [
+            (
+                tuple(offsets[place] + ahead for place, ahead in zip(back, first, strict=True)),
+                tuple(sizes[place] for place in back),
+            )
+            for offsets, sizes in in_memory_order
+        ]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shard = args[0]
+        aten = torch.ops.aten
+        # All that saving and loading do: a copy to the host, a fresh target, a copy into it. Whatever computes would
+        # see a part and not know it.
+        if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
+            kwargs.pop("memory_format", None)
+            return shard.with_local(func(shard.local, *args[1:], **kwargs))
+        if func in (aten.new_empty.default, aten.empty_like.default, aten.zeros_like.default):  # as copying begins
+            kwargs.pop("memory_format", None)
+            return shard.with_local(torch.zeros_like(shard.local, **kwargs))
+        if func is aten.copy_.default and isinstance(args[1], FlatShard) and args[1].local.shape == shard.local.shape:
+            shard.local.copy_(args[1].local, **kwargs)
+            return shard
+        raise NotImplementedError(
+            f"{func} of {shard!r}: it is one rank's part of a tensor, to save and to load. Computing with it "
+            "needs the optimizer's state_dict(), which is whole"
+        )

@@ -1,0 +1,205 @@
+"""Gathers the shards of an optimizer's state to torch's own full-shaped format.
+
+The format is what plain DDP would have written: ``{"state": {index: {name: value}}, "param_groups": [...]}``, where a
+value that has one number for each element of the parameter has the parameter's shape and strides. It does not depend
+on the number of ranks, buckets or padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import devices
+from ..collectives import Collectives
+from ..errors import CheckpointError
+from ..layout import Bucket, BufferLayout
+from .host_copies import to_host
+from .own_parts import Described, Keys, OwnParts, agreed_keys
+from .shard_state import MAIN_PARAM, as_saved, groups_as_saved, saved_name
+from .whole_states import gather_whole, gather_whole_everywhere
+
+
+class Gather:
+    """Brings the ranks' parts of a state to rank 0, or ``everywhere``. Collective.
+
+    Attributes:
+        is_root: whether this rank gets what is gathered.
+    """
+
+    def __init__(self, collectives: Collectives, device: torch.device, *, everywhere: bool = False) -> None:
+        self._collectives, self._device, self._everywhere = collectives, device, everywhere
+        self.is_root = everywhere or collectives.is_rank_zero
+
+    def everybody(self, own: Any) -> list[Any]:
+        """Every rank's picklable ``own``."""
+        return self._collectives.all_gather_objects(own)
+
+    def bucket(self, flat: Tensor) -> None:
+        """``flat``, with this rank's part of a bucket in it, becomes whole."""
+        self._collectives.all_gather(flat).wait()
+        if self.is_root:  # which copies what has come to the host next
+            self._collectives.wait_for_device(self._device, "all-gather")
+
+    def whole(self, own: Mapping[int, Mapping[str, Any]]) -> Iterable[tuple[int, Mapping[str, Any]]]:
+        """The states of parameters that ranks step whole, by parameter, on the root's host; nothing elsewhere, where it
+        has to be exhausted too."""
+        if self._everywhere:
+            return gather_whole_everywhere(own, self._collectives)
+        wholes = gather_whole(own, self._collectives, self._device)
+        return (found for found in wholes if self.is_root)  # and not rank 0 of another instance
+
+
+def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """torch's numbering: ``id(param)`` -> its place, counted through the groups; its last one in its group."""
+    numbers: dict[int, int] = {}
+    start = 0
+    for group in optimizer.param_groups:
+        places = {id(param): place for place, param in enumerate(group["params"], start)}
+        numbers = places | numbers
+        start += len(group["params"])
+    return numbers
+
+
+def gather_state_dict(
+    optimizer: torch.optim.Optimizer,
+    params_by_id: Mapping[int, int],
+    parts: OwnParts,
+    gather: Gather,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The full state on rank 0's host memory, None in its place on other ranks.
+
+    One state tensor of one bucket is gathered at a time.
+
+    Raises:
+        CheckpointError: on all ranks that gather, if the state of any cannot be saved, or those of several are no
+            whole.
+    """
+    numbers = number_params(optimizer)
+    groups, layout = groups_as_saved(optimizer, numbers), parts.layout
+    number_of = {index: numbers[key] for key, index in params_by_id.items() if key in numbers}
+    scalars, sharded_keys = _describe_everywhere(parts, gather)
+    state: dict[int, dict[str, Any]] = {}
+    if gather.is_root:
+        state = {number_of[index]: values for index, values in scalars.items() if index in number_of}
+        # Of no shard: what was frozen at the wrap, and strangers. Both are whole on every rank.
+        frozen = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in params_by_id]
+        kept = as_saved(optimizer, {numbers[id(p)]: p for p in frozen if optimizer.state.get(p)})
+        state.update({number: to_host(dict(values)) for number, values in kept.items()})
+    scratch = _Scratch(layout, device)
+    for bucket in layout.buckets:
+        members_by_key: dict[tuple[str, torch.dtype], list[int]] = {}
+        for index in bucket.params:
+            for key_and_dtype in sharded_keys.get(index, ()):
+                members_by_key.setdefault(key_and_dtype, []).append(index)
+        # In the same order on all ranks, since sharded_keys joins what any of them has: each of these is a collective.
+        for (key, dtype), members in members_by_key.items():
+            gathered = _gather_bucket(bucket, members, key, dtype, parts, gather, scratch)
+            for index, full in gathered:
+                if index in number_of:
+                    state.setdefault(number_of[index], {})[key] = full
+    wholes = gather.whole(parts.whole) if parts.whole is not None else ()
+    state.update({number_of[index]: dict(values) for index, values in wholes if index in number_of})
+    return {"state": dict(sorted(state.items())) if gather.is_root else None, "param_groups": groups}
+
+
+def gather_main_params(
+    params: Collection[int], parts: OwnParts, gather: Gather | None, device: torch.device
+) -> dict[str, Tensor]:
+    """The fp32 main params of the 16-bit ones among ``params``, by name in the order of registration, whole, on rank
+    0's host memory; nothing on other ranks.
+
+    Without ``gather`` all of them are here, and referred to, as torch's own state dict does. One bucket is gathered at
+    a time.
+    """
+    main_params: dict[int, Tensor] = {}
+    layout = parts.layout
+    if gather is None:
+        main_params = {shard.param: piece.state[MAIN_PARAM] for piece in parts.pieces for shard in piece.shards}
+    else:
+        scratch = _Scratch(layout, device)
+        for bucket in layout.buckets:
+            members = [i for i in bucket.params if i in params and layout.is_stepped_apart(i)]
+            if members:
+                name, dtype = MAIN_PARAM, torch.float32
+                main_params.update(_gather_bucket(bucket, members, name, dtype, parts, gather, scratch))
+        if parts.whole is not None:
+            main_params |= {index: values[MAIN_PARAM] for index, values in gather.whole(parts.whole)}
+    return {saved_name(layout, index): main_params[index] for index in sorted(main_params)}
+
+
+class _Scratch:
+    """Memory for one bucket at a time, kept between them: one that came and went between the copies that stay would
+    leave holes in the heap, as much as the state itself."""
+
+    def __init__(self, layout: BufferLayout, device: torch.device) -> None:
+        self._layout, self._device = layout, device
+        self._on_device: dict[torch.dtype, Tensor] = {}
+        self._on_host: dict[torch.dtype, Tensor] = {}
+
+    def on_device(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """1-D, not initialised."""
+        if dtype not in self._on_device:
+            self._on_device[dtype] = torch.empty(self._largest, dtype=dtype, device=self._device)
+        return self._on_device[dtype][:numel]
+
+    def on_host(self, flat: Tensor) -> Tensor:
+        """``flat`` in host memory, until the next call: on the host itself. In one piece, into pinned memory: thousands
+        of small copies would wait for the device each, and the driver would copy once more."""
+        if devices.is_on_host(flat.device):
+            return flat
+        if flat.dtype not in self._on_host:
+            self._on_host[flat.dtype] = devices.pinned_memory(self._largest, flat.dtype, flat.device)
+        return self._on_host[flat.dtype][: flat.numel()].copy_(flat)
+
+    @property
+    def _largest(self) -> int:
+        return max(bucket.numel for bucket in self._layout.buckets)
+
+
+def _gather_bucket(
+    bucket: Bucket,
+    members: Sequence[int],
+    key: str,
+    dtype: torch.dtype,
+    parts: OwnParts,
+    gather: Gather,
+    scratch: _Scratch,
+) -> Iterable[tuple[int, Tensor]]:
+    """Gathers one tensor for each of ``members`` from the ranks' parts; returns them whole, on rank 0 alone."""
+    layout = parts.layout
+    flat = scratch.on_device(dtype, bucket.numel).zero_()  # of the bucket before
+    parts.put(flat, bucket, key)
+    gather.bucket(flat)
+    if not gather.is_root:  # the collective was this rank's part
+        return ()
+    host = scratch.on_host(flat)
+    starts = [layout.slots[index].start - bucket.start for index in members]
+    specs = [layout.params[index] for index in members]
+    # Scratch is overwritten for the next name, so even the root's own memory is copied.
+    wholes = [host.as_strided(spec.shape, spec.stride, at).clone() for spec, at in zip(specs, starts, strict=True)]
+    return zip(members, wholes, strict=True)
+
+
+def _describe_everywhere(parts: OwnParts, gather: Gather) -> tuple[dict[int, dict[str, Any]], dict[int, Keys]]:
+    """Describes the state of all ranks: on rank 0 values of whole parameters, and names and dtypes of element-wise
+    ones."""
+    own: Described | str
+    try:
+        own = parts.describe()
+    except CheckpointError as error:
+        own = str(error)  # sent, as the others wait for this rank's word
+    everybody: list[Described] = []
+    for rank, described in enumerate(gather.everybody(own)):
+        if isinstance(described, str):
+            raise CheckpointError(f"rank {rank}: {described}")
+        everybody.append(described)
+    sharded = agreed_keys(everybody, parts.layout, parts.all_reduce_option)
+    scalars: dict[int, dict[str, Any]] = {}
+    for described in everybody if gather.is_root else ():  # elsewhere nobody needs the thousands of tensors
+        scalars = dict(described.values()) | scalars  # of several owners the lowest rank's word holds
+    return scalars, sharded

@@ -1,0 +1,113 @@
+"""Copies of state in host memory.
+
+[Note: pinned memory]
+A device copies to pinned memory by itself, as fast as the bus is. Into any other memory the driver copies by way of a
+buffer of its own, tensor by tensor, while the host waits. Pinned memory is taken from every other program, and takes
+long to pin. So there is a little of it, in two halves: the device fills one with as many tensors as it holds while the
+host empties the other. The host writes pages that no process has used before, which is slower than the bus, so its
+writes are what remains of the time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import devices
+from .flat_shard import FlatShard
+
+PINNED_BYTES = 64 * 2**20
+"""A few milliseconds of the bus, beside which a launch and a wait are nothing."""
+_ALIGNMENT_BYTES = 16  # of what is copied at once into pinned memory: no dtype is larger
+
+
+def to_host(state: Any) -> Any:
+    """A copy of nested state in host memory that later steps do not change: what an asynchronous save writes."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    copied = _copy(state, pairs)
+    by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for source, target in pairs:
+        by_device.setdefault(source.device, []).append((source, target))
+    for device, of_device in by_device.items():
+        _fill(of_device, device)
+    return copied
+
+
+def _copy(state: Any, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+    """A copy, but that targets in ``pairs`` of (source, target) are still to be filled."""
+    if isinstance(state, FlatShard):
+        return state.with_local(_copy(state.local, pairs))
+    if isinstance(state, Tensor):
+        source = state.detach()
+        if devices.is_on_host(source.device) or type(source) is not Tensor or not source.is_contiguous():
+            # copy=True: on the CPU to() would hand out the very tensor that the next step changes.
+            return source.to("cpu", copy=True)
+        pairs.append((source, torch.empty_like(source, device="cpu")))
+        return pairs[-1][1]
+    # Exactly these: a subclass may need more than its items, and deepcopy asks it.
+    if type(state) in (dict, OrderedDict):
+        return type(state)((key, _copy(value, pairs)) for key, value in state.items())
+    if type(state) in (list, tuple):
+        return type(state)(_copy(value, pairs) for value in state)
+    return copy.deepcopy(state)
+
+
+class _Half:
+    """Half of the pinned memory, with the copies into it that are under way."""
+
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        self._memory, self._device = memory, device
+        self._num_used_bytes = 0
+        self._arriving: list[Tensor] = []
+        self._targets: list[Tensor] = []
+        self._wait: Callable[[], object] = lambda: None
+
+    def has_space_for(self, part: Tensor) -> bool:
+        return self._num_used_bytes + part.nbytes <= self._memory.numel()
+
+    def start(self, part: Tensor, target: Tensor) -> None:
+        """Starts the copy of contiguous elements of the device that :meth:`empty` puts into ``target``."""
+        start = self._num_used_bytes
+        self._arriving.append(self._memory[start : start + part.nbytes].view(part.dtype))
+        self._arriving[-1].copy_(part, non_blocking=True)
+        self._targets.append(target)
+        self._num_used_bytes += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def mark(self) -> None:
+        """Notes that nothing more is started before :meth:`empty`."""
+        if (streams := devices.streams_of(self._device)) is None:
+            self._wait = lambda: torch.get_device_module(self._device).synchronize(self._device)
+        else:
+            event = streams.Event()
+            event.record(streams.current_stream(self._device))
+            self._wait = event.synchronize
+
+    def empty(self) -> None:
+        """Waits for the copies up to :meth:`mark`, and moves what has arrived to its targets."""
+        if self._arriving:
+            self._wait()
+            torch._foreach_copy_(self._targets, self._arriving)
+        self._num_used_bytes, self._arriving, self._targets = 0, [], []
+
+
+def _fill(pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copies contiguous tensors of one device into their targets; see [Note: pinned memory]."""
+    pinned = devices.pinned_memory(PINNED_BYTES, torch.uint8, device)
+    half_nbytes = PINNED_BYTES // 2
+    filling, emptying = (_Half(memory, device) for memory in pinned.split(half_nbytes))
+    for source, target in pairs:
+        numel = half_nbytes // source.dtype.itemsize
+        for part, of_target in zip(source.view(-1).split(numel), target.view(-1).split(numel), strict=True):
+            if not filling.has_space_for(part):
+                filling.mark()
+                emptying.empty()  # while the copies into the other half go on
+                filling, emptying = emptying, filling
+            filling.start(part, of_target)
+    filling.mark()
+    emptying.empty()
+    filling.empty()

@@ -1,0 +1,201 @@
+"""The optimizer state of a shard: cut from that of a whole parameter, and as the optimizer's ``state_dict`` has it."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..layout import SIXTEEN_BIT, BufferLayout, ParamSpec
+from .flat_shard import FlatShard
+from .param_shard import ParamShard
+
+MAIN_PARAM = "(main param)"
+"""The name of a parameter's fp32 main param, beside those of its state."""
+REMAINDER = " (remainder)"
+
+
+def saved_name(layout: BufferLayout, param: int) -> str:
+    """The name of a saved main param. Remainders have another than the fp32 values of 16-bit weights: a model with
+    other options must not take one for the other."""
+    name = layout.params[param].name
+    return name + REMAINDER if layout.keeps_remainder(param) else name
+
+
+def load_main_params(main_params: Mapping[str, Tensor], shards: Mapping[int, ParamShard], layout: BufferLayout) -> None:
+    """Takes over this rank's part of saved main params. Names that are not there are left alone.
+
+    Raises:
+        CheckpointError: if a shape does not fit, before anything is changed.
+    """
+    for index, spec in enumerate(layout.params):  # of other ranks' shards too, so that all of them raise
+        if layout.is_stepped_apart(index) and (name := saved_name(layout, index)) in main_params:
+            _check_shape(main_params[name], "main_param", spec.name, spec.shape)
+    parts: list[tuple[ParamShard, Tensor]] = []
+    for index, shard in shards.items():
+        spec, name = layout.params[index], saved_name(layout, index)
+        if layout.is_stepped_apart(index) and name in main_params:
+            parts.append((shard, cut_value(main_params[name], spec, shard, "main_param", {"main_param"})))
+        elif shard.keeps_remainder or shard.bits is not None:  # of weights that are gone
+            parts.append((shard, torch.zeros_like(shard.main, dtype=shard.main_dtype)))
+    for shard, saved in parts:  # all of them fit, or one has raised above
+        shard.set_main_param(saved)
+
+
+def main_params_to_come(
+    main_params: Mapping[str, Tensor], params: Mapping[str, Tensor], *, with_remainders: bool
+) -> dict[str, Tensor]:
+    """Copies of those of saved main params that ``params``, which have no shards yet, may begin with.
+
+    Raises:
+        CheckpointError: if a shape does not fit.
+    """
+    to_come = {}
+    for name, value in main_params.items():
+        param = params.get(name.removesuffix(REMAINDER))
+        if param is not None and (with_remainders if name.endswith(REMAINDER) else param.dtype in SIXTEEN_BIT):
+            _check_shape(value, "main_param", name, tuple(param.shape))
+            to_come[name] = value.clone()
+    return to_come
+
+
+def in_memory_order(value: Tensor, spec: ParamSpec) -> Tensor:
+    """A state tensor as flat elements in the order of the parameter's memory (a no-op for flat shards)."""
+    if value.dim() == 1:  # a shard, or a parameter that is flat itself
+        return value
+    if tuple(value.shape) != spec.shape:
+        return value.reshape(-1)
+    restrided = (
+        value
+        if value.stride() == spec.stride
+        else torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+    )
+    return restrided.as_strided((spec.numel,), (1,))
+
+
+def per_element_keys(state: Mapping[int, Mapping[str, Any]], known: set[str] | None) -> set[str]:
+    """The names whose values have one number an element. One-element parameters cannot tell them from counters; trial
+    steps of the optimizer can: ``known``, None if there were none."""
+    tensors = [(key, value) for values in state.values() for key, value in values.items() if isinstance(value, Tensor)]
+    if known is None:
+        # No tensor has two elements, so nothing tells: all but torch's own counter is taken for element-wise.
+        known = {key for key, _ in tensors} - {"step"} if all(value.numel() <= 1 for _, value in tensors) else set()
+    return known | {key for key, value in tensors if value.numel() > 1}
+
+
+def shard_state(values: dict[str, Any], spec: ParamSpec, shard: ParamShard, known: set[str] | None) -> dict[str, Any]:
+    """The state that was kept for a parameter itself, as that of what is stepped in its place.
+
+    What was made in the dtype of a 16-bit weight is in fp32 from here on, as the first step of an fp32 main param would
+    have made it: a sum of ones stops at 256 in bf16. What was made in another dtype keeps it.
+
+    Args:
+        values: of the whole parameter; taken over where nothing is cut.
+        spec, shard: the parameter, and what is stepped.
+        known: as for :func:`per_element_keys`; asked for only where something is cut.
+    """
+    if shard.is_cut:
+        per_element = per_element_keys({0: values}, known)
+        values = {key: cut_value(value, spec, shard, key, per_element) for key, value in values.items()}
+    if not spec.has_main_param:
+        return values
+    return {
+        key: value.to(shard.main_dtype) if isinstance(value, Tensor) and value.dtype == spec.dtype else value
+        for key, value in values.items()
+    }
+
+
+def _cloned(value: Any) -> Any:
+    """A copy of a tensor; of a subclass by the tensors that it consists of, since it may know no ``clone``."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return value.clone()
+    names, context = value.__tensor_flatten__()
+    inner = {name: _cloned(getattr(value, name)) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
+
+
+def copied(value: Any) -> Any:
+    """A copy of a value with all that it holds: a step changes tensors in a list in place."""
+    return _cloned(value) if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def cut_value(value: Any, spec: ParamSpec, shard: ParamShard, key: str, per_element: set[str]) -> Any:
+    """Returns the shard's part of one value of a parameter's state, in memory of its own.
+
+    Raises:
+        CheckpointError: if its shape is not the parameter's.
+    """
+    if not isinstance(value, Tensor):
+        return copied(value)
+    if isinstance(value, FlatShard):
+        return value.local  # read for this very shard
+    if not shard.is_cut:  # what is kept for a whole parameter stays with it, whatever its shape
+        if type(value) is Tensor and tuple(value.shape) == spec.shape and value.stride() != spec.stride:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=value.device).copy_(value)
+        return _cloned(value)  # torch's load_state_dict would go on using the caller's tensor
+    if key not in per_element:  # a count, a flag: every owner has all of it
+        return value.clone()
+    _check_shape(value, key, spec.name, spec.shape)
+    return in_memory_order(value, spec)[shard.start : shard.end].clone()
+
+
+def _check_shape(value: Tensor, key: str, name: str, shape: tuple[int, ...]) -> None:
+    own = value.part_shape if isinstance(value, FlatShard) else tuple(value.shape)
+    if own != shape:
+        raise CheckpointError(
+            f"state {key!r} of parameter {name!r} has shape {own}, the parameter {shape}: this state is "
+            "of another model"
+        )
+
+
+def as_saved(optimizer: torch.optim.Optimizer, owned: Mapping[int, Tensor]) -> dict[int, Mapping[str, Any]]:
+    """The state of tensors as the optimizer's own ``state_dict`` has it, which may be another than it keeps
+    (bitsandbytes wraps what is quantised). Nothing is copied.
+
+    Args:
+        optimizer: left untouched, with whatever is in its groups.
+        owned: the tensors, by parameter. Those without state are left out.
+    """
+    owned = {index: tensor for index, tensor in owned.items() if tensor in optimizer.state}
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {index: optimizer.state[tensor] for index, tensor in owned.items()}
+    states = {tensor: optimizer.state[tensor] for tensor in owned.values()}
+    saved = _own_state_dict(optimizer, states, [{**optimizer.param_groups[0], "params": list(owned.values())}])
+    return {index: saved["state"][number] for number, index in enumerate(owned)}
+
+
+def groups_as_saved(optimizer: torch.optim.Optimizer, names: Mapping[int, int | str]) -> list[dict[str, Any]]:
+    """The groups as the optimizer's own ``state_dict`` has them, which may be other than it keeps (Dion's learning
+    rates are tensors, and numbers in a file).
+
+    Args:
+        optimizer: left untouched.
+        names: what stands for its parameters, by ``id``.
+    """
+    groups = saved = optimizer.param_groups
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        saved = _own_state_dict(optimizer, {}, [{**group, "params": []} for group in groups])["param_groups"]
+    return [
+        {
+            **{key: value for key, value in options.items() if key != "params"},
+            "params": [names[id(param)] for param in group["params"]],
+        }
+        for group, options in zip(groups, saved, strict=True)
+    ]
+
+
+def _own_state_dict(
+    optimizer: torch.optim.Optimizer, state: Mapping[Tensor, Any], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Asks the optimizer's class what it makes of these, without hooks: the user's object refuses to be asked."""
+    one = object.__new__(type(optimizer))
+    one.__dict__.update(optimizer.__dict__)
+    one.__dict__.update({name: OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
+    one.state = defaultdict(dict, state)
+    one.param_groups = groups
+    return one.state_dict()

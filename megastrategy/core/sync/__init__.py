@@ -1,0 +1,37 @@
+"""When gradients are reduced and weights gathered."""
+
+from .backward import BackwardWatch
+from .bucket_planner import BucketPlanner
+from .clip_grads import (
+    check_finite,
+    count_zeros,
+    norms_of,
+    norms_over_owners,
+    scale_to_norm_,
+    total_grad_norm,
+    unscale_grads_,
+    zero_norms,
+)
+from .loss_tokens import read_count, weigh
+from .param_gather import ParamGather
+from .pipeline_backwards import StagedBackwards, StagedReducer
+from .reducer import Reducer
+
+__all__ = [
+    "BackwardWatch",
+    "BucketPlanner",
+    "ParamGather",
+    "Reducer",
+    "StagedBackwards",
+    "StagedReducer",
+    "check_finite",
+    "count_zeros",
+    "norms_of",
+    "norms_over_owners",
+    "read_count",
+    "scale_to_norm_",
+    "total_grad_norm",
+    "unscale_grads_",
+    "weigh",
+    "zero_norms",
+]

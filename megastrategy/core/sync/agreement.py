@@ -1,0 +1,128 @@
+"""The ranks exchange a few facts at the end of a synchronised backward: a byte each, in one reduction of the hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ..buffers import NonFinite, describe_nonfinite
+from ..collectives import Collectives
+from ..errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError
+from .loss_tokens import NONE, describe_counting
+
+
+@dataclasses.dataclass(frozen=True)
+class Reasons:
+    """The facts that a rank tells the others where a backward is refused; see :class:`Agreement`. ``who``: its name."""
+
+    who: str
+    microbatch: int
+    nonfinite: Sequence[NonFinite]
+    counting: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """The facts of one rank, or those of all ranks together: there a flag is set if any rank set it.
+
+    Attributes:
+        used: by parameter, whether it has a gradient.
+        late: by bucket, whether a gradient came after it was launched.
+        microbatch: the number of the training loop's, of which the last eight bits are compared; None where the ranks
+            did not all say the same.
+        has_nonfinite: whether a gradient is infinite or NaN.
+        wants_other_order: whether buckets would be launched materially earlier in another order.
+        counting: whether a loss was counted by tokens, and whether one was not; not both may be.
+    """
+
+    used: Sequence[bool]
+    late: Sequence[bool]
+    microbatch: int | None
+    has_nonfinite: bool
+    wants_other_order: bool
+    counting: tuple[bool, bool]
+
+    def encode(self) -> list[int]:
+        """Bytes of which the maximum over ranks, element by element, is what they agree on."""
+        return [*self.used, *self.late, *self._shared()]
+
+    def _shared(self) -> list[int]:
+        """The facts that are not of single parameters or buckets."""
+        return [*_pair(self.microbatch), *self.counting, self.has_nonfinite, self.wants_other_order]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int], num_params: int) -> Agreement:
+        """Reads the maximum over ranks of what :meth:`encode` gave, for so many parameters."""
+        *flags, last, complement, is_counted, is_uncounted, has_nonfinite, wants_other_order = numbers
+        return cls(
+            used=[bool(flag) for flag in flags[:num_params]],
+            late=[bool(flag) for flag in flags[num_params:]],
+            microbatch=last if complement == 255 - last else None,
+            has_nonfinite=bool(has_nonfinite),
+            wants_other_order=bool(wants_other_order),
+            counting=(bool(is_counted), bool(is_uncounted)),
+        )
+
+    def over_ranks(self, collectives: Collectives, tensor_ranks: Collectives | None) -> Agreement:
+        """Returns the facts of all ranks together. Collective: one reduction of a byte a parameter, between hosts.
+
+        On one rank these are all the facts, and nothing is sent. See [Note: what the host waits for]. Tensor ranks
+        refuse together, and move together; what was used and what is late is of parts that each of them has alone.
+        """
+        agreed = self
+        if collectives.size > 1:
+            agreed = Agreement.decode(collectives.max_of_bytes(self.encode()), len(self.used))
+        if tensor_ranks is None:
+            return agreed
+        every = Agreement.decode(tensor_ranks.max_of_bytes(agreed._shared()), 0)
+        return dataclasses.replace(every, used=agreed.used, late=agreed.late)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether gradients must not be used, on any rank."""
+        return self.microbatch is None or self.has_nonfinite or all(self.counting)
+
+    def refusal(self, own: Reasons, collectives: Collectives, tensor_ranks: Collectives | None) -> MegastrategyError:
+        """The error that all ranks raise for gradients that must not be used. Collective."""
+        every: list[Reasons] = collectives.all_gather_objects(own)
+        if tensor_ranks is not None:
+            every = [reasons for of_one in tensor_ranks.all_gather_objects(every) for reasons in of_one]
+        if self.microbatch is None:
+            return MicrobatchMismatchError(
+                describe_microbatches({reasons.who: reasons.microbatch for reasons in every})
+            )
+        if self.has_nonfinite:
+            return NonFiniteGradError(describe_nonfinite([found for reasons in every for found in reasons.nonfinite]))
+        return LossTokensError(describe_counting({reasons.who: reasons.counting or NONE for reasons in every}))
+
+
+def name_of(collectives: Collectives, tensor_ranks: Collectives | None) -> str:
+    """This rank's name in an error."""
+    return f"rank {collectives.rank}" + (f", tensor rank {tensor_ranks.rank}" if tensor_ranks is not None else "")
+
+
+def _pair(number: int | None) -> tuple[int, int]:
+    """Two bytes of which the maxima over ranks add up to 255 if all ranks have the same number, else to more."""
+    # A maximum alone cannot show that ranks differ. Eight bits are enough: ranks part by a microbatch or two, and are
+    # compared in every synchronised backward.
+    return (255, 255) if number is None else (number % 256, 255 - number % 256)
+
+
+def describe_microbatches(by_rank: Mapping[str, int]) -> str:
+    """Says where each rank is, and what to do."""
+    return (
+        "the ranks reduce the gradients of different microbatches: "
+        + ", ".join(f"{rank} is at number {number}" for rank, number in by_rank.items())
+        + ". A rank that is ahead ran a training_step without a backward (one that returned None, or skipped its "
+        "batch) where others had one. Run a backward on every rank, on zero times the loss if need be"
+    )
+
+
+def describe_broken_promise(promise: str, rank: int, names: Sequence[str], *, has_none: bool) -> str:
+    """Says which parameters were used against what the configuration promises, and what to do."""
+    first = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+    return (
+        f"rank {rank}: {len(names)} parameter(s) received {'no gradient' if has_none else 'a gradient'} in this "
+        f"backward against {promise}: {first}. Drop the option (unused parameters are handled by default, at one byte "
+        "a parameter a step), or freeze what is never used"
+    )

@@ -1,0 +1,272 @@
+"""Brings every rank all new weights: after the step it has those of its own shards only.
+
+[Note: parameters that are waited for when they are read]
+With ``overlap_param_gather="forward"`` the gathers go on while user code does. Until a bucket is there, its parameters
+are instances of a subclass of their class, whose ``__torch_function__`` waits for the bucket, makes plain parameters of
+them again, and does what was asked for. So whoever reads a parameter first waits, be it in a module's forward, in
+``state_dict``, ``deepcopy`` or an averaging callback; nobody who reads it later notices anything. It is how torch's own
+lazy modules turn into plain ones (``UninitializedParameter`` changes its class). Code that takes tensors without asking
+them (an extension's kernel) is served by a hook on the modules that hold the parameters, which stands as long.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from .. import devices
+from ..buffers import ParamBuffers
+from ..collectives import Collectives, Handle
+from ..errors import CollectiveError
+from ..events import Event, EventKind, Listener, profiler_range
+from ..layout import Spans
+from ..wire import add_changes_, wire_span
+
+
+class ParamGather:
+    """All-gathers the parameter buckets, in place in ``buffers`` (which belong to the wrapped model).
+
+    Args:
+        buffers: the parameters.
+        collectives: how buckets are sent.
+        module: the wrapped module.
+        listener: gets every event, or None.
+
+    Attributes:
+        missing: the buckets whose last gather failed, and of which other ranks' shards may be those before the step.
+    """
+
+    def __init__(
+        self, buffers: ParamBuffers, collectives: Collectives, module: nn.Module, listener: Listener | None = None
+    ) -> None:
+        self._buffers = buffers
+        self._collectives = collectives
+        self._module = module
+        self._listener = listener
+        self._handles: dict[int, Handle] = {}  # by bucket, in the order of their start
+        self._sent_changes: dict[int, Spans | None] = {}  # by bucket, as which parts its change is on the way
+        self._loops_stream: Any = None  # on which the gathers were started
+        self.missing: set[int] = set()
+        self._bucket_of: dict[int, int] = {}  # by id, the bucket of each parameter that is still to come
+        self._classes: dict[type[Parameter], type[Parameter]] = {}
+        self._hooks: dict[int, RemovableHandle] = {}  # by id of the module
+        self._holders: dict[int, list[nn.Module]] = {}  # by bucket
+        self._is_scripted = False
+        self._num_held = -1  # parameters, when these were found
+        self._lock = threading.RLock()  # any thread may read a parameter first
+
+    def start(self, bucket: int, spans: Spans | None = None, *, exact: bool = False) -> None:
+        """Launches a bucket's gather. Collective: the same buckets in the same order on every rank.
+
+        The last buckets hold the first layers, which the next forward needs first: start them first.
+
+        Args:
+            bucket: its number.
+            spans: what each rank has of it; None for equal parts, of which each has its own.
+            exact: whether weights are sent also where changes of them would be.
+        """
+        self._emit(EventKind.GATHER_START, bucket)
+        with profiler_range("gather", bucket):
+            flat = self._buffers.bucket(bucket)
+            self._loops_stream = devices.current_stream(flat.device)
+            if not exact and (change := self._buffers.change(bucket)) is not None:
+                self._sent_changes[bucket] = spans
+                flat = change
+                if spans is not None:
+                    spans = [[wire_span(start, end, flat.dtype) for start, end in parts] for parts in spans]
+            self._handles[bucket] = (
+                self._collectives.all_gather(flat) if spans is None else self._collectives.gather_spans(flat, spans)
+            )
+        self.missing.discard(bucket)
+
+    def follow(self, buffers: ParamBuffers) -> None:
+        """The parameters have moved, while no gather was under way."""
+        assert not self._handles, "a gather would write where the parameters were"
+        self._buffers, self._num_held = buffers, -1
+        if self.missing:  # what they have went to other buckets
+            self.missing = {bucket.index for bucket in buffers.layout.buckets}
+
+    def finish(self) -> None:
+        """Returns when all parameters are whole (on CUDA: for work queued from now on).
+
+        Raises:
+            CollectiveError: if a gather failed.
+        """
+        self._wait_for(list(self._handles))
+
+    def defer(self) -> None:
+        """Makes whoever first reads a parameter from now on wait for its bucket."""
+        # Walking the modules takes milliseconds, so only after parameters have joined.
+        if self._num_held != len(self._buffers.params):
+            self._find_holders()
+        if self._is_scripted or self._buffers.has_readers_elsewhere:
+            self.finish()  # these read parameters unseen
+        for bucket in self._handles:
+            for param in self._params_of(bucket):
+                self._bucket_of[id(param)] = bucket
+                # The object stays, in the module and in every optimizer: only what its operations do has changed.
+                param.__class__ = self._awaited(type(param))
+            for module in self._holders.get(bucket, ()):
+                # A module may hold parameters of several buckets; prepended, since a hook of the user's may read them.
+                if id(module) not in self._hooks:
+                    self._hooks[id(module)] = module.register_forward_pre_hook(self._before_module, prepend=True)
+
+    def before_forward(self) -> None:
+        """The wrapped module's forward comes. What torch.compile made is specialised on the parameters' class."""
+        if self._handles and _uses_dynamo():
+            self.finish()
+
+    def finish_params(self, params: Iterable[Tensor]) -> None:
+        """Returns when these parameters are whole."""
+        buckets = {bucket for param in params if (bucket := self._bucket_of.get(id(param))) is not None}
+        self._wait_for(sorted(buckets, reverse=True))
+
+    def _wait_for(self, buckets: Sequence[int]) -> None:
+        # Without the lock: most parameters that are read are not on their way.
+        if not buckets:
+            return
+        with self._lock:
+            # Looked at again under the lock: another thread may have waited for it meanwhile.
+            self._wait_alone([bucket for bucket in buckets if bucket in self._handles])
+
+    def _wait_alone(self, buckets: Sequence[int]) -> None:
+        """Waits on the stream of whoever reads first, and on the loop's: after this, nobody else will wait."""
+        self._emit(EventKind.WAIT_START, 1)
+        try:
+            with profiler_range("wait for weights"):
+                for bucket in buckets:
+                    self._handles[bucket].wait()
+                    self._add_changes(bucket)
+                    self._buffers.show(bucket)
+                    # A reader on another stream (an average of the weights, a checkpoint's copy) would else leave the
+                    # loop to read, in its next forward, weights that its own stream has not waited for.
+                    reader = devices.current_stream(self._buffers.bucket(bucket).device)
+                    if reader != self._loops_stream:
+                        self._loops_stream.wait_stream(reader)
+                    # Only now taken out: a wait that fails leaves it among the missing, and a save asks for those.
+                    self._emit(EventKind.GATHER_END, bucket, self._handles.pop(bucket).ran_ns)
+                    self._make_plain(bucket)
+        except CollectiveError:  # those behind it will not arrive either, and whoever heard of it may clean up
+            pending, self._handles = list(self._handles), {}
+            self.missing.update(pending)
+            for bucket in pending:
+                self._make_plain(bucket)
+            raise
+        finally:
+            self._emit(EventKind.WAIT_END, 1)
+
+    def _add_changes(self, bucket: int) -> None:
+        """Adds what others sent of their changes to the weights, which have this rank's own already."""
+        if bucket not in self._sent_changes:
+            return
+        spans, rank = self._sent_changes.pop(bucket), self._collectives.rank
+        weights, change = self._buffers.bucket(bucket), self._buffers.change(bucket)
+        assert change is not None, "it was sent"
+        numel = weights.numel() // self._collectives.size
+        own = [(rank * numel, (rank + 1) * numel)] if spans is None else spans[rank]
+        with torch.no_grad():
+            add_changes_(weights, change, own, is_even=spans is None)
+
+    def _make_plain(self, bucket: int) -> None:
+        for param in self._params_of(bucket):
+            # Its class may have been replaced meanwhile, by whoever knows the same trick; that one stays.
+            if self._bucket_of.pop(id(param), None) is not None and isinstance(param, _Awaited):
+                param.__class__ = type(param)._plain  # type: ignore[assignment]
+        for module in self._holders.get(bucket, ()):
+            if id(module) in self._hooks and not any(map(self._is_awaited, module._parameters.values())):
+                self._hooks.pop(id(module)).remove()
+
+    def _before_module(self, module: nn.Module, _: Any) -> None:
+        self.finish_params(param for param in module._parameters.values() if param is not None)
+
+    def _is_awaited(self, param: Tensor | None) -> bool:
+        return id(param) in self._bucket_of
+
+    def _params_of(self, bucket: int) -> list[Parameter]:
+        return [self._buffers.params[index] for index in self._buffers.layout.buckets[bucket].params]
+
+    def _find_holders(self) -> None:
+        bucket_of = {
+            id(param): slot.bucket for param, slot in zip(self._buffers.params, self._buffers.layout.slots, strict=True)
+        }
+        self._holders = {}
+        self._is_scripted = False
+        for module in self._module.modules():
+            self._is_scripted |= isinstance(module, torch.jit.ScriptModule)
+            # Its own parameters alone: children have hooks of their own, and wait for no more than they read.
+            for bucket in {bucket_of[id(p)] for p in module._parameters.values() if id(p) in bucket_of}:
+                self._holders.setdefault(bucket, []).append(module)
+        self._num_held = len(self._buffers.params)
+
+    def _awaited(self, plain: type[Parameter]) -> type[Parameter]:
+        if plain not in self._classes:
+            members = {"_plain": plain, "_gather": self, "__slots__": ()}
+            metaclass: Any = type(plain)
+            # A class for each class: isinstance checks of the user's (and of torch's own lazy modules) go on to hold.
+            self._classes[plain] = metaclass(plain.__name__, (_Awaited, plain), members)
+        return self._classes[plain]
+
+    def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
+        if self._listener is not None:
+            self._listener(Event(kind, index, ran_ns=ran_ns))
+
+
+class _Awaited:
+    """A parameter whose bucket is on its way; see the note above."""
+
+    __slots__ = ()
+    _plain: type[Parameter]
+    _gather: ParamGather
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS_NO_ELEMENT:
+            # Else the getter would come back here.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        awaited = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Awaited)]
+        for leaf in awaited:
+            if isinstance(leaf, _Awaited):  # else the one before it has finished the bucket of both
+                leaf._finish()
+        if not awaited:  # in a container that is no pytree, such as a subclass of list
+            for kind in types:
+                if issubclass(kind, _Awaited):
+                    kind._gather.finish()
+        return func(*args, **kwargs)
+
+    def _finish(self) -> None:
+        self._gather.finish_params([self])  # type: ignore[list-item]
+        if isinstance(self, _Awaited):  # made by somebody from a parameter's class
+            self.__class__ = type(self)._plain  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._finish()
+        return self.__deepcopy__(memo)  # of the class that it has now
+
+
+_GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_DEVICE: Any = Tensor.device
+_DTYPE: Any = Tensor.dtype
+_READS_NO_ELEMENT = frozenset(
+    (_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__, _DEVICE.__get__, _DTYPE.__get__)
+)
+"""Questions that loops ask of every parameter between steps; and models of their first one, in their forward, to put
+their inputs there."""
+
+
+def _uses_dynamo() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])

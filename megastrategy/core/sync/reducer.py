@@ -1,0 +1,552 @@
+"""Reduces buckets as the hooks of their parameters tell that gradients are ready.
+
+[Note: one synchronised backward]
+Hooks count a bucket's gradients; a complete bucket is launched once all buckets before it have been, so every rank
+launches the same collectives in the same order, whatever order its gradients arrive in. When the outermost backward
+has ended (backward's [Note: the outermost graph]), the buckets that are left (some of their parameters were unused on
+this rank) are launched too, the ranks agree on what was used, and all reductions are waited for: gradients are final
+when ``backward()`` returns.
+
+[Note: gradients that come twice]
+A parameter used by two re-entrant checkpoints gets its gradient in two parts, and no count can tell in advance. If
+the second part comes when the bucket is already on the wire, it lands in a tensor of its own (``GradBuffers.seal``
+has taken the view away), the ranks agree that the bucket is late, and it is reduced once more with the rest added:
+same mean, nothing lost. From then on this rank launches that bucket only at the end of backward. A launch order that
+is fixed is what makes this a local decision.
+
+[Note: which backward synchronises]
+As in torch DDP it is the first one after a forward of the wrapper that trains and ends outside ``no_sync``, whatever
+comes in between: a forward under ``no_sync``, or a validation. The backwards that follow, until the next such forward,
+are not. Where the wrapper's forwards were under ``no_sync``, gradients accumulate in the buffers, and a sharded step
+reduces them; pooled ones cannot accumulate on a rank, and are sent. A backward that no forward of the wrapper prepared
+(of the module by itself for a saliency map, of a loss for the second time) belongs to user code, perhaps on one rank
+only. The engine leaves its gradients in ``.grad`` as autograd does, a stand-in's aside, and sends nothing. The next
+backward that is prepared takes in what is still there, and so does a sharded step: all ranks step the mean.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..buffers import FiniteCheck, GradBuffers, inside_backward, inside_node
+from ..collectives import Collectives, Handle, Handles
+from ..config import DistributedDataParallelConfig
+from ..errors import BucketInFlightError, LossTokensError, UnusedParameterError
+from ..events import Event, EventKind, Listener, profiler_range
+from ..layout import BufferLayout
+from ..module import CopyExchange, GradAccumulators, GradHooks
+from .agreement import Agreement, Reasons, describe_broken_promise, name_of
+from .backward import BackwardPhase, BackwardWatch, Preparation
+from .bucket_planner import BucketPlanner
+from .loss_tokens import TOO_LATE, LossTokens
+
+
+class Reducer:
+    """Reduces the gradients of one wrapped module.
+
+    Args:
+        layout: the plan; equal on all ranks.
+        params: trainable parameters in the layout's order.
+        buffers: where gradients accumulate.
+        collectives: all ranks, which agree on what was used.
+        shard_collectives: how buckets are reduced.
+        config: the options.
+        should_sync: asked when a backward starts, with what forwards have prepared.
+        listener: gets every event, or None.
+        backwards: reports where backwards begin and end, to the engine.
+        planner: watches the first synchronised backward for better buckets; None where none are wanted.
+        tensor_ranks: the ranks that hold the parts of a tensor-parallel model; they refuse a backward together.
+
+    Attributes:
+        backwards: refers to the engine that it belongs to.
+    """
+
+    def __init__(
+        self,
+        layout: BufferLayout,
+        params: Sequence[Parameter],
+        buffers: GradBuffers,
+        collectives: Collectives,
+        shard_collectives: Collectives,
+        config: DistributedDataParallelConfig,
+        should_sync: Callable[[bool | None], bool],
+        backwards: BackwardWatch,
+        listener: Listener | None = None,
+        planner: BucketPlanner | None = None,
+        tensor_ranks: Collectives | None = None,
+    ) -> None:
+        self.buffers = buffers
+        self._params: list[Parameter] = []
+        self._collectives, self._shard_collectives, self._tensor_ranks = collectives, shard_collectives, tensor_ranks
+        self._config, self._should_sync, self._listener = config, should_sync, listener
+
+        self._phase = BackwardPhase.IDLE
+        self._is_unfinished = False  # from the end of backward (or a step) on, until all is reduced; after errors too
+        self._prepared = Preparation()
+        self._unprepared: set[int] = set()  # parameters with gradients of a backward that no forward prepared
+        self.backwards = backwards
+        self._epoch = 0
+        self._seen: list[int] = []  # the last epoch in which the parameter's gradient arrived
+        self._kept: list[bool] = []  # by parameter: its gradient was reduced, and no other has come since
+        self._missing: list[int] = []  # gradients still to come, by bucket
+        self._handles: list[Handle] = []  # by bucket, in launch order
+        self._in_flight: collections.deque[Handle] = collections.deque()  # pieces, if only so many may be
+        self._late: set[int] = set()  # parameters with a gradient that came after their bucket was launched
+        self._late_grads: dict[int, Tensor] = {}
+        self._deferred: set[int] = set()  # parameters whose bucket waits for the end of backward
+        self._nonfinite = FiniteCheck(  # of this rank's gradients in this backward
+            name_of(collectives, tensor_ranks),
+            lambda device: collectives.wait_for_device(device, "a collective before check_for_nan_in_grad"),
+        )
+        self.microbatch = 0
+        """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
+        self.num_reductions: list[int] = []
+        """Reductions of each parameter's gradient so far; the same on all ranks, whatever they do to ``.grad``."""
+        self._has_local_grads = False
+        self._ends_window = True  # whether the last backward's gradients are final when they are reduced
+        self._has_agreed = False
+        self.tokens = LossTokens(name_of(collectives, tensor_ranks))
+        self._needed: list[bool] = []  # which parameters required gradients in the last backward
+        self._static_used: list[bool] | None = None
+        self._static_local: list[bool] = []
+        self._has_synced = False  # where a batch has several synchronised backwards, one has been
+        self._hooks = GradHooks(self)
+        self._accumulators = GradAccumulators()
+        self.extend(layout, params)
+        self._planner = planner
+
+    def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
+        """Watches the parameters that ``layout`` has beyond those known so far; the buffers have them already."""
+        first = len(self._params)
+        self.layout = layout
+        self._params += params[first:]
+        self._seen += [0] * (len(params) - first)
+        self._kept += [False] * (len(params) - first)
+        self.num_reductions += [0] * (len(params) - first)
+        self._bucket_of = [slot.bucket for slot in layout.slots]
+        self._has_local_grads |= any(self.buffers.has_grad[first:])
+        self._planner = None  # what has joined lies apart, and stays there
+        self.tokens.follow(self.buffers)
+        self._accumulators.extend(params[first:])
+        self._hooks.extend(params[first:])
+
+    def follow(self, layout: BufferLayout, buffers: GradBuffers) -> None:
+        """Everything has moved to another layout, between two backwards."""
+        assert not self._handles, "nothing is on the wire"
+        self.layout, self.buffers = layout, buffers
+        self.tokens.move(buffers)
+        self._bucket_of = [slot.bucket for slot in layout.slots]
+
+    def close(self) -> None:
+        """Removes the hooks. Reductions in flight are not waited for: after an error elsewhere they might never end."""
+        self.abort_unfinished()
+        self._hooks.remove()
+        self._handles = []
+        self._accumulators.drop()
+        self.tokens.is_used = False
+        self._in_flight.clear()
+
+    def abort_unfinished(self) -> None:
+        """Ends on the device what a backward that failed had launched there: it may wait for a rank that is gone."""
+        # NCCL's watchdog would else end this process when another rank gives up, and aborts.
+        if self._handles or self._in_flight:
+            self._collectives.abort()
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def prepare_for_backward(self, _: Any) -> None:
+        """The next backward is synchronised, as after torch's method of this name."""
+        self.before_forward()
+        self._prepared.replace(syncs=True)
+
+    def before_forward(self) -> None:
+        """A forward starts."""
+        if self._phase is not BackwardPhase.IDLE:
+            self._prepared.clear()  # for a backward that broke off, and is not tried again
+        self.drop_unfinished()
+        self._hooks.stay_last()
+        self._accumulators.follow_stream()
+        self.backwards.forget()
+
+    def follow_swaps(self) -> None:
+        """Watches parameters again inside of which torch has put another tensor since the last forward."""
+        if swapped := self.buffers.follow_swaps():
+            self._hooks.revive([self._params[index] for index in swapped])
+            self._accumulators.retake()
+
+    def drop_unfinished(self) -> None:
+        """Drops what a backward that ended in an exception left behind, when all that it had launched has ended."""
+        if self._phase is not BackwardPhase.IDLE or self._is_unfinished:
+            self._phase, self._is_unfinished = BackwardPhase.IDLE, False
+            self._wait_for_launched()
+            self._late.clear()
+            self._late_grads.clear()
+            self._nonfinite.clear()  # of gradients that are gone: the next backward would be refused for them
+            self._has_local_grads = False
+            self.buffers.drop_unfinished()
+            self.tokens.drop()
+
+    def after_forward(self, outputs: Any, sync: bool) -> None:
+        """A forward ended whose backward shall be synchronised or not."""
+        self._prepared.add(syncs=sync)
+        if not inside_backward():  # a checkpoint's forward starts the inner graph, which ends too early
+            self.watch(outputs)
+
+    def prepare(self, outputs: Any, sync: bool) -> None:
+        """The next backward starts from tensors in ``outputs``, and shall be synchronised or not."""
+        self._prepared.replace(syncs=sync)
+        self.watch(outputs)
+
+    @contextlib.contextmanager
+    def backwards_inside_forward(self) -> Iterator[None]:
+        """Every backward in the block is one of the training; afterwards, none is prepared."""
+        self._prepared.inside_forward = True
+        try:
+            yield
+        finally:
+            self._prepared.inside_forward = False
+            self._prepared.clear()
+
+    def watch(self, outputs: Any) -> None:
+        """A backward may start from tensors in ``outputs``."""
+        self.backwards.look_at(outputs)
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def on_backward_start(self) -> None:
+        """A backward has begun that a forward's outputs tell of."""
+        self._hooks.stay_last()
+        if self._phase is BackwardPhase.IDLE:
+            self.tokens.on_backward_start()
+            self.buffers.prepare()
+        self._emit(EventKind.BACKWARD_START, 0)
+
+    def on_grad_accumulated(self, index: int, param: Tensor) -> None:
+        bucket = self._bucket_of[index]
+        if self._phase is BackwardPhase.IDLE:
+            # A layer that adds to the buffer itself has done so, prepared or not.
+            if not (self._prepared or self.buffers.main_grads):
+                self._unprepared.add(index)
+                return
+            self._begin_backward()
+        elif param.grad is not self.buffers.views[index]:  # create_graph, a sealed bucket, or .grad = None before
+            if self._phase is BackwardPhase.SYNCHRONISING and bucket < len(self._handles):  # on the wire
+                self._on_late_grad(index)
+                return
+            self.buffers.adopt(index)
+        self.buffers.has_grad[index], self._kept[index] = True, False
+        syncs = self._phase is BackwardPhase.SYNCHRONISING
+        if syncs and self._planner is not None:
+            self._planner.note(index)
+        if self._listener is not None:
+            self._listener(Event(EventKind.GRAD_READY, index))
+        if syncs and self._seen[index] != self._epoch:  # two parts of one gradient are not two gradients
+            self._seen[index] = self._epoch
+            self._missing[bucket] -= 1
+            if self._missing[bucket] == 0 and self._config.overlap_grad_reduce:
+                self._launch_ready()
+
+    def _begin_backward(self) -> None:
+        self._ends_window = self._should_sync(self._prepared.decision)
+        syncs = self._ends_window or self.buffers.reduces_every_backward
+        self._phase = BackwardPhase.SYNCHRONISING if syncs else BackwardPhase.ACCUMULATING
+        self._epoch += 1
+        needed = [param.requires_grad for param in self._params]  # a frozen one is not waited for
+        if needed != self._needed:  # what static_graph agreed on was of other parameters
+            self._needed, self._static_used = needed, None
+        # A bucket with a gradient that came in two parts before expects one too many, so that it waits for the end.
+        deferred = {self._bucket_of[index] for index in self._deferred}
+        self._missing = [sum(needed[i] for i in b.params) + (b.index in deferred) for b in self.layout.buckets]
+        self._has_local_grads = True
+        self.tokens.begin_backward()
+        self._unprepared.clear()
+        if syncs and self._planner is not None and not self._has_synced:
+            self._planner.start()
+        self.buffers.open()
+        if not self.backwards.knows_outermost():
+            self._emit(EventKind.BACKWARD_START, 0)
+            self.backwards.expect_end()
+
+    def on_backward_end(self) -> BufferLayout | None:
+        """Sends what is left, or leaves it to accumulate. Returns as :meth:`finish_grad_sync`."""
+        self.buffers.settle()
+        # A graph and one nested in it may both have queued an end: the first to run does it, the other finds it done.
+        if self._phase not in (BackwardPhase.ACCUMULATING, BackwardPhase.SYNCHRONISING):
+            self.tokens.end_another(is_kept=bool(self._unprepared))
+            return None
+        synced, self._phase = self._phase is BackwardPhase.SYNCHRONISING, BackwardPhase.IDLE
+        self.tokens.end_backward()
+        if synced:
+            self._prepared.end(inside=inside_node())
+            self._is_unfinished = True
+        else:
+            self.buffers.detach_unused()
+            self.tokens.remember(is_final=False)
+        wanted = self._end_synchronised() if synced else None
+        self._emit(EventKind.BACKWARD_END, int(synced))
+        return wanted
+
+    def _end_synchronised(self) -> BufferLayout | None:
+        wanted = self.finish_grad_sync()
+        self._is_unfinished = False
+        return wanted
+
+    def _on_late_grad(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        self.buffers.check_late(index)
+        if not self._agrees():
+            raise BucketInFlightError(
+                f"parameter {self.layout.params[index].name!r}: a second gradient arrived in one backward after "
+                f"bucket {bucket} had been launched (a second backward inside the first, or a layer used by two "
+                "re-entrant checkpoints). Leave find_unused_parameters on and static_graph off, so that the ranks "
+                "can agree to reduce the bucket again, or use checkpoint(use_reentrant=False)"
+            )
+        self._late.add(index)
+        self._deferred.add(index)
+        if self._planner is not None:
+            self._planner.note(index)
+
+    # --- averages by tokens ------------------------------------------------------------------------------------------
+
+    def count_losses(self) -> LossTokens:
+        """Returns the window that counts losses.
+
+        Raises:
+            LossTokensError: if the others, with which nothing is agreed on any more, would not know of it.
+        """
+        if not (self.tokens.is_used or self._must_agree() or not self._has_agreed or self._collectives.size == 1):
+            raise LossTokensError(TOO_LATE)
+        return self.tokens.begin_use(is_open=self._has_local_grads or not self._ends_window)
+
+    # --- reduction ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_local_grads(self) -> bool:
+        """Whether something is accumulated of which nothing was sent."""
+        return self._has_local_grads and not self._handles
+
+    def finish_grad_sync(self, copies: CopyExchange | None = None) -> BufferLayout | None:
+        """Reduces what is accumulated and not reduced yet, and waits; nothing to do after a synchronised backward.
+
+        Collective: all ranks call it in the same state (each after the same number of synchronised backwards).
+
+        Args:
+            copies: parameters of which other ranks have copies, whose gradients are added up.
+
+        Returns:
+            The layout that everything should move to now, the same on all ranks; None to stay in the present one.
+
+        Raises:
+            CollectiveError: if a reduction failed, most often because another rank ended.
+            UnusedParameterError: if a parameter has no gradient against what the configuration promises.
+        """
+        self._take_in_unprepared()
+        if not self._has_local_grads:
+            self.tokens.finish(self._collectives, self._tensor_ranks)  # of pooled gradients, which all are reduced
+            return None
+        # Pooled gradients of a backward under no_sync() are not; those that a step asks for are.
+        is_final = self._ends_window or not (self._is_unfinished and self.buffers.reduces_every_backward)
+        self._check_promises()
+        self._is_unfinished = True
+        while len(self._handles) < len(self.layout.buckets):  # used here or not: all ranks launch the same
+            self._launch(len(self._handles))
+        self._emit(EventKind.WAIT_START, 0)
+        self._phase = BackwardPhase.WAITING
+        try:
+            with profiler_range("wait for gradients"):
+                # Before anything is published: what .grad becomes depends on what other ranks used.
+                late_buckets, moves = self._agree()
+                for index, used in enumerate(self.buffers.has_grad):
+                    self.num_reductions[index] += used
+                if copies is not None:
+                    copies.agree_on_copies(self._params, self.buffers.has_grad)
+                self._wait_for_launched(publish=True)
+                for bucket in late_buckets:
+                    self._reduce_again(bucket)
+                if copies is not None:
+                    copies.add_up_copies(self._params, self.buffers.own_bucket_of)
+                if is_final:
+                    self.tokens.finish(self._collectives, self._tensor_ranks)
+            self._kept[:] = self.buffers.has_grad
+        finally:
+            self._phase = BackwardPhase.IDLE
+            self._emit(EventKind.WAIT_END, 0)
+            self._in_flight.clear()
+            self._late.clear()
+            self._nonfinite.clear()
+            self._has_local_grads = False
+        planner, self._planner = self._planner, None
+        # Gradients are final and nothing is on the wire: the one moment at which all ranks can move.
+        wanted = planner.finish(self.layout, moves=moves) if planner is not None else None
+        self.tokens.remember(is_final=is_final)
+        self._is_unfinished = False
+        return wanted
+
+    def is_local(self, index: int) -> bool:
+        """Whether a backward that no forward prepared has left a gradient of the parameter on this rank."""
+        return index in self._unprepared and self.buffers.holds_unreduced(index)
+
+    def _take_in_unprepared(self) -> None:
+        local = [index for index in self._unprepared if self.is_local(index)]
+        self._unprepared.clear()
+        if not local:
+            return
+        self.buffers.open()
+        self._epoch += 1
+        for index in local:
+            self.buffers.has_grad[index], self._kept[index], self._seen[index] = True, False, self._epoch
+        self._has_local_grads = True
+
+    def _launch_ready(self) -> None:
+        while len(self._handles) < len(self._missing) and self._missing[len(self._handles)] == 0:
+            self._launch(len(self._handles))
+
+    def _launch(self, bucket: int) -> None:
+        with profiler_range("reduce", bucket):
+            self.buffers.seal(bucket)
+            if self._config.check_for_nan_in_grad:
+                self.buffers.show(bucket, self._nonfinite)
+            self._handles.append(self._start_reduction(bucket))
+
+    def _start_reduction(self, bucket: int) -> Handle:
+        """Launches a sealed bucket, piece by piece; where only ``max_in_flight`` may be sent, waits for the oldest."""
+        self._emit(EventKind.REDUCE_START, bucket)
+        pieces: list[Handle] = []
+        for piece in range(self.buffers.num_pieces(bucket)):
+            if len(self._in_flight) == self.buffers.max_in_flight:
+                self._wait_for_oldest()
+            pieces.append(self._send(*self.buffers.stage(bucket, piece)))
+            if self.buffers.max_in_flight is not None:
+                self._in_flight.append(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else Handles(pieces)
+
+    def _wait_for_oldest(self) -> None:
+        waits_anyhow = self._phase is BackwardPhase.WAITING
+        if not waits_anyhow:
+            self._emit(EventKind.WAIT_START, 0)
+        try:
+            self._in_flight[0].wait()  # and taken out when that has ended: nobody else may know of it
+            self._in_flight.popleft()
+        finally:
+            if not waits_anyhow:
+                self._emit(EventKind.WAIT_END, 0)
+
+    def _send(self, tensor: Tensor, sums: Tensor | None) -> Handle:
+        mean, average = 1.0 / self._collectives.size, self._config.average_in_collective
+        if sums is not None:
+            return self._shard_collectives.reduce_scatter_into(sums, tensor, mean, scale_sum=average)
+        if self.layout.num_shards > 1:
+            return self._shard_collectives.reduce_scatter(tensor, mean, scale_sum=average)
+        return self._collectives.all_reduce(tensor, mean, scale_sum=average)
+
+    def _wait_for_launched(self, *, publish: bool = False) -> None:
+        handles, self._handles = self._handles, []  # taken first: after an error nobody waits twice
+        pieces, self._in_flight = self._in_flight, collections.deque()
+        for bucket, handle in enumerate(handles):
+            handle.wait()
+            self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
+            if publish:
+                for index in self._late.intersection(self.layout.buckets[bucket].params):
+                    self._late_grads[index] = self.buffers.take(index)
+                self.buffers.publish(bucket)
+        for handle in pieces:  # of a bucket that did not get as far as having a handle
+            handle.wait()
+
+    def _agree(self) -> tuple[list[int], bool]:
+        """Makes ``has_grad`` say what any rank used. Returns the buckets in which any rank has late gradients, and
+        whether any wants another order of buckets.
+
+        Raises, on all ranks alike:
+            MicrobatchMismatchError: if the ranks are not at the same microbatch.
+            NonFiniteGradError: if any rank had a gradient that is not finite, and the configuration checks it.
+            LossTokensError: if losses were counted by tokens in part.
+        """
+        agrees = self._agrees()
+        has_grad = self.buffers.has_grad
+        # A static graph publishes what any rank used in its first backward: a rank that used less of it gets the mean
+        # all the same.
+        if not agrees and self._static_used is not None:
+            has_grad[:] = self._static_used
+        planner = self._planner
+        wants = planner is not None and planner.wants_other_order(self.layout, self._deferred, self._needed)
+        # All ranks exchange, or none does, so this asks for what all of them know alike. Whether losses are counted by
+        # tokens is known alike only after an exchange, so the first backward has one.
+        if not (self._must_agree() or planner is not None or self.tokens.is_used or not self._has_agreed):
+            return [], False
+        used = self._used_locally()
+        late_buckets = {self._bucket_of[index] for index in self._late}
+        if self._config.check_for_nan_in_grad:
+            part_of = self.buffers.local_parts.of
+            late = {index: part_of(self.buffers.late_grad(index)) for index in self._late}
+            self._nonfinite.look_at_grads(late, self.layout)
+        agreement = Agreement(
+            used=list(has_grad),
+            late=[bucket.index in late_buckets for bucket in self.layout.buckets],
+            microbatch=self.microbatch,
+            has_nonfinite=bool(self._nonfinite.found()),
+            wants_other_order=wants,
+            counting=self.tokens.counting,
+        ).over_ranks(self._collectives, self._tensor_ranks)
+        if agreement.is_refused:
+            own = Reasons(self._nonfinite.rank, self.microbatch, self._nonfinite.found(), self.tokens.state)
+            self.drop_unfinished()  # shards that sums are added to would keep what is not finite
+            raise agreement.refusal(own, self._collectives, self._tensor_ranks)
+        self._has_agreed = True
+        self.tokens.follow_others(are_counted=agreement.counting[0])
+        if not agrees:
+            return [], agreement.wants_other_order
+        has_grad[:] = agreement.used
+        if self._config.static_graph:
+            self._static_used, self._static_local = list(has_grad), used
+        return [bucket for bucket, flag in enumerate(agreement.late) if flag], agreement.wants_other_order
+
+    def _agrees(self) -> bool:
+        """Whether a synchronised backward ends with an exchange of what was used."""
+        return self._config.find_unused_parameters and self._static_used is None
+
+    def _must_agree(self) -> bool:
+        """Whether every synchronised backward ends with an exchange."""
+        return self._agrees() or self._config.check_for_nan_in_grad
+
+    def _used_locally(self) -> list[bool]:
+        """Tells, by parameter, whether this rank has a gradient that was not reduced yet."""
+        if self.buffers.reduces_every_backward:  # has_grad tells of the backwards before this one too
+            return [seen == self._epoch for seen in self._seen]
+        return [has and not kept for has, kept in zip(self.buffers.has_grad, self._kept, strict=True)]
+
+    def _check_promises(self) -> None:
+        has_grad = self._used_locally()
+        if self._static_used is not None:
+            changed = [i for i, used in enumerate(has_grad) if used != self._static_local[i]]
+            promise = "static_graph=True: the same parameters as in the first synchronised backward must be used"
+        elif not self._config.find_unused_parameters:
+            changed = [i for i, used in enumerate(has_grad) if not used and self._params[i].requires_grad]
+            promise = "find_unused_parameters=False: every parameter must be used"
+        else:
+            return
+        if changed:
+            names, has_none = [self.layout.params[index].name for index in changed], not has_grad[changed[0]]
+            raise UnusedParameterError(
+                describe_broken_promise(promise, self._collectives.rank, names, has_none=has_none)
+            )
+
+    def _reduce_again(self, bucket: int) -> None:
+        """Adds late gradients to a reduced bucket, on ranks that have some, and reduces it once more, on all."""
+        buffers = self.buffers
+        late = {i: self._late_grads.pop(i) for i in self._late.intersection(self.layout.buckets[bucket].params)}
+        buffers.add_to_reduced(bucket, late)
+        buffers.seal(bucket)
+        handle = self._start_reduction(bucket)
+        handle.wait()
+        self._emit(EventKind.REDUCE_END, bucket, handle.ran_ns)
+        buffers.publish(bucket)
+
+    def _emit(self, kind: EventKind, index: int, ran_ns: tuple[int, int] | None = None) -> None:
+        if self._listener is not None:
+            self._listener(Event(kind, index, ran_ns=ran_ns))
