@@ -214,12 +214,15 @@ class GradBuffers(ABC):
         return parts
 
     def own_bucket_of(self, param: int) -> Tensor:
-        """This rank's part of the reduced bucket of a parameter that lies there alone: 1-D, to be written."""
+        """This rank's part of the reduced bucket of a parameter that lies there alone: 1-D, to be written. Where there
+        is no gradient it is memory of no use, which other ranks with a copy add theirs to."""
         bucket = self.layout.buckets[self.layout.slots[param].bucket]
         if self.layout.num_shards > 1:
             return self.reduced(bucket.index, *self.layout.shard_range(bucket, self._dp_rank))
         grad = self.params[param].grad
-        assert grad is not None, "some rank has used it"
+        if grad is None:
+            part = self.local_parts.of(self.params[param])
+            return torch.zeros(part.numel(), dtype=self.layout.params[param].grad_dtype, device=part.device)
         part = self.local_parts.of(grad).detach()
         return part.as_strided((part.numel(),), (1,))
 

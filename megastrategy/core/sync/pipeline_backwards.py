@@ -178,6 +178,7 @@ class StagedReducer(Reducer):
     """Launches reductions in the last backward of a batch, and waits for them when the schedule has ended."""
 
     _defers = False
+    _refusal: MegastrategyError | None = None  # of a backward in the schedule, to be raised at its end
 
     @property
     def would_sync(self) -> bool:
@@ -186,7 +187,7 @@ class StagedReducer(Reducer):
 
     def begin_deferring(self) -> None:
         """The backwards that come launch reductions, and leave it to :meth:`finish_deferred` to wait for them."""
-        self._defers, self._has_synced = True, False
+        self._defers, self._has_synced, self._refusal = True, False, None
         self.tokens.is_of_batch = True  # a bucket that is on its way has no gradients, and they are not dropped
         self.tokens.drop()
 
@@ -211,7 +212,11 @@ class StagedReducer(Reducer):
         self._has_local_grads |= bool(self._params)
         parts = self.buffers.local_parts
         assert isinstance(parts, StageParts)
-        return self.finish_grad_sync(parts)
+        wanted = self.finish_grad_sync(parts)
+        if (refusal := self._refusal) is not None:
+            self._refusal = None
+            raise refusal
+        return wanted
 
     def scale_reduced(self, factor: Tensor) -> None:
         """Multiplies the reduced gradients, as far as this rank has them, by one number."""
@@ -231,4 +236,13 @@ class StagedReducer(Reducer):
     def _end_synchronised(self) -> BufferLayout | None:
         self._has_synced = self._defers and not self.buffers.reduces_every_backward
         # Pooled gradients are reduced after every microbatch, and nothing but the last reduction may be left.
-        return None if self._defers and self._ends_window else super()._end_synchronised()
+        if self._defers and self._ends_window:
+            return None
+        try:
+            return super()._end_synchronised()
+        except _REFUSALS as refusal:
+            if not self._defers:
+                raise
+            super().drop_unfinished()
+            self._refusal = self._refusal or refusal  # the other stages wait for the rest of the schedule
+            return None

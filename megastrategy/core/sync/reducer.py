@@ -37,7 +37,7 @@ from torch.nn import Parameter
 from ..buffers import FiniteCheck, GradBuffers, inside_backward, inside_node
 from ..collectives import Collectives, Handle, Handles
 from ..config import DistributedDataParallelConfig
-from ..errors import BucketInFlightError, LossTokensError, UnusedParameterError
+from ..errors import BucketInFlightError, LossTokensError, MegastrategyError, UnusedParameterError
 from ..events import Event, EventKind, Listener, profiler_range
 from ..layout import BufferLayout
 from ..module import CopyExchange, GradAccumulators, GradHooks
@@ -361,7 +361,13 @@ class Reducer:
         try:
             with profiler_range("wait for gradients"):
                 # Before anything is published: what .grad becomes depends on what other ranks used.
-                late_buckets, moves = self._agree()
+                try:
+                    late_buckets, moves = self._agree()
+                except MegastrategyError:
+                    if copies is not None:  # whose ranks wait for this one's, and learn of the refusal afterwards
+                        copies.agree_on_copies(self._params, list(self.buffers.has_grad))
+                        copies.add_up_copies(self._params, self.buffers.own_bucket_of)
+                    raise
                 for index, used in enumerate(self.buffers.has_grad):
                     self.num_reductions[index] += used
                 if copies is not None:

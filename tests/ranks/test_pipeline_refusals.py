@@ -1,0 +1,114 @@
+"""A batch that one stage of a pipeline refuses is refused by every stage, whose next batch trains; with tied weights,
+whose copies the stages add up, too."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megastrategy.core.errors import LossTokensError, MegastrategyError, MicrobatchMismatchError, NonFiniteGradError
+from tests.support.comparison import message
+from tests.support.pipelines import Case, Trainee, batch_of, loss_of, mesh_of
+from tests.support.processes import run_processes
+
+ALL_REDUCE = ("use_distributed_optimizer", False)
+POOLED = ("grad_buffer", "pooled")
+CASES = {
+    "tied": Case((2, 4), tied=True),
+    "untied": Case((2, 4)),
+    "all-reduce": Case((2, 4), tied=True, options=(ALL_REDUCE,)),
+    "pooled": Case((2, 4), tied=True, options=(POOLED,)),
+    "interleaved": Case((1, 2, 2, 1), "Interleaved1F1B", tied=True),
+    "frozen": Case((3, 3), tied=True, frozen="middle"),
+    "three": Case((2, 2, 2), tied=True),
+}
+REFUSALS: dict[str, type[MegastrategyError]] = {
+    "tokens": LossTokensError,
+    "nan": NonFiniteGradError,
+    "microbatch": MicrobatchMismatchError,
+}
+STAGES = {"first stage": 0, "middle stage": 1, "last stage": -1}
+
+
+def refuse(mesh: DeviceMesh, case: Case, kind: str, stage: str) -> tuple[str, bool, bool]:
+    """The error of the refused batch, whether gradients were dropped, and whether weights afterwards are those of a
+    training that had no such batch."""
+    case = dataclasses.replace(case, options=(*case.options, ("check_for_nan_in_grad", True)))
+    usual = Trainee.make(mesh, case)
+    expected = usual.train(range(2)).parts
+    usual.model.close()
+
+    counted = 0
+
+    def loss_in_part(logits: Tensor, targets: Tensor) -> Tensor:
+        nonlocal counted
+        counted += kind == "tokens" and is_refused
+        loss = loss_of(logits, targets)
+        return trainee.model.weigh_by_tokens(loss, 5) if counted % 2 else loss
+
+    is_refused = False
+    trainee = Trainee.make(mesh, case, loss=loss_in_part)
+    trainee.train(range(1))
+    refusing = mesh.get_local_rank("pp") == STAGES[stage] % mesh.size(0)
+    handle = None
+    is_refused = True
+    if refusing and kind == "nan":
+        block = next(layer for layer in trainee.net.layers if hasattr(layer, "up") and layer.up.weight.requires_grad)
+        handle = block.up.weight.register_hook(lambda grad: grad * float("nan"))
+    if refusing and kind == "microbatch" and mesh.get_local_rank("dp") == 1:
+        trainee.model.microbatch = 1
+    tokens, targets = batch_of(trainee.dp_rank, 7)
+    text = message(REFUSALS[kind], lambda: trainee.model(tokens, target=targets))
+    dropped = all(param.grad is None for param in trainee.net.parameters())
+    is_refused = False
+    if handle is not None:
+        handle.remove()
+    trainee.model.microbatch = 0
+    found = trainee.train(range(1, 2)).parts
+    trainee.model.close()
+    return text, dropped, all(found[name].equal(weight) for name, weight in expected.items())
+
+
+def answer(asked: list[tuple[str, str, str]], stages: int) -> list[tuple[str, bool, bool]]:
+    mesh = mesh_of(stages)
+    return [refuse(mesh, CASES[case], kind, stage) for case, kind, stage in asked]
+
+
+ASKED = [
+    *((case, "nan", "last stage") for case in CASES if case != "three"),
+    ("tied", "nan", "first stage"),
+    ("pooled", "nan", "first stage"),
+    *(("tied", kind, "last stage") for kind in ("tokens", "microbatch")),
+    ("all-reduce", "tokens", "last stage"),
+    ("pooled", "tokens", "last stage"),
+    ("tied", "microbatch", "first stage"),
+]
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[tuple[str, str, str], tuple[str, bool, bool]]]:
+    """By rank of two stages of two data-parallel ranks."""
+    return [dict(zip(ASKED, found, strict=True)) for found in run_processes(4, answer, ASKED, 2, timeout_s=150.0)]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids="-".join)
+def test_every_stage_refuses_the_batch_that_one_refuses(
+    answers: list[dict[tuple[str, str, str], tuple[str, bool, bool]]], asked: tuple[str, str, str]
+) -> None:
+    texts = {found[asked][0] for found in answers}
+    assert len(texts) == 1
+    assert texts.pop().startswith("stage 0: " if asked[2] == "first stage" else "stage ")
+    assert all(dropped for _, dropped, _ in (found[asked] for found in answers))
+    assert all(trains_on for _, _, trains_on in (found[asked] for found in answers))
+
+
+def test_stages_of_one_rank_refuse_alike() -> None:
+    """The middle one of three has no copy of the weight that the other two share."""
+    asked = [("three", "nan", "last stage"), ("three", "nan", "middle stage"), ("three", "tokens", "last stage")]
+    for found in run_processes(3, answer, asked, 3, timeout_s=100.0):
+        assert [(dropped, trains_on) for _, dropped, trains_on in found] == [(True, True)] * 3
