@@ -25,6 +25,7 @@ from .checkpoint import (
     Directory,
     OpenDirectory,
     as_on_rank_zero,
+    completed_state,
     has_main_params,
     is_staged,
     load_full_state_dict,
@@ -385,7 +386,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Gathers the state that torch DDP would have saved: full-shaped, by parameter index, on the host.
 
-        Rank 0 gets the state; on other ranks ``state`` is empty. All ranks call this together.
+        Rank 0 gets the state; on other ranks ``state`` has only what each rank steps by itself. All ranks call this
+        together.
 
         Raises:
             NotOnAllRanksError: if it is sharded and not all ranks call it.
@@ -422,7 +424,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Loads a state as torch DDP would have saved it and keeps this rank's shards. Collective.
 
         Every rank passes the whole state, or what :meth:`state_dict` returned there, or its copy: a rank whose state
-        has no entries gets rank 0's.
+        has no entries of the model's parameters gets rank 0's.
 
         Raises:
             CheckpointError: if groups or shapes do not fit; on all ranks, if one has other entries. Nothing is changed
@@ -458,7 +460,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The state as rank 0 has it, where this rank's has no entries. Collective if it is sharded."""
         if not self.is_sharded or self._loads_by_itself:
             return state_dict
-        return {**state_dict, "state": as_on_rank_zero(self._impl, state_dict["state"], STATE)}
+        return completed_state(self._impl, state_dict)
 
     def _load_whole_state(self, state_dict: dict[str, Any]) -> None:
         impl = self._impl

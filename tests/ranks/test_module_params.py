@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -285,6 +286,56 @@ def test_an_optimizer_of_ignored_parameters_alone_and_a_checkpoint(size: int, op
         model.close()
 
     run_ranks(size, run)
+
+
+@each_engine
+@pytest.mark.parametrize("loaded", ["at once", "before a step", "anew"])
+def test_a_rank_that_loads_its_own_state_goes_on_with_its_own_moments(
+    size: int, options: Mapping[str, Any], loaded: str
+) -> None:
+    """In tables of other lengths; of all ranks only the last steps the one that comes first."""
+
+    def run(rank: int, group: ProcessGroup, options: Mapping[str, Any] | None) -> list[Tensor]:
+        module = HasItsOwn(rank, "late", ".late")
+        filled(module.body)
+        filled(module.head)
+        module.register_parameter("late", nn.Parameter(torch.ones(2)))
+        params = [module.late, *(param for param in module.parameters() if param is not module.late)]
+        inner: Any = torch.optim.Adam(params, lr=0.1)
+        if options is None:
+            model: Any = TorchDDP(module, process_group=group)
+            optimizer = inner
+        else:
+            model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+            optimizer = DistributedOptimizer(inner, model)
+        kept = []
+        for step in range(4):
+            if step == (0 if loaded == "before a step" else 2):
+                saved = copy.deepcopy(optimizer.state_dict())
+                if loaded == "anew":
+                    if options is not None:
+                        model.close()
+                        model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+                    optimizer = torch.optim.Adam(params, lr=0.1)
+                    if options is not None:
+                        optimizer = DistributedOptimizer(optimizer, model)
+                optimizer.load_state_dict(saved)
+                [number] = [number for number, param in enumerate(params) if param is module.own.table]
+                kept += [value.clone() for value in saved["state"].get(number, {}).values()]
+            optimizer.zero_grad()
+            loss = model(batch(rank, step)).square().mean()
+            (loss + module.late.sum() if rank == size - 1 else loss).backward()
+            optimizer.step()
+        if options is not None:
+            model.close()
+        return [*weights(module), *kept]
+
+    theirs = run_ranks(size, lambda rank, group: run(rank, group, None))
+    ours = run_ranks(size, lambda rank, group: run(rank, group, options))
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert len(mine) == len(reference)
+        for found, expected in zip(mine, reference, strict=True):
+            torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

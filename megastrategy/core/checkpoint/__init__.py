@@ -5,6 +5,7 @@ from .directory import own_share, read_share
 from .full_state import load_full_state_dict
 from .model_parallel import (
     as_on_rank_zero,
+    completed_state,
     has_main_params,
     parts_of_main_params,
     parts_of_state,
@@ -23,6 +24,7 @@ __all__ = [
     "OpenDirectory",
     "RemoteDirectory",
     "as_on_rank_zero",
+    "completed_state",
     "describe_hole",
     "describe_missing_part",
     "extra_name",

@@ -15,7 +15,7 @@ from ..collectives import CALL_ON_EVERY_RANK
 from ..errors import CheckpointError
 from ..module import CutParam
 from ..optimizer import ShardedStep
-from ..shards import MAIN_PARAMS, REMAINDER, STATE, entries_of_rank_zero, number_params
+from ..shards import MAIN_PARAMS, REMAINDER, STATE, entries_of_rank_zero, number_params, state_by_number
 from . import pipeline_stages as stage_state
 from .tensor_parallel import join_parts
 
@@ -25,8 +25,8 @@ _CALL = "{} of the optimizer of a model that ranks share"
 
 def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """``gather`` returns the state of this rank's parts, on the first of its data-parallel ranks, and None in its place
-    elsewhere; returned is that of the whole model, on the first of all, and an empty one elsewhere. Collective over all
-    ranks.
+    elsewhere; returned is that of the whole model, on the first of all, and elsewhere that of the parameters that each
+    rank steps by itself. Collective over all ranks.
 
     Raises:
         NotOnAllRanksError: if a rank calls it alone.
@@ -40,9 +40,12 @@ def whole_state(impl: ShardedStep, gather: Callable[[], dict[str, Any]]) -> dict
         saved = _state_of_whole_params(impl, saved)
     if saved["state"] is not None and stage_state.is_staged(impl):
         saved = stage_state.whole_state(impl, saved)
-    # Plain and empty: what becomes of it, a copy, a file, a value of another container, must not matter when it is
-    # loaded; see as_on_rank_zero.
-    return saved if saved["state"] is not None else {**saved, "state": {}}
+    # Plain: what becomes of it, a copy, a file, a value of another container, must not matter when it is loaded; see
+    # completed_state.
+    if saved["state"] is None:
+        own = () if stage_state.is_staged(impl) else impl.strangers.params
+        saved = {**saved, "state": state_by_number(impl.inner, own)}
+    return saved
 
 
 def _state_of_whole_params(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
@@ -78,6 +81,25 @@ def whole_main_params(impl: ShardedStep, gather: Callable[[], dict[str, Tensor] 
     if saved is not None and stage_state.is_staged(impl):
         saved = stage_state.whole_main_params(impl, saved)
     return {} if saved is None else saved
+
+
+def completed_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
+    """Returns ``saved`` with the state of the first rank of all, on a rank where it has entries only of parameters that
+    each rank steps by itself; these keep theirs. Collective over all ranks.
+
+    Raises:
+        NotOnAllRanksError, CheckpointError: as :func:`as_on_rank_zero`.
+    """
+    state, extra = saved["state"], set(map(id, impl.strangers.params))
+    own = {
+        number: state[number]
+        for stored, group in (zip(saved["param_groups"], impl.inner.param_groups, strict=False) if extra else ())
+        for number, param in zip(stored["params"], group["params"], strict=False)
+        if id(param) in extra and number in state
+    }
+    is_first = all(ranks.is_rank_zero for ranks in (*impl.engine.local_parts.model_groups, impl.engine.collectives))
+    has_all = is_first or len(state) > len(own)
+    return {**saved, "state": {**as_on_rank_zero(impl, state if has_all else {}, STATE), **own}}
 
 
 def as_on_rank_zero(impl: ShardedStep, saved: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:

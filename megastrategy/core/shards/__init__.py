@@ -2,7 +2,7 @@
 
 from .flat_run import CHUNK_NUMEL, FlatRun, build_runs, cut_shards, own_state
 from .flat_shard import FlatShard
-from .gathered_state import Gather, gather_main_params, gather_state_dict, number_params
+from .gathered_state import Gather, gather_main_params, gather_state_dict, number_params, state_by_number
 from .host_copies import to_host
 from .own_parts import MAIN_PARAMS, STATE, MainParamWhenRead, OwnParts, Piece
 from .param_shard import ParamShard, begin_step, drop_remainders, end_step, take_outside_changes
@@ -57,6 +57,7 @@ __all__ = [
     "per_element_keys",
     "saved_name",
     "shard_state",
+    "state_by_number",
     "take_outside_changes",
     "to_host",
 ]

@@ -64,6 +64,15 @@ def number_params(optimizer: torch.optim.Optimizer) -> dict[int, int]:
     return numbers
 
 
+def state_by_number(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> dict[int, dict[str, Any]]:
+    """The state of parameters that every rank steps by itself, in host memory; an empty one of those that were not
+    stepped yet, which are then no parameters without an entry."""
+    numbers = number_params(optimizer)
+    of_params = {numbers[id(param)]: param for param in params}
+    kept = as_saved(optimizer, {number: param for number, param in of_params.items() if optimizer.state.get(param)})
+    return {number: to_host(dict(kept.get(number, {}))) for number in of_params}
+
+
 def gather_state_dict(
     optimizer: torch.optim.Optimizer,
     params_by_id: Mapping[int, int],
