@@ -4,10 +4,8 @@ whose copies the stages add up, too."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
