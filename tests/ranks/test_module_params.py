@@ -288,6 +288,16 @@ def test_an_optimizer_of_ignored_parameters_alone_and_a_checkpoint(size: int, op
     run_ranks(size, run)
 
 
+def wrapped(
+    module: nn.Module, params: list[nn.Parameter], group: ProcessGroup, options: Mapping[str, Any] | None
+) -> tuple[Any, Any]:
+    inner = torch.optim.Adam(params, lr=0.1)
+    if options is None:
+        return TorchDDP(module, process_group=group), inner
+    model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+    return model, DistributedOptimizer(inner, model)
+
+
 @each_engine
 @pytest.mark.parametrize("loaded", ["at once", "before a step", "anew"])
 def test_a_rank_that_loads_its_own_state_goes_on_with_its_own_moments(
@@ -301,33 +311,22 @@ def test_a_rank_that_loads_its_own_state_goes_on_with_its_own_moments(
         filled(module.head)
         module.register_parameter("late", nn.Parameter(torch.ones(2)))
         params = [module.late, *(param for param in module.parameters() if param is not module.late)]
-        inner: Any = torch.optim.Adam(params, lr=0.1)
-        if options is None:
-            model: Any = TorchDDP(module, process_group=group)
-            optimizer = inner
-        else:
-            model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
-            optimizer = DistributedOptimizer(inner, model)
-        kept = []
+        [number] = [number for number, param in enumerate(params) if param is module.own.table]
+        model, optimizer = wrapped(module, params, group, options)
+        kept: list[Tensor] = []
         for step in range(4):
             if step == (0 if loaded == "before a step" else 2):
                 saved = copy.deepcopy(optimizer.state_dict())
                 if loaded == "anew":
-                    if options is not None:
-                        model.close()
-                        model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
-                    optimizer = torch.optim.Adam(params, lr=0.1)
-                    if options is not None:
-                        optimizer = DistributedOptimizer(optimizer, model)
+                    getattr(model, "close", int)()
+                    model, optimizer = wrapped(module, params, group, options)
                 optimizer.load_state_dict(saved)
-                [number] = [number for number, param in enumerate(params) if param is module.own.table]
                 kept += [value.clone() for value in saved["state"].get(number, {}).values()]
             optimizer.zero_grad()
             loss = model(batch(rank, step)).square().mean()
-            (loss + module.late.sum() if rank == size - 1 else loss).backward()
+            (loss if rank < size - 1 else loss + module.late.sum()).backward()
             optimizer.step()
-        if options is not None:
-            model.close()
+        getattr(model, "close", int)()  # torch's has none
         return [*weights(module), *kept]
 
     theirs = run_ranks(size, lambda rank, group: run(rank, group, None))

@@ -91,7 +91,7 @@ ASKED = [
 @pytest.fixture(scope="module")
 def answers() -> list[dict[tuple[str, str, str], tuple[str, bool, bool]]]:
     """By rank of two stages of two data-parallel ranks."""
-    return [dict(zip(ASKED, found, strict=True)) for found in run_processes(4, answer, ASKED, 2, timeout_s=150.0)]
+    return [dict(zip(ASKED, found, strict=True)) for found in run_processes(4, answer, ASKED, 2, timeout_s=100.0)]
 
 
 @pytest.mark.parametrize("asked", ASKED, ids="-".join)

@@ -2,11 +2,11 @@
 
 [Note: strangers]
 Their gradients are not reduced. What the module names in ``_ddp_params_and_buffers_to_ignore`` is among them, and gives
-no warning. Those that never get one need nothing. The others are stepped whole on every rank, each
-with its own gradient, as under torch DDP, where their values part from rank to rank too: one warning names them. Each
-rank's ``state_dict`` has its own state of them, and a file rank 0's, as there. A gradient norm has to be one number on all ranks, or shards of one
-parameter would be clipped differently: strangers enter it with the mean over the ranks of their norms' powers, which is
-their norm where their gradients are the same on every rank.
+no warning. Those that never get one need nothing. The others are stepped whole on every rank, each with its own
+gradient, as under torch DDP, where their values part from rank to rank too: one warning names them. Each rank's
+``state_dict`` has its own state of them, and a file rank 0's, as there. A gradient norm has to be one number on all
+ranks, or shards of one parameter would be clipped differently: strangers enter it with the mean over the ranks of their
+norms' powers, which is their norm where their gradients are the same on every rank.
 """
 
 from __future__ import annotations
