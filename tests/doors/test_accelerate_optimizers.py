@@ -72,31 +72,6 @@ def test_preparing_an_optimizer_sends_nothing(worlds: Worlds) -> None:
     worlds.run(prepare_optimizers)
 
 
-def ask_on_one_rank() -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The idiom ``if accelerator.is_main_process: torch.save(optimizer.state_dict(), ...)``, and on all ranks."""
-    accelerator = make_accelerator("megatron_ddp")
-    net = net_of()
-    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
-
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        accelerator.backward(model(inputs(accelerator, number)).square().mean())
-        optimizer.step()
-
-    step(0)
-    alone = optimizer.state_dict() if accelerator.is_main_process else None
-    together = optimizer.state_dict()
-    step(1)
-    return alone, together
-
-
-def test_the_state_dict_of_rank_zero_alone_is_that_of_all_ranks(worlds: Worlds) -> None:
-    (alone, together), (nothing, _) = worlds.run(ask_on_one_rank)
-    assert nothing is None
-    assert len(together["state"]) == 4
-    assert_equal(alone, together)
-
-
 def schedule_free(params: Any) -> torch.optim.Optimizer:
     from tests.support.optimizers_with_methods import ScheduleFree
 

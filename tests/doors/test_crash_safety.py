@@ -180,8 +180,8 @@ def test_a_rank_that_dies_before_a_save_is_not_waited_for(ranks: Ranks) -> None:
     """Ranks meet before they gather, and who is dead will not come, however long one waits."""
     waiting, _ = ranks.outcomes(fit_dying_before_saving)
     assert isinstance(waiting, Failure)
-    assert waiting.kind == "CollectiveError"
-    assert "another rank ended with an error, was killed" in waiting.message
+    assert waiting.kind == "NotOnAllRanksError"
+    assert "rank(s) [1] have ended" in waiting.message
     assert waiting.seconds < 20
 
 

@@ -27,7 +27,7 @@ from megastrategy.core.collectives.worker import Worker
 from megastrategy.core.config import field_names
 from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
-from megastrategy.core.layout import layout
+from megastrategy.core.layout import build
 from megastrategy.core.layout.layout import BufferLayout
 from megastrategy.core.shards.shard_state import REMAINDER
 from tests.support.doubles import (
@@ -66,7 +66,7 @@ def small_default_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     def default_bucket_size(total_numel: int, dp_size: int) -> int:
         return total_numel // 8
 
-    monkeypatch.setattr(layout, "default_bucket_size", default_bucket_size)
+    monkeypatch.setattr(build, "default_bucket_size", default_bucket_size)
 
 
 def test_every_field_of_the_configuration_is_a_switch() -> None:

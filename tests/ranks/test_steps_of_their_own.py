@@ -187,6 +187,8 @@ def test_what_a_step_writes_elsewhere_it_writes_once_a_step(name: str, sharded: 
             model(batch(rank, step)).square().mean().backward()
             optimizer.step()
         assert read(kept) == 3
+        if isinstance(kept, io.IOBase):
+            kept.close()
 
     run_ranks(2, run)
 

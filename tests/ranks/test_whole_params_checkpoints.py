@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedOptimizer
 from megastrategy.core.layout.layout import ParamSpec
-from megastrategy.core.shards import shard_state
 from megastrategy.core.shards.param_shard import ParamShard
+from megastrategy.core.shards.shard_state import cut_value
 from tests.support import optimizers
 from tests.support.models import two_layers
 from tests.support.ranks import run_ranks
@@ -97,7 +97,7 @@ def test_a_quantised_tensor_in_a_loaded_state_is_copied_by_its_parts() -> None:
     spec = ParamSpec("p", (6,), (1,), torch.float32, torch.float32)
     shard = ParamShard(0, 0, 6, torch.zeros(6), torch.zeros(6))
     given = Coded(torch.arange(6, dtype=torch.int8), torch.ones(1))
-    taken = shard_state.cut_value(given, spec, shard, "state", set())
+    taken = cut_value(given, spec, shard, "state", set())
     taken.codes += 1
     assert given.codes.tolist() == [0, 1, 2, 3, 4, 5]
     assert taken.codes.tolist() == [1, 2, 3, 4, 5, 6]

@@ -47,7 +47,7 @@ from .main_param_buffer import MainParamBuffer
 from .whole_params import WholeParams
 
 if TYPE_CHECKING:  # only those import it who ask for it
-    from ..shards import KeptState
+    from ..shards.state_storage import KeptState
 
 
 class OptimizerShards(ShardHolder):

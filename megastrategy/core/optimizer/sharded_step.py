@@ -46,7 +46,7 @@ from .step_watchers import InnermostCall, is_watched
 from .whole_params import WholeParam
 
 if TYPE_CHECKING:
-    from ..shards import KeptState, StepPiece
+    from ..shards.state_storage import KeptState, StepPiece
 
 Steppable: TypeAlias = "FlatRun | WholeParam | StepPiece"
 

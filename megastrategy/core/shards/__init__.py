@@ -19,7 +19,6 @@ from .shard_state import (
     saved_name,
     shard_state,
 )
-from .state_storage import KeptState, StepPiece
 from .whole_states import entries_of_rank_zero, gather_whole
 
 __all__ = [
@@ -31,12 +30,10 @@ __all__ = [
     "FlatRun",
     "FlatShard",
     "Gather",
-    "KeptState",
     "MainParamWhenRead",
     "OwnParts",
     "ParamShard",
     "Piece",
-    "StepPiece",
     "as_saved",
     "begin_step",
     "build_runs",

@@ -63,6 +63,12 @@ class Findings:
     may_communicate: bool = False
 
 
+class Raised(str):
+    """The reason of findings whose trial step raised, with whole tensors too."""
+
+    __slots__ = ()
+
+
 def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
     """Why the optimizer cannot step fp32 main params in the place of whole 16-bit weights, in words; None if it can.
 
@@ -202,7 +208,7 @@ class GroupProbe:
         try:
             whole = self._run_whole(lr, num_steps)
         except Exception as error:  # noqa: BLE001 - whatever an unknown optimizer raises, it is an answer
-            return None, f"a trial step of {self.where} raised {_said(error)}", False
+            return None, Raised(f"a trial step of {self.where} raised {_said(error)}"), False
         try:
             # With the gradients of the whole tensors, though pieces may have moved otherwise: else the two would part
             # for rounding alone.

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .elementwise import Findings
+from .elementwise import Findings, Raised
 from .known_findings import KnownFindings
 from .probe import probe
 from .step_arguments import StepArguments
@@ -85,6 +85,10 @@ class LaterTrials:
             for number, group in enumerate(groups)
         ]
         findings = known.probe(again, self._device, dtype)
+        if isinstance(findings.reason, Raised) and not untried:
+            # The step will raise the user's own error. Or the attribute counts on state that a trial does not have.
+            self._tried.add(_kind(attributes))
+            return None
         findings = self._if_divided_alike(findings)
         if findings.reason is not None:
             return Findings(self._in_words(untried, attributes) + findings.reason)
