@@ -83,7 +83,7 @@ class Collectives(ABC):
     """The collectives of one process group.
 
     Args:
-        group: its ranks, and how they send.
+        group: its ranks, and how they send; None in a process without a process group, which is one rank.
         roll_call: finds out before a collective that users call whether all ranks do; None where there is no store to
             meet in, as for a group that torch.distributed does not know.
         host: see the property; None for these collectives themselves.
@@ -102,10 +102,12 @@ class Collectives(ABC):
     _host: Collectives | None = None
     second: Collectives | None = None
 
-    def __init__(self, group: ProcessGroup, roll_call: RollCall | None = None, host: Collectives | None = None) -> None:
-        self.group = group
-        self.rank: int = group.rank()
-        self.size: int = group.size()
+    def __init__(
+        self, group: ProcessGroup | None = None, roll_call: RollCall | None = None, host: Collectives | None = None
+    ) -> None:
+        if group is not None:
+            self.group = group
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         self.roll_call = roll_call
         self._host = host
         # One count for both: the attendant's thread tells rank 0 how far this rank is by what is counted here.

@@ -6,31 +6,17 @@ import time
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..layout import Spans
 from .interface import Collectives, Handle
 from .part_sums import add_parts_
-from .roll_call import Progress
 
 
 class LoneCollectives(Collectives):
     """One rank: nothing is sent, no thread is started, and nothing is counted, since there is nobody to keep step with.
 
     A sum over ranks is the tensor itself, and so is what is gathered or broadcast. Only a scale is left to apply.
-
-    Args:
-        group: of one rank; None in a process that has no process group, where there is none to ask for either.
     """
-
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        if group is not None:
-            # No roll call: nobody can be missing.
-            super().__init__(group)
-        else:
-            # The base class asks a group for both; here there is none to ask.
-            self.rank, self.size, self.roll_call = 0, 1, None
-            self.progress, self.instances = Progress(), {}
 
     def all_reduce(self, tensor: Tensor, scale: float, *, scale_sum: bool = False) -> Handle:
         if scale != 1.0:  # else a pass over the tensor that changes no bit
