@@ -18,10 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..errors import MainGradError
-from ..layout import BufferLayout
 from ..module import LocalParts
 from ..wire import round_in_place
 from .grad_buffers import GradBuffers, check_unchanged, copy_grad_, referred_to_elsewhere, slice_view
@@ -38,20 +36,9 @@ class ContiguousGradBuffers(GradBuffers):
 
     has_main_grads = True
 
-    def __init__(
-        self,
-        layout: BufferLayout,
-        params: Sequence[Parameter],
-        dp_rank: int,
-        device: torch.device,
-        parts: LocalParts | None = None,
-    ) -> None:
-        super().__init__(parts)
-        self._dp_rank, self._device = dp_rank, device
-        self._sharded = layout.num_shards > 1
+    def __init__(self, dp_rank: int, device: torch.device, parts: LocalParts) -> None:
+        super().__init__(dp_rank, device, parts)
         self.flats: list[Tensor] = []
-        self._shards: list[tuple[int, int]] = []
-        self._sums: list[Tensor | None] = []
         self._rounded: dict[int, Tensor] = {}  # by bucket, what is sent of it: its memory in another dtype
         self._large: set[int] = set()  # parameters whose first gradient is copied; see [Note: what is not zeroed]
         self._awaited: set[int] = set()  # parameters with a main_grad whose .grad is None, for this backward
@@ -60,19 +47,11 @@ class ContiguousGradBuffers(GradBuffers):
         self._sealed: set[int] = set()  # buckets that are on the wire
         self._unfilled: set[int] = set()  # parameters whose view has no meaning until a gradient is copied into it
         self._addresses: list[int] = []  # of views when they were made: Module.to re-points one in place
-        self.extend(layout, params)
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
         layout = self.layout
         for buffer in layout.buffers[len(self.flats) :]:
             self.flats.append(torch.zeros(buffer.numel, dtype=buffer.grad_dtype, device=self._device))
-        for bucket in layout.buckets[len(self._shards) :]:
-            self._shards.append(layout.shard_range(bucket, self._dp_rank))
-            self._reduced.append(False)
-            buffer, apart = layout.buffers[bucket.buffer], None
-            if buffer.sums_apart:  # they outlive the bucket, which accumulates anew
-                apart = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
-            self._sums.append(apart)
         for index, grad in enumerate(grads, first):
             if has_main_grad(self.params[index]):
                 # Another tensor than the view, whose references tell whether somebody has kept .grad.
@@ -118,19 +97,9 @@ class ContiguousGradBuffers(GradBuffers):
         return self.flats[place.buffer][place.start : place.end]
 
     def reduced(self, bucket: int, start: int, end: int) -> Tensor:
-        sums = self._sums[bucket]
-        if sums is None:
+        if self._sums[bucket] is None:
             return self.flats[self.layout.buckets[bucket].buffer][start:end]
-        first = self._shards[bucket][0]
-        return sums[start - first : end - first]
-
-    def _owned_sums(self, param: int) -> Tensor | None:
-        """This rank's part of a parameter's reduced gradient, if that has memory of its own."""
-        bucket, owned = self.layout.slots[param].bucket, self.layout.owned_range(param, self._dp_rank)
-        return None if self._sums[bucket] is None or owned is None else self.reduced(bucket, *owned)
-
-    def is_sharded(self, param: int) -> bool:
-        return self._sharded and self._reduced[self.layout.slots[param].bucket]
+        return super().reduced(bucket, start, end)
 
     def prepare(self) -> None:
         if not self.main_grads:
@@ -325,21 +294,11 @@ class ContiguousGradBuffers(GradBuffers):
             for index in params:
                 self.params[index].grad = self.views[index] if self.has_grad[index] else None
 
-    def adopt_written(self, params: Iterable[int]) -> None:
-        if not self._sharded:
-            return
-        params = list(params)
-        stand_ins = self._stand_ins
-        for index, grad in zip(params, self._notice_drops(params), strict=True):
-            if not (grad is None or grad is stand_ins[index] or isinstance(grad, ReducedGrad)):
-                self.check_param(index)
-                self.leave_kept([index])
-                copy_grad_(self._get_view(index), grad)
-                if (sums := self._owned_sums(index)) is not None:  # what is stepped, where there are such
-                    start, end = self.layout.owned_range(index, self._dp_rank) or (0, 0)
-                    sums.copy_(self.flats[self.layout.slots[index].buffer][start:end])
-                self.has_grad[index], self._stale[index] = True, False
-                self.params[index].grad = self._stand_in(index)
+    def _take_written(self, param: int, grad: Tensor) -> None:
+        copy_grad_(self._get_view(param), grad)
+        if (sums := self._owned_sums(param)) is not None:  # what is stepped, where there are such
+            start, end = self.layout.owned_range(param, self._dp_rank) or (0, 0)
+            sums.copy_(self.flats[self.layout.slots[param].buffer][start:end])
 
     def detach_unused(self) -> None:
         if not all(self.has_grad):
@@ -361,7 +320,6 @@ class ContiguousGradBuffers(GradBuffers):
             remove_main_grad(self.params[index], place)
         self.main_grads, self._awaited, self._held = {}, set(), set()
         self.views, self.flats, self._rounded = [None] * len(self.params), [], {}
-        self._sums = [None] * len(self._sums)
 
     def _leave_replaced(self, grads: Sequence[Tensor | None]) -> None:
         """Leaves gradients that somebody took out of ``.grad`` without clearing them to those who keep them."""
@@ -403,8 +361,7 @@ class ContiguousGradBuffers(GradBuffers):
         stale = [index for index in params if self._stale[index]]
         filled = [index for index in stale if index in self._large]
         if len(stale) == len(params) and filled:
-            if (sums := self._sums[bucket]) is not None:
-                sums.zero_()
+            super()._zero_bucket(bucket)
             torch._foreach_zero_(self._between(bucket, filled))
         else:
             super()._zero_stale(bucket)
@@ -429,15 +386,10 @@ class ContiguousGradBuffers(GradBuffers):
         self._unfilled.discard(param)
         self._zero_sums(param)
 
-    def _zero_sums(self, param: int) -> None:
-        if (sums := self._owned_sums(param)) is not None:
-            sums.zero_()
-
     def _mark_stale(self, params: Iterable[int]) -> None:
         for index in params:
             self._stale[index] = True
 
     def _zero_bucket(self, bucket: int) -> None:
         self.bucket(bucket).zero_()
-        if (sums := self._sums[bucket]) is not None:
-            sums.zero_()
+        super()._zero_bucket(bucket)

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from ..layout import BufferLayout
 from ..module import LocalParts
 from .grad_buffers import GradBuffers, copy_grad_
 
@@ -17,19 +15,11 @@ class FlattenedGradBuffers(GradBuffers):
     """Megatron-LM's fallback without persistent buffers: ``.grad`` is autograd's own, a bucket exists while it is
     reduced."""
 
-    def __init__(
-        self,
-        layout: BufferLayout,
-        params: Sequence[Parameter],
-        device: torch.device,
-        parts: LocalParts | None = None,
-    ) -> None:
-        super().__init__(parts)
-        self._device = device
+    def __init__(self, dp_rank: int, device: torch.device, parts: LocalParts) -> None:
+        super().__init__(dp_rank, device, parts)
         # By bucket, from its seal to its publish: as much as the model in the worst case, since all are sent at the
         # end.
         self._flats: dict[int, Tensor] = {}
-        self.extend(layout, params)
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
         for index, grad in enumerate(grads, first):

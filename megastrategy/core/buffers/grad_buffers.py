@@ -96,8 +96,9 @@ class GradBuffers(ABC):
     max_in_flight: int | None = None
     all_reduce_option = "use_distributed_optimizer=False"
 
-    def __init__(self, parts: LocalParts | None = None) -> None:
-        self.local_parts = parts or LocalParts()
+    def __init__(self, dp_rank: int, device: torch.device, parts: LocalParts) -> None:
+        self.local_parts = parts
+        self._dp_rank, self._device = dp_rank, device
         self.params: list[Parameter] = []
         self._parts: list[Tensor] = []  # of the parameters, by parameter; these themselves where they are whole
         self.views: list[Tensor | None] = []
@@ -105,14 +106,16 @@ class GradBuffers(ABC):
         self.zeroed: set[int] = set()
         self.main_grads: dict[int, Tensor] = {}
         self._stand_ins: list[ReducedGrad | None] = []  # made when they are first needed
-        self._dp_rank = 0
+        self._sharded = False
+        self._shards: list[tuple[int, int]] = []  # by bucket, this rank's part of its buffer
+        self._sums: list[Tensor | None] = []  # by bucket, what was reduced of that part, if it has memory of its own
         self._reduced: list[bool] = []  # the bucket holds a result, outside this rank's shard rubbish
         self._stale: list[bool] = []  # by parameter, to be zeroed before the next gradient is added
 
     def extend(self, layout: BufferLayout, params: Sequence[Parameter]) -> None:
         """Takes in the parameters that ``layout`` has beyond those known so far, with the gradients they have."""
         first = len(self.params)
-        self.layout = layout
+        self.layout, self._sharded = layout, layout.num_shards > 1
         self.params += params[first:]
         self._parts += map(self.local_parts.of, params[first:])
         self.views += [None] * (len(params) - first)
@@ -129,6 +132,13 @@ class GradBuffers(ABC):
             param.grad = None  # first: torch takes no other dtype while a gradient is there
             # autograd then accumulates a 16-bit parameter's gradient in fp32; a no-op where the two dtypes are one
             param.grad_dtype = spec.grad_dtype
+        for bucket in layout.buckets[len(self._shards) :]:
+            self._shards.append(layout.shard_range(bucket, self._dp_rank))
+            self._reduced.append(False)
+            buffer, sums = layout.buffers[bucket.buffer], None
+            if buffer.sums_apart:  # they outlive the bucket, which accumulates anew
+                sums = torch.zeros(bucket.numel // layout.num_shards, dtype=buffer.sum_dtype, device=self._device)
+            self._sums.append(sums)
         self._place(first, grads)
 
     def follow_swaps(self) -> list[int]:
@@ -193,11 +203,19 @@ class GradBuffers(ABC):
 
     def is_sharded(self, param: int) -> bool:
         """Whether only this rank's shard of the gradient means anything (from reduce-scatter to next backward)."""
-        return False
+        return self._sharded and self._reduced[self.layout.slots[param].bucket]
 
     def reduced(self, bucket: int, start: int, end: int) -> Tensor:
         """Elements ``[start, end)`` of the bucket's buffer, in this rank's shard, after a reduction: a 1-D view."""
-        raise NotImplementedError("parameters are sharded only where gradients are scattered")
+        sums = self._sums[bucket]
+        assert sums is not None, "parameters are sharded only where gradients are scattered"
+        first = self._shards[bucket][0]
+        return sums[start - first : end - first]
+
+    def _owned_sums(self, param: int) -> Tensor | None:
+        """This rank's part of a parameter's reduced gradient, if that has memory of its own."""
+        bucket, owned = self.layout.slots[param].bucket, self.layout.owned_range(param, self._dp_rank)
+        return None if self._sums[bucket] is None or owned is None else self.reduced(bucket, *owned)
 
     def own_grads(self, params: Iterable[int]) -> list[Tensor]:
         """This rank's parts of the gradients that there are of these parameters, as they are stepped: views."""
@@ -272,8 +290,24 @@ class GradBuffers(ABC):
         grad = self.params[param].grad
         return grad is not None and (not isinstance(grad, ReducedGrad) or grad.pending is not None)
 
-    def adopt_written(self, params: Iterable[int]) -> None:  # noqa: B027 - nothing to do where .grad is the truth
+    def adopt_written(self, params: Iterable[int]) -> None:
         """Takes in what the user did to ``.grad`` after a reduce-scatter: a tensor written there, or None."""
+        if not self._sharded:
+            return
+        params = list(params)
+        stand_ins = self._stand_ins
+        for index, grad in zip(params, self._notice_drops(params), strict=True):
+            if not (grad is None or grad is stand_ins[index] or isinstance(grad, ReducedGrad)):
+                self.check_param(index)
+                self.leave_kept([index])
+                self._take_written(index, grad)
+                self.has_grad[index], self._stale[index] = True, False
+                self.params[index].grad = self._stand_in(index)
+
+    def _take_written(self, param: int, grad: Tensor) -> None:
+        """The user's ``.grad`` takes the place of what was reduced of it. The parameter's other owners take their parts
+        from their own: users write the same on all ranks."""
+        raise NotImplementedError("parameters are sharded only where gradients are scattered")
 
     def cut_grads(self, params: Iterable[int]) -> None:
         """Makes every ``.grad`` cut as its parameter is. Collective over the tensor ranks where any is not."""
@@ -402,8 +436,10 @@ class GradBuffers(ABC):
                 raise grad.error("putting back a .grad that was dropped")
         return grads
 
-    def _zero_sums(self, param: int) -> None:  # noqa: B027 - nothing to do where there are none apart
+    def _zero_sums(self, param: int) -> None:
         """This rank's part of what was reduced, where that has memory of its own, becomes zero."""
+        if (sums := self._owned_sums(param)) is not None:
+            sums.zero_()
 
     def _zero_param(self, param: int) -> None:
         """All that is accumulated of a parameter on this rank becomes zero."""
@@ -411,8 +447,8 @@ class GradBuffers(ABC):
 
     def _zero_bucket(self, bucket: int) -> None:
         """The same for a bucket, in one."""
-        for index in self.layout.buckets[bucket].params:
-            self._zero_param(index)
+        if (sums := self._sums[bucket]) is not None:
+            sums.zero_()
 
     def _zero_stale(self, bucket: int) -> None:
         params = self.layout.buckets[bucket].params
@@ -439,6 +475,7 @@ class GradBuffers(ABC):
 
         ``keeps_grads``: gradients in that dtype that are whole stay, as they do when torch DDP's wrapper is dropped.
         """
+        self._sums = [None] * len(self._sums)
         for param in self.params:
             grad, param.grad = param.grad, None
             param.grad_dtype = param.dtype  # the Parameter lives on, and would accumulate in ours

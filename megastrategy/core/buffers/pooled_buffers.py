@@ -22,11 +22,10 @@ launched at the end of that rank's backward, which the collective may keep it fr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..layout import STAGING_BUFFERS, Bucket, BufferLayout
 from ..module import LocalParts
@@ -68,43 +67,21 @@ class PooledGradBuffers(GradBuffers):
     reduces_every_backward = True
     max_in_flight = STAGING_BUFFERS
 
-    def __init__(
-        self,
-        layout: BufferLayout,
-        params: Sequence[Parameter],
-        dp_rank: int,
-        device: torch.device,
-        parts: LocalParts | None = None,
-    ) -> None:
-        super().__init__(parts)
-        self._dp_rank, self._device = dp_rank, device
-        self._sums: list[Tensor] = []
+    def __init__(self, dp_rank: int, device: torch.device, parts: LocalParts) -> None:
+        super().__init__(dp_rank, device, parts)
         self._pieces: list[list[_Piece]] = []
         self._sealed: dict[int, dict[int, Tensor]] = {}  # by bucket and parameter, what is not staged yet
         self._on_the_way: set[int] = set()  # buckets that are sealed and not published
         self._staging: list[Tensor] = []  # 1-D bytes, the next to be used first
-        self.extend(layout, params)
 
     def _place(self, first: int, grads: Sequence[Tensor | None]) -> None:
-        for bucket in self.layout.buckets[len(self._sums) :]:
-            numel, dtype = bucket.numel // self.layout.num_shards, self.layout.buffers[bucket.buffer].sum_dtype
-            self._sums.append(torch.zeros(numel, dtype=dtype, device=self._device))
+        for bucket in self.layout.buckets[len(self._pieces) :]:
             self._pieces.append([_plan_piece(self.layout, bucket, *span) for span in self.layout.pieces(bucket)])
-            self._reduced.append(False)
         self._staging_nbytes = self.layout.staging_nbytes
         for index, grad in enumerate(grads, first):
             if grad is not None:
                 self.params[index].grad = grad.to(self.layout.params[index].grad_dtype)
                 self.has_grad[index] = True
-
-    # --- what others read --------------------------------------------------------------------------------------------
-
-    def is_sharded(self, param: int) -> bool:
-        return self._reduced[self.layout.slots[param].bucket]
-
-    def reduced(self, bucket: int, start: int, end: int) -> Tensor:
-        first = self.layout.shard_range(self.layout.buckets[bucket], self._dp_rank)[0]
-        return self._sums[bucket][start - first : end - first]
 
     # --- one backward ------------------------------------------------------------------------------------------------
 
@@ -181,7 +158,8 @@ class PooledGradBuffers(GradBuffers):
             del self._sealed[bucket]
         if buffer.staging_dtype != buffer.grad_wire_dtype:
             tensor = round_in_place(tensor, buffer.grad_wire_dtype)
-        return tensor, self._sums[bucket][plan.start : plan.end]
+        first = self._shards[bucket][0]
+        return tensor, self.reduced(bucket, first + plan.start, first + plan.end)
 
     def publish(self, bucket: int) -> None:
         self._reduced[bucket] = True
@@ -213,24 +191,13 @@ class PooledGradBuffers(GradBuffers):
 
     # --- between backwards -------------------------------------------------------------------------------------------
 
-    def adopt_written(self, params: Iterable[int]) -> None:
-        params = list(params)
-        self._notice_drops(params)
-        for index in params:
-            param = self.params[index]
-            if param.grad is not None and not isinstance(param.grad, ReducedGrad):
-                self.check_param(index)
-                self.leave_kept([index])
-                owned, grad = self.layout.owned_range(index, self._dp_rank), self.local_parts.grad_of(param)
-                assert grad is not None
-                # The other owners of the parameter take their parts from their own .grad: users write the same on all
-                # ranks.
-                if owned is not None:
-                    slot = self.layout.slots[index]
-                    flat = self._flatten(index, grad)
-                    self.reduced(slot.bucket, *owned).copy_(flat[owned[0] - slot.start : owned[1] - slot.start])
-                self.has_grad[index], self._stale[index] = True, False
-                param.grad = self._stand_in(index)
+    def _take_written(self, param: int, grad: Tensor) -> None:
+        part, owned = self.local_parts.grad_of(self.params[param]), self.layout.owned_range(param, self._dp_rank)
+        assert part is not None
+        if owned is not None:
+            slot = self.layout.slots[param]
+            flat = self._flatten(param, part)
+            self.reduced(slot.bucket, *owned).copy_(flat[owned[0] - slot.start : owned[1] - slot.start])
 
     def drop_unfinished(self) -> None:
         super().drop_unfinished()
@@ -240,15 +207,8 @@ class PooledGradBuffers(GradBuffers):
 
     def close(self, *, keeps_grads: bool = False) -> None:
         super().close(keeps_grads=keeps_grads)
-        self._sums, self._staging, self._sealed = [], [], {}
+        self._staging, self._sealed = [], {}
         self._on_the_way.clear()
-
-    def _zero_sums(self, param: int) -> None:
-        if (owned := self.layout.owned_range(param, self._dp_rank)) is not None:
-            self.reduced(self.layout.slots[param].bucket, *owned).zero_()
-
-    def _zero_bucket(self, bucket: int) -> None:
-        self._sums[bucket].zero_()
 
 
 def _plan_piece(layout: BufferLayout, bucket: Bucket, start: int, end: int) -> _Piece:

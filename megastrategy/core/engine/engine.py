@@ -384,10 +384,11 @@ class Engine:
 
     def _make_grad_buffers(self) -> GradBuffers:
         """Buffers for the present layout, which take the parameters' gradients in."""
+        kind: type[GradBuffers] = PooledGradBuffers if self.layout.is_pooled else ContiguousGradBuffers
         if not self.config.use_contiguous_buffers:
-            return FlattenedGradBuffers(self.layout, self.params, self.device, self.local_parts)
-        kind = PooledGradBuffers if self.layout.is_pooled else ContiguousGradBuffers
-        buffers = kind(self.layout, self.params, self.collectives.rank, self.device, self.local_parts)
+            kind = FlattenedGradBuffers
+        buffers = kind(self.collectives.rank, self.device, self.local_parts)
+        buffers.extend(self.layout, self.params)
         buffers.all_reduce_option = self.all_reduce_option
         return buffers
 
