@@ -81,11 +81,18 @@ def why_not_main_params(optimizer: torch.optim.Optimizer) -> str | None:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError as error:
         return f"its step() cannot be called without arguments ({error}), and a closure would read the 16-bit weights"
-    params = params_of(optimizer)
+    if (name := attribute_with_params(optimizer)) is not None:
+        return f"its attribute {name!r} holds the 16-bit weights themselves, which it would step in their place"
+    return why_not_others(optimizer)
+
+
+def attribute_with_params(optimizer: torch.optim.Optimizer) -> str | None:
+    """The name of an attribute, beside the groups and the state, that contains some of the optimizer's parameters."""
+    params = _params_of(optimizer)
     for name, value in optimizer.__dict__.items():
         if name not in ("param_groups", "state") and any(id(tensor) in params for tensor in tensors_in(value)):
-            return f"its attribute {name!r} holds the 16-bit weights themselves, which it would step in their place"
-    return why_not_others(optimizer)
+            return name
+    return None
 
 
 def why_not_in_fp32(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.dtype]) -> str | None:
@@ -95,7 +102,7 @@ def why_not_in_fp32(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.d
     Beside fp32 main params it would stay as it is: in bf16 a count ends at 256, and a sum where the next term is less
     than its rounding. A tensor in ``state[param]`` becomes fp32. Options are the user's, whatever their dtype.
     """
-    params = params_of(optimizer)
+    params = _params_of(optimizer)
     for name, value in _kept_elsewhere(optimizer) if dtypes else ():
         for tensor in tensors_in(value):
             if tensor.dtype in dtypes and id(tensor) not in params:
@@ -103,7 +110,7 @@ def why_not_in_fp32(optimizer: torch.optim.Optimizer, dtypes: Collection[torch.d
     return None
 
 
-def params_of(optimizer: torch.optim.Optimizer) -> set[int]:
+def _params_of(optimizer: torch.optim.Optimizer) -> set[int]:
     """The ``id`` of each parameter in its groups."""
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 

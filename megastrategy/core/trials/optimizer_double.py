@@ -22,7 +22,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .elementwise import equal
+from .elementwise import equal, same_bits
+from .trial import copy_of_attributes
 
 TRIAL_SHAPE = (6, 10)  # few elements, since a call is tried each time it is made; two dimensions, of unlike size
 _CUTS = (0, 7, 33, 60)  # inside rows and between them
@@ -100,21 +101,14 @@ class Found:
 
     def is_like(self, other: Found) -> bool:
         """Whether the two are alike, but for how a kernel rounds a tensor's last few elements."""
-        return len(self.tensors) == len(other.tensors) and _alike(
-            [self.tensors, self.others], [other.tensors, other.others]
-        )
+        return equal([self.tensors, self.others], [other.tensors, other.others], _close)
 
 
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.is_floating_point():
-        # A vector kernel may round a tensor's last elements otherwise; a coupling differs by more than a millionth.
-        same_kind = a.shape == b.shape and a.dtype == b.dtype
-        return same_kind and torch.allclose(a, b, rtol=1e-6, atol=1e-8, equal_nan=True)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(value, b[key]) for key, value in a.items())
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    return equal(a, b)
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point() or a.shape != b.shape or a.dtype != b.dtype:
+        return same_bits(a, b)
+    # A vector kernel may round a tensor's last elements otherwise; a coupling differs by more than a millionth.
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-8, equal_nan=True)
 
 
 class Double:
@@ -147,14 +141,7 @@ class Double:
         self._copier = copier = _Copier({id(optimizer.state): _State(contents.state, self._touch_state)})
         for group, params in zip(optimizer.param_groups, self._groups, strict=True):
             copier.known[id(group["params"])] = params
-        # Without its constructor, which may ask for more, register hooks, or make state of the model's parameters.
-        self.optimizer: Any = object.__new__(type(optimizer))
-        for name, value in vars(optimizer).items():
-            # A hook or wrapper is somebody's who counts, logs or profiles real calls.
-            if name.endswith("_hooks"):
-                self.optimizer.__dict__[name] = collections.OrderedDict()
-            elif name != "step":
-                self.optimizer.__dict__[name] = copier.copy(value)
+        self.optimizer: Any = copy_of_attributes(optimizer, copier.copy, ("step",))
 
     def _touch_state(self, key: Any) -> None:
         self.touches.add("state")

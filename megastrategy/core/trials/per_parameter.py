@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .elementwise import Findings, GroupProbe, equal, params_of, same_bits
+from .elementwise import Findings, GroupProbe, attribute_with_params, equal, same_bits
 from .isolation import Isolation, seed
 from .step_arguments import StepArguments
 from .trial import SPIKE, Problem, Trial, distances, tensors_in, with_arithmetic
@@ -80,12 +80,8 @@ class PerParameterProbe(GroupProbe):
 
     def findings(self) -> Findings:
         # A trial copies what the optimizer keeps, but not parameters, which are the model's: it would step those.
-        params = params_of(self.optimizer)
-        for name, value in self.optimizer.__dict__.items():
-            if name not in ("param_groups", "state") and any(id(tensor) in params for tensor in tensors_in(value)):
-                return Findings(
-                    f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone"
-                )
+        if (name := attribute_with_params(self.optimizer)) is not None:
+            return Findings(f"its attribute {name!r} holds the parameters themselves, which are not its owner's alone")
         seed(self._device)  # the same on all ranks, which have to find the same
         found = super().findings()
         if found.reason is None:

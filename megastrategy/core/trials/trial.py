@@ -27,7 +27,7 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -227,6 +227,20 @@ def cut(tensor: Tensor, span: tuple[int, int]) -> Tensor:
     return tensor.reshape(-1)[slice(*span)].clone()
 
 
+def copy_of_attributes(
+    optimizer: torch.optim.Optimizer, copied: Callable[[Any], Any], left_out: Collection[str]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class with ``copied`` attributes. A hook counts, logs or profiles real calls: none."""
+    # Without its constructor, which may ask for more, register hooks, or make state of the model's parameters.
+    double = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            double.__dict__[name] = collections.OrderedDict()
+        elif name not in left_out:
+            double.__dict__[name] = copied(value)
+    return double
+
+
 def double_of(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
@@ -241,12 +255,8 @@ def double_of(
         lr: instead of the group's own, if it has one.
         arguments: what its ``step`` is to be called with.
     """
-    # Without its constructor, which may do anything; what a step needs stands in the attributes.
-    double = object.__new__(type(optimizer))
-    shared = ("step", "state", "param_groups")
     memo: dict[int, Any] = {}
-    double.__dict__.update({name: own(value, memo) for name, value in optimizer.__dict__.items() if name not in shared})
-    double.__dict__.update({name: collections.OrderedDict() for name in optimizer.__dict__ if name.endswith("_hooks")})
+    double = copy_of_attributes(optimizer, lambda value: own(value, memo), ("step", "state", "param_groups"))
     double.state = collections.defaultdict(dict)
     options = {name: own(value, memo) for name, value in group.items() if name != "params"}
     # In place of a tensor goes a tensor: an optimizer may be capturable, and asks for one.
