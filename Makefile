@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 ARGS ?=
 # The tests run two and more ranks at once; more than one thread each would only contend for the cores. Bytecode is kept,
 # also where the environment says otherwise: workers, ranks and scripts import the same files, some hundred times.
@@ -23,18 +24,25 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv and install into it (again only when pyproject.toml or constraints.txt changed)
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	@echo 'installing torch and the rest into $(VENV): a minute or two'
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,bench]'
 # What the build leaves here is not needed, and once out of date it would hide the installed metadata (entry points) from
 # every python that is started here.
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo 'installing torch, lightning and matplotlib into $(VENV)'
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[lightning,plot]'
 	@rm -rf megastrategy.egg-info
 	@touch $@
 
-demo: $(STAMP)  ## train a byte-level GPT on two ranks, two to three minutes (ARGS="--compare", ARGS="--data FILE", ARGS="--help")
-	$(BIN)/python examples/train_gpt.py $(ARGS)
+$(STAMP): $(DEMO_STAMP)
+	@echo 'installing what tests and benchmarks need into $(VENV)'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,bench]'
+	@rm -rf megastrategy.egg-info
+	@touch $@
+
+DEMO_STEPS := 150
+demo: $(DEMO_STAMP)  ## train a byte-level GPT on two ranks, about a minute (ARGS="--steps 700", ARGS="--compare", ARGS="--help")
+	$(BIN)/python examples/train_gpt.py --steps $(DEMO_STEPS) $(ARGS)
 
 bench: $(STAMP)  ## measure against torch DDP and other peers, a few minutes, into runs/bench (ARGS="--network 1gbit" as root)
 	$(BIN)/python -m benchmarks $(ARGS)

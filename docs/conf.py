@@ -19,6 +19,7 @@ include_patterns = [
     "benchmarks/README.md",
 ]
 myst_heading_anchors = 3
+myst_enable_extensions = ["html_image"]  # the README's picture has a width
 suppress_warnings = ["myst.header"]  # a page may leave out a level
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"

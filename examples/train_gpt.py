@@ -1,6 +1,7 @@
 """Trains a small byte-level GPT on real text with PyTorch Lightning; nothing here is megastrategy's but the strategy.
 
     python examples/train_gpt.py                           # two processes, the reference text that ships with CPython
+    python examples/train_gpt.py --steps 150               # a quarter of the time: `make demo`
     python examples/train_gpt.py --data FILE --steps 2000  # your own text
     python examples/train_gpt.py --compare                 # the same run under "ddp" too, both loss curves in one PNG
 
@@ -142,14 +143,46 @@ class Throughput(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         now_s = time.perf_counter()
         step_s, self.last_s = now_s - self.last_s, now_s
-        pl_module.log("tokens/s", self.tokens_per_step / step_s, prog_bar=True)
+        pl_module.log("tokens/s", self.tokens_per_step / step_s)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.last_s = math.nan  # the next step would count the validation too
 
 
-def train(strategy: str, text: Tensor, args: argparse.Namespace) -> None:
-    """One fit. The same seed gives every strategy the same weights and the same windows in the same order."""
+class Progress(pl.Callback):
+    """Prints one short line for every tenth of the steps, on rank 0, which fits a terminal of 80 columns."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    @rank_zero_only
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step, every = trainer.global_step, max(1, self.steps // 10)
+        if step % every == 0 or step == self.steps:
+            logged = trainer.callback_metrics
+            losses = [f"{name} {logged[name]:.3f}" for name in ("train_loss", "val_loss") if name in logged]
+            print(f"  step {step:>{len(str(self.steps))}}/{self.steps}", *losses, sep="   ", flush=True)
+
+
+class MemoryTable(pl.Callback):
+    """Keeps the table of memory that the strategy prints at the start of a fit, for the summary at the end."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        engine = getattr(trainer.strategy.model, "engine", None)  # torch DDP has no such table
+        if engine is not None:
+            described: list[str] = []
+            engine.announce(described.append)
+            lines = "\n".join(described).splitlines()
+            first = next(number for number, line in enumerate(lines) if "bytes a rank" in line)
+            self.lines = lines[first : first + 3]
+
+
+def train(strategy: str, text: Tensor, args: argparse.Namespace) -> list[str]:
+    """Fits once, and returns the strategy's table of memory. The same seed gives every strategy the same weights and
+    the same windows in the same order."""
     pl.seed_everything(args.seed, verbose=False)
     size = args.context + 1  # one byte more than the model sees: the last target
     num_held_out = max(size, min(len(text) // 10, MAX_VALIDATION_BYTES))
@@ -162,6 +195,7 @@ def train(strategy: str, text: Tensor, args: argparse.Namespace) -> None:
 
     run_dir = args.out / strategy
     tokens_per_step = args.batch_size * args.devices * args.context
+    memory = MemoryTable()
     checkpoint = ModelCheckpoint(run_dir, "best", monitor="val_loss", save_last=True, enable_version_counter=False)
     trainer = pl.Trainer(
         accelerator="gpu" if torch.cuda.device_count() >= args.devices else "cpu",
@@ -172,12 +206,15 @@ def train(strategy: str, text: Tensor, args: argparse.Namespace) -> None:
         gradient_clip_val=1.0,
         log_every_n_steps=1,
         logger=CSVLogger(args.out, name=strategy, version=""),
-        callbacks=[Throughput(tokens_per_step), checkpoint],
+        callbacks=[Throughput(tokens_per_step), memory, Progress(args.steps), checkpoint],
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     if trainer.is_global_zero:  # what an earlier run left, and nothing else that may be there
         for name in ("metrics.csv", "hparams.yaml", "best.ckpt", "last.ckpt"):
             (run_dir / name).unlink(missing_ok=True)
     trainer.fit(GPT(args.context, args.width, args.depth, args.steps), train_loader, val_loader)
+    return memory.lines
 
 
 def read_curve(run_dir: Path, column: str) -> dict[int, float]:
@@ -187,8 +224,9 @@ def read_curve(run_dir: Path, column: str) -> dict[int, float]:
 
 
 @rank_zero_only
-def report(strategies: list[str], args: argparse.Namespace) -> None:
-    """Prints and plots what the fits wrote."""
+def report(memory: dict[str, list[str]], args: argparse.Namespace) -> None:
+    """Plots the losses, and prints a summary of the fits. ``memory``: each strategy's table of memory."""
+    strategies = list(memory)
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
     losses: list[dict[int, float]] = []
@@ -201,21 +239,25 @@ def report(strategies: list[str], args: argparse.Namespace) -> None:
         axes.plot(list(train_loss), list(train_loss.values()), alpha=0.5, label=f"{strategy}, training", **look)
         axes.plot(list(val_loss), list(val_loss.values()), marker="o", label=f"{strategy}, validation", **look)
         print(f"\n{strategy}, {args.devices} rank(s), {args.steps} steps")
-        print(f"  validation loss  {min(val_loss.values()):.4f} nats a byte")
+        print(f"  training loss    {train_loss[min(train_loss)]:.4f} nats a byte at the first step")
+        print(f"  validation loss  {min(val_loss.values()):.4f} nats a byte at the end, on text that was held out")
         print(f"  throughput       {speed:,.0f} tokens/s (median step)")
         print(f"  checkpoint       {run_dir / 'best.ckpt'}")
+        print(*memory[strategy], sep="\n")
     axes.set(xlabel="step", ylabel="loss (nats a byte)", title="byte-level GPT")
     axes.legend()
     figure.savefig(args.out / "loss.png", dpi=120)
-    print(f"\nloss curve: {args.out / 'loss.png'}")
     if args.compare:
-        print(f"largest difference between the training losses of {' and '.join(strategies)}:")
+        print(f"\nlargest difference between the training losses of {' and '.join(strategies)}:")
         for num_steps in sorted({min(50, args.steps), args.steps}):
             difference = max(abs(losses[0][step] - losses[1][step]) for step in range(num_steps))
             print(f"  {difference:.1e} in the first {num_steps} steps")
 
     model = GPT.load_from_checkpoint(args.out / args.strategy / "best.ckpt", map_location="cpu").eval()
     print("\nsample:" + model.generate(b"\n\nThe ", 300).decode(errors="replace"))
+    print(f"\nloss curve: {args.out / 'loss.png'}")
+    print("the one line to change in your own Lightning project:")
+    print('  -trainer = Trainer(strategy="ddp", ...)\n  +trainer = Trainer(strategy="megatron_ddp", ...)')
 
 
 def read_text(path: Path | None) -> bytes:
@@ -282,9 +324,7 @@ def main() -> None:
     if args.compare:
         strategies.append("ddp" if args.strategy == "megatron_ddp" else "megatron_ddp")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    for strategy in strategies:
-        train(strategy, tokens, args)
-    report(strategies, args)
+    report({strategy: train(strategy, tokens, args) for strategy in strategies}, args)
 
 
 if __name__ == "__main__":

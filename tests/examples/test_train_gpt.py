@@ -56,10 +56,25 @@ def test_it_trains_and_leaves_a_checkpoint_a_picture_and_a_sample(tmp_path: Path
     assert train_loss[0] == pytest.approx(5.545, abs=0.1)  # ln 256: an untrained model knows nothing
     assert train_loss[-1] < train_loss[0] - 0.5
     val_loss = losses(run_dir, "val_loss")
-    assert f"validation loss  {min(val_loss):.4f} nats a byte" in printed
+    assert f"training loss    {train_loss[0]:.4f} nats a byte at the first step" in printed
+    assert f"validation loss  {min(val_loss):.4f} nats a byte at the end" in printed
     assert re.search(r"throughput       [\d,]+ tokens/s", printed)
     assert printed.count("sample:\n\nThe ") == 1  # from one rank only
     assert len(printed.rsplit("sample:", 1)[1]) > 100
+    progress = re.findall(r"^  step +(\d+)/20   train_loss [\d.]+(?:   val_loss [\d.]+)?$", printed, re.MULTILINE)
+    assert progress == [str(step) for step in range(2, 21, 2)], "a line for each tenth, from one rank only"
+
+
+def test_the_summary_ends_with_the_memory_the_picture_and_the_line_to_change(tmp_path: Path) -> None:
+    printed = run_example(*TINY, cwd=tmp_path).stdout
+    summary = printed[printed.index("megatron_ddp, 2 rank(s), 20 steps") :]
+    table = re.findall(r"^  (bytes a rank|megatron_ddp|ddp) +(\S.*)$", summary, re.MULTILINE)
+    assert [name for name, _ in table] == ["bytes a rank", "megatron_ddp", "ddp"]
+    assert f"loss curve: {Path('runs/gpt/loss.png')}\n" in summary
+    assert summary.endswith(
+        '  -trainer = Trainer(strategy="ddp", ...)\n  +trainer = Trainer(strategy="megatron_ddp", ...)\n'
+    )
+    assert max(map(len, summary[: summary.index("sample:")].splitlines())) <= 80
 
 
 def test_compare_trains_the_same_model_under_ddp_on_the_users_text(tmp_path: Path) -> None:
