@@ -299,26 +299,27 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
         super().unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clips as accelerate's does, over any parameters of prepared models together. Collective.
+        """Clips as accelerate's does, over any parameters together. Collective.
 
-        Returns the norm of all of them, the same bits on every rank.
+        Returns the norm of all of them, the same bits on every rank: a parameter whose gradient each rank has by itself
+        enters it with the mean over the ranks of the powers of its norms.
         """
         norm: Tensor | None = self._clip(
             parameters,
-            lambda parts: clip_norm_(parts, float(max_norm), float(norm_type)),
+            lambda parts, extra: clip_norm_(parts, extra, float(max_norm), float(norm_type)),
             lambda params: super(Accelerator, self).clip_grad_norm_(params, max_norm, norm_type),
         )
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clips as accelerate's does, over any parameters of prepared models."""
+        """Clips as accelerate's does, over any parameters."""
         self._clip(
             parameters,
-            lambda parts: clip_value_(parts, clip_value),
+            lambda parts, extra: clip_value_(parts, extra, clip_value),
             lambda params: super(Accelerator, self).clip_grad_value_(params, clip_value),
         )
 
-    def _clip(self, parameters: Any, ours: Callable[[Any], Any], theirs: Callable[[Any], Any]) -> Any:
+    def _clip(self, parameters: Any, ours: Callable[[Any, Any], Any], theirs: Callable[[Any], Any]) -> Any:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         # whole gradients are in ``.grad``, where accelerate's clipping is right
         parts = trained_by([model for model in PREPARED.open() if model.is_sharded], params)
@@ -326,15 +327,9 @@ class Accelerator(TensorParallel, CountsTokens, ResumesData, accelerate.Accelera
         if not parts or (not self.sync_gradients and all(model.engine.reducer.has_local_grads for model, _ in parts)):
             return theirs(params)
         own = {id(param) for _, group in parts for param in group}
-        strangers = [param for param in params if id(param) not in own and param.grad is not None]
-        if strangers:
-            raise ValueError(
-                f"{len(strangers)} of the {len(params)} parameters to clip have a gradient that belongs to no prepared "
-                f"model (the first is of shape {tuple(strangers[0].shape)}), and may differ from rank to rank: clip "
-                "them apart"
-            )
+        extra = {id(param): param for param in params if id(param) not in own and param.requires_grad}
         self.unscale_gradients()
-        return ours(parts)
+        return ours(parts, [*extra.values()])
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:

@@ -19,6 +19,7 @@ from .._prepared_models import PreparedModels
 from ..core import (
     OF_TORCHS_REDUCER,
     DistributedDataParallel,
+    join_norm,
     norms_over_owners,
     scale_to_norm_,
     total_grad_norm,
@@ -140,21 +141,28 @@ def trained_by(models: Sequence[PreparedModel], params: Sequence[Any]) -> list[t
     return parts
 
 
-def clip_norm_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], max_norm: float, norm_type: float) -> Tensor:
-    """Scales reduce-scattered gradients so that their norm together is at most ``max_norm``. Collective.
+def clip_norm_(
+    parts: Sequence[tuple[PreparedModel, list[Parameter]]], extra: Sequence[Tensor], max_norm: float, norm_type: float
+) -> Tensor:
+    """Scales reduce-scattered gradients, and those of ``extra``, which each rank has by itself, so that their norm
+    together is at most ``max_norm``. Collective.
 
     Returns the norm, the same bits on every rank.
     """
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
+    own = [param.grad for param in extra if param.grad is not None]
     first = parts[0][0]
     norm = total_grad_norm(_counted_grads(parts), norm_type, first.engine.shard_collectives, first.device)
     # the data-parallel ranks first, so that all get the same bits
     for ranks in first.engine.local_parts.model_groups:
         norm = norms_over_owners(norm.reshape(1), norm_type, ranks)[0]
+    if extra:
+        groups = [first.engine.collectives, *first.engine.local_parts.model_groups]
+        norm = join_norm(norm, own, norm_type, groups, first.device)
     in_fp64 = any(spec.grad_dtype == torch.float64 for model, _ in parts for spec in model.layout.params)
     norm = norm if in_fp64 else norm.to(torch.float32)
     with torch.no_grad():
-        scale_to_norm_(grads, norm, max_norm)
+        scale_to_norm_([*grads, *own], norm, max_norm)
     return norm
 
 
@@ -167,9 +175,12 @@ def _counted_grads(parts: Sequence[tuple[PreparedModel, list[Parameter]]]) -> li
     ]
 
 
-def clip_value_(parts: Sequence[tuple[PreparedModel, list[Parameter]]], clip_value: float) -> None:
-    """Clamps every element of reduce-scattered gradients to ``[-clip_value, clip_value]``."""
+def clip_value_(
+    parts: Sequence[tuple[PreparedModel, list[Parameter]]], extra: Sequence[Tensor], clip_value: float
+) -> None:
+    """Clamps every element of these gradients to ``[-clip_value, clip_value]``."""
     grads = [grad for model, params in parts for grad in model.owned_grads(params)]
+    grads += [param.grad for param in extra if param.grad is not None]
     if grads:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)

@@ -43,7 +43,7 @@ from .module import (
     names_elsewhere,
     replace_meta,
 )
-from .optimizer import GradScaler, adapt_scaler, describe_unreduced, may_see_shards
+from .optimizer import GradScaler, adapt_scaler, describe_unreduced, join_norm, may_see_shards
 from .shards import gather_whole, to_host
 from .sync import norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
@@ -103,6 +103,7 @@ __all__ = [
     "gather_whole",
     "host_collectives",
     "is_directory_checkpoint",
+    "join_norm",
     "make_collectives",
     "materialise",
     "may_see_shards",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -159,21 +160,77 @@ def test_clipping_what_was_not_sent(worlds: Worlds) -> None:
     assert first[0] == first[1]
 
 
-def clip_strangers() -> str:
+class HasItsOwn(nn.Module):
+    """A table that each rank has by itself, as torch DDP is told."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.net, self.table = net_of(), nn.Parameter(torch.full((3 + rank,), 1.0 + rank))
+        self._ddp_params_and_buffers_to_ignore = ["table", ".table"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x) + self.table.square().sum()
+        return out
+
+
+def clip_what_is_each_ranks_own(is_ignored: bool) -> tuple[float, float, float, float]:
+    """The norms of the model's gradients, of this rank's own and of both, and the factor of its own."""
     accelerator = make_accelerator("megatron_ddp")
-    net, stranger = net_of(), nn.Linear(3, 3)
-    model, _ = accelerator.prepare(net, sgd(net.parameters()))
-    (model(inputs(accelerator)).sum() + stranger(torch.ones(3)).sum()).backward()
-    with pytest.raises(ValueError, match="belongs to no prepared model") as caught:
-        accelerator.clip_grad_norm_([*model.parameters(), *stranger.parameters()], 1.0)
-    norm = accelerator.clip_grad_norm_(stranger.parameters(), 1.0)
-    assert norm.item() > 1.0
-    return str(caught.value)
+    module: nn.Module = HasItsOwn(accelerator.process_index) if is_ignored else net_of()
+    model, optimizer = accelerator.prepare(module, sgd(module.parameters()))
+    stranger = nn.Linear(3, 3)
+    loss = model(inputs(accelerator)).square().sum()
+    if not is_ignored:
+        loss = loss + (1 + accelerator.process_index) * stranger(torch.ones(3)).square().sum()
+    accelerator.backward(loss)
+    extra = [module.table] if isinstance(module, HasItsOwn) else list(stranger.parameters())
+    rest = [param for param in model.parameters() if param is not extra[0]]
+    of_model = accelerator.clip_grad_norm_(rest, 1e9)
+    own = torch.nn.utils.get_total_norm([param.grad for param in extra if param.grad is not None])
+    norm = accelerator.clip_grad_norm_([*rest, *extra], 0.5)
+    left = torch.nn.utils.get_total_norm([param.grad for param in extra if param.grad is not None])
+    assert of_model is not None
+    assert norm is not None
+    accelerator.clip_grad_value_([*rest, *extra], 1e-4)
+    assert all(param.grad is not None and param.grad.abs().max() <= 1e-4 for param in extra)
+    if is_ignored:
+        optimizer.step()
+    return of_model.item(), own.item(), norm.item(), (left / own).item()
 
 
-def test_gradients_of_other_models_are_clipped_apart(worlds: Worlds) -> None:
-    for message in worlds.run(clip_strangers):
-        assert "2 of the 6 parameters" in message
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_gradients_that_each_rank_has_by_itself_are_clipped_by_one_norm(worlds: Worlds, is_ignored: bool) -> None:
+    """That of a loop: they enter it with the mean of their squares."""
+    found = worlds.run(clip_what_is_each_ranks_own, is_ignored)
+    mean = sum(own**2 for _, own, _, _ in found) / len(found)
+    assert found[0][1] != found[1][1]
+    for of_model, _, norm, factor in found:
+        assert norm == found[0][2] == pytest.approx((of_model**2 + mean) ** 0.5, rel=1e-5)
+        assert factor == pytest.approx(0.5 / norm, rel=1e-4)
+
+
+def go_on_with_its_own(name: str, mode: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state of the table that a rank has saved, and weights after it has loaded it again, and trained on."""
+    accelerator = make_accelerator(name, with_mode(name, mode))
+    module = HasItsOwn(accelerator.process_index)
+    model, optimizer = accelerator.prepare(module, adamw(module.parameters()))
+    saved: dict[str, Tensor] = {}
+    for step in range(4):
+        if step == 2:
+            state = copy.deepcopy(optimizer.state_dict())
+            number = [param is module.table for param in module.parameters()].index(True)
+            saved = {name: value.clone() for name, value in state["state"][number].items()}
+            optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        accelerator.backward(model(inputs(accelerator, step)).square().mean())
+        optimizer.step()
+    return saved, weights_of(module)
+
+
+@both_modes
+def test_a_rank_goes_on_with_the_state_of_its_own_table(worlds: Worlds, mode: dict[str, Any]) -> None:
+    first, second = assert_like_ddp(worlds, go_on_with_its_own, mode)
+    assert first[0]["exp_avg"].shape != second[0]["exp_avg"].shape
 
 
 def schedule_two(name: str, mode: dict[str, Any]) -> tuple[list[float], bool]:

@@ -1,6 +1,6 @@
 """The user's optimizer, stepped on shards."""
 
-from .extra_params import describe_unreduced
+from .extra_params import describe_unreduced, join_norm
 from .forwarded_methods import forwarding_members
 from .grad_scaler import GradScaler, adapt_scaler
 from .nested_optimizers import take_back
@@ -21,6 +21,7 @@ __all__ = [
     "check_optimizer",
     "describe_unreduced",
     "forwarding_members",
+    "join_norm",
     "load_with_hooks",
     "may_see_shards",
     "not_shardable",

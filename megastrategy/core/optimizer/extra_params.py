@@ -98,15 +98,8 @@ class Strangers:
                 tensor.grad.detach_().zero_()
 
     def join_norm(self, norm: Tensor, norm_type: float, groups: Sequence[Collectives]) -> Tensor:
-        """The norm of the model's gradients (a scalar, fp64) and of the strangers' together: one number on all ranks of
-        the groups. Collective over each."""
-        own = total_grad_norm(self.grads(), norm_type, None, self._engine.device).reshape(1)
-        for collectives in groups:
-            # One number on all ranks, though each has its own gradients; [Note: strangers] says which, and why.
-            own = norms_over_owners(own, norm_type, collectives)
-            own = own if math.isinf(norm_type) else own / collectives.size ** (1.0 / norm_type)
-        joined: Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1), own]), norm_type)
-        return joined
+        """The norm of the model's gradients and of the strangers' together, as :func:`join_norm`."""
+        return join_norm(norm, self.grads(), norm_type, groups, self._engine.device)
 
     def warn_once(self) -> None:
         """Names those that have a gradient, on rank 0, before the first step for which any has."""
@@ -117,6 +110,20 @@ class Strangers:
         text = describe_unreduced(self._optimizer, self._ignored)
         if text is not None and self._engine.collectives.is_rank_zero:
             warnings.warn(text, stacklevel=2)
+
+
+def join_norm(
+    norm: Tensor, grads: Sequence[Tensor], norm_type: float, groups: Sequence[Collectives], device: torch.device
+) -> Tensor:
+    """The norm of reduced gradients (a scalar, fp64) and of ``grads``, each rank's own, together: one number on all
+    ranks of the groups. Collective over each."""
+    own = total_grad_norm(grads, norm_type, None, device).reshape(1)
+    for collectives in groups:
+        # One number on all ranks, though each has its own gradients; [Note: strangers] says which, and why.
+        own = norms_over_owners(own, norm_type, collectives)
+        own = own if math.isinf(norm_type) else own / collectives.size ** (1.0 / norm_type)
+    joined: Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1), own]), norm_type)
+    return joined
 
 
 def describe_unreduced(optimizer: torch.optim.Optimizer, ignored: Collection[int] = ()) -> str | None:
