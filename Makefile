@@ -10,8 +10,8 @@ ARGS ?=
 # also where the environment says otherwise: workers, ranks and scripts import the same files, some hundred times.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Files go to workers whole, so each worker has its own processes for ranks, and a file's trainings are done once; in their
-# order: tests/tools first (tests/conftest.py), which wait longest, and the shortest, tests/unit, last, so that no worker is
-# left alone with a long one. Two more than two cores: half of the time goes to waits that tests are about (three workers
+# order: tests/tools first (tests/conftest.py), which wait longest, and the engine's, which are short, last, so that no worker
+# is left alone with a long one. Two more than two cores: half of the time goes to waits that tests are about (three workers
 # took 648 s, four 533 s, on 2026-11-25).
 WORKERS ?= 4
 PYTEST += --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -54,17 +54,18 @@ gpu-check: $(STAMP)  ## check the engine on this machine's GPUs (ARGS="--gpus 8"
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
 
 fast: $(STAMP)  ## the engine's own tests, without checkpoints or any framework: after each change (ARGS go to pytest)
-	$(PYTEST) tests/unit tests/ranks $(ARGS)
+	$(PYTEST) tests/test_architecture.py $(ENGINE) $(ARGS)
 
 test: lint  ## lint, types and the suite, sampled where a test has many cases: before each merge (ARGS go to pytest)
 	$(PYTEST) $(ARGS)
 
-DOORS_PARITY := tests/doors/test_lightning_parity.py tests/doors/test_fabric.py tests/doors/test_fabric_precision.py \
-  tests/doors/test_accelerate.py
+ENGINE := tests/core --ignore tests/core/checkpoint
+DOORS_PARITY := tests/doors/lightning/test_lightning_parity.py tests/doors/fabric/test_fabric.py \
+  tests/doors/fabric/test_fabric_precision.py tests/doors/accelerate/test_accelerate.py
 nightly: lint  ## every case, scripts in interpreters of their own; then the engine with results late, early and at random
 	FRESH_SCRIPTS=1 $(PYTEST) -m "long or not long" $(ARGS)
 	for backend in rings process-group; do for delivery in at-wait at-launch at-random; do \
-	  $(PYTEST) tests/ranks $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
+	  $(PYTEST) $(ENGINE) tests/pipeline $(DOORS_PARITY) --collectives lazy-$$delivery --backend $$backend $(ARGS) || exit 1; \
 	done; done
 
 lint: $(STAMP)  ## ruff and mypy

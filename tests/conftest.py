@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from .support.interpreters import assert_may_start, note_interpreters, started
 from .support.lazy_collectives import violations
 from .support.thread_mode import forget_entered_modes, take_stance_back
 from .support.tiers import mark_long, part
+
+FOLDER = Path(__file__).parent
 
 torch.set_num_threads(1)
 multiprocessing.set_forkserver_preload(["tests.doors.fits", "tests.support.preloaded"])
@@ -107,4 +110,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
     # Tests of programs wait for them: begun last, they would keep one worker busy when the others have ended.
-    items.sort(key=lambda item: item.path.parent.name != "tools")
+    first_and_last = {"tools": 0, "core": 2}
+    items.sort(key=lambda item: first_and_last.get(item.path.relative_to(FOLDER).parts[0], 1))

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 
-from tests.checkpoints.test_remote_directories import cut_off_at_each_operation, save_near_and_far
+from tests.core.checkpoint.test_remote_directories import cut_off_at_each_operation, save_near_and_far
 from tests.doors.kill_runs import with_s3
-from tests.doors.test_crash_safety import train_under_fire
+from tests.doors.lightning.test_crash_safety import train_under_fire
 from tests.support.object_store import FAULTS, Kind
 from tests.support.ports import free_port
 from tests.support.processes import run_processes

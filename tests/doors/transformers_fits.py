@@ -16,8 +16,16 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.doors.transformers.test_accelerate_transformers import (
+    LENGTH,
+    NUM_LABELS,
+    NUM_TOKENS,
+    make_bert,
+    make_gpt2,
+    make_lora,
+)
+
 from .accelerate_loops import weights_of
-from .test_accelerate_transformers import LENGTH, NUM_LABELS, NUM_TOKENS, make_bert, make_gpt2, make_lora
 
 NUM_SAMPLES = 43
 """Of two a rank: 11 batches on two ranks, the last one filled up; in threes 3, 3, 3 and 2 of them."""

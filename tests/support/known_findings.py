@@ -1,7 +1,7 @@
 """One memory of optimizers' trials for all models of a process, as Trainer and Fabric keep one for theirs.
 
 A model of the engine's own tries its optimizer anew, for 10 ms of a processor on each rank: a tenth of all work of
-``tests/ranks``. What a trial finds, and what may be remembered of it, is tested in ``tests/unit``.
+``tests/core``. What a trial finds, and what may be remembered of it, is tested in ``tests/core/trials``.
 """
 
 from __future__ import annotations

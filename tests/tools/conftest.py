@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.doors.fits import BATCHES_PER_EPOCH, AwkwardModule, Fit
+from tests.doors.lightning.test_lightning_checkpoints import amsgrad_in_groups, decay, fit_and_save, small_steps
 from tests.doors.rank_processes import Ranks
-from tests.doors.test_lightning_checkpoints import amsgrad_in_groups, decay, fit_and_save, small_steps
 
 SHARDED = {"strategy_options": {"state_dict_type": "sharded"}}
 NAME = f"step={BATCHES_PER_EPOCH}.ckpt"

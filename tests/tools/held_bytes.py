@@ -25,7 +25,7 @@ from megastrategy import DistributedDataParallel
 from megastrategy.core import Event, one_listener
 from megastrategy.tools.profiling import run_target
 from megastrategy.tools.timeline import BEGINS_STEP, completes_step
-from tests.ranks.test_memory import bytes_of
+from tests.core.properties.test_memory import bytes_of
 from tests.support.patience import HANG_S
 
 

@@ -26,8 +26,14 @@ from megastrategy.tools.conversion import consolidate, convert, default_file
 from megastrategy.tools.param_names import names_from, names_from_module, names_in_file
 from megastrategy.tools.parts import read_file
 from tests.doors.fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors
+from tests.doors.lightning.test_lightning_checkpoints import (
+    amsgrad_in_groups,
+    assert_same_value,
+    decay,
+    resume,
+    small_steps,
+)
 from tests.doors.rank_processes import Ranks
-from tests.doors.test_lightning_checkpoints import amsgrad_in_groups, assert_same_value, decay, resume, small_steps
 from tests.support.patience import HANG_S
 
 from .conftest import SHARDED, Saved

@@ -16,8 +16,8 @@ from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
 from megastrategy.tools.conversion import consolidate, convert
 from megastrategy.tools.param_names import names_from
 from megastrategy.tools.parts import read_file
+from tests.doors.lightning.test_lightning_checkpoints import assert_same_value
 from tests.doors.rank_processes import Ranks
-from tests.doors.test_lightning_checkpoints import assert_same_value
 from tests.support.optimizers import InBlocks, KeepsNested, MatricesAndRest, Shampoo
 
 from .test_conversion import assert_same_directories, load

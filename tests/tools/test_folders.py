@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from megastrategy.core import CheckpointError
 from megastrategy.tools.commands import root
 from megastrategy.tools.contents import inspect_checkpoint
+from tests.doors.accelerate.test_accelerate_checkpoints import train_from
 from tests.doors.accelerate_loops import Worlds
 from tests.doors.fabric_loops import AwkwardNet
-from tests.doors.test_accelerate_checkpoints import train_from
 from tests.doors.transformers_fits import fit
 
 from .conftest import Saved

@@ -19,7 +19,7 @@ from megastrategy.core import CheckpointError
 from megastrategy.tools.commands import root
 from megastrategy.tools.contents import inspect_checkpoint, loads_with
 from megastrategy.tools.conversion import consolidate
-from tests.doors.test_checkpoint_files import without_privileges
+from tests.doors.lightning.test_checkpoint_files import without_privileges
 
 
 def said_of(path: Path) -> str:

@@ -28,7 +28,7 @@ from megastrategy.tools.plan.memory import changes, parse_bytes, parse_ranks, ra
 from megastrategy.tools.plan.one_step import MeasuredStep, ModelPlan, OneStep, _held
 from megastrategy.tools.plan.report import advice
 from megastrategy.tools.plan.scripts import PlanError, measure_script
-from tests.ranks.test_memory import bytes_of, wide
+from tests.core.properties.test_memory import bytes_of, wide
 from tests.support.ranks import run_ranks, with_instances
 from tests.support.scripts import run_script
 from tests.tools.planned_script import BATCH

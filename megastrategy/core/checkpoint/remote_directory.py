@@ -12,7 +12,7 @@ made beside a checkpoint and moved there. Instead a directory is what its ``.met
 5. It copies ``meta.pt`` anew, and removes what is of no use any more.
 
 A save that is cut off leaves objects that no ``.metadata`` names; the next save of that name removes them. A test cuts
-one off before and after each operation (``tests/checkpoints/test_remote_directories.py``).
+one off before and after each operation (``tests/core/checkpoint/test_remote_directories.py``).
 """
 
 from __future__ import annotations

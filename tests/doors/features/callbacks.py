@@ -382,7 +382,7 @@ FEATURES = [
     Feature(AREA, "torchmetrics and every kind of self.log", measured),
 ]
 
-_TESTS = "test_lightning_callbacks.py"
+_TESTS = "lightning/test_lightning_callbacks.py"
 
 BEYOND = [
     Beyond(

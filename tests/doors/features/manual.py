@@ -403,11 +403,11 @@ BEYOND = [
     Beyond(
         'The GAN of Lightning\'s documentation trains as it stands; `strategy="ddp"` raises in its second backward and '
         "asks for `find_unused_parameters=True`",
-        "test_lightning_manual.py::test_the_documentations_gan_trains_which_it_does_not_under_ddp",
+        "lightning/test_lightning_manual.py::test_the_documentations_gan_trains_which_it_does_not_under_ddp",
     ),
     Beyond(
         "`loss.backward()` in manual optimization, without `self.manual_backward`: synchronised, where the ranks of "
         '`"ddp"` part',
-        "test_lightning_manual.py::test_a_backward_that_is_not_lightnings_is_synchronised_which_it_is_not_under_ddp",
+        "lightning/test_lightning_manual.py::test_a_backward_that_is_not_lightnings_is_synchronised_which_it_is_not_under_ddp",
     ),
 ]

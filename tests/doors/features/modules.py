@@ -427,18 +427,18 @@ FEATURES = [
 BEYOND = [
     Beyond(
         "a parametrization registered in mid-fit: the ranks stay equal",
-        "test_lightning_modules.py::test_a_parametrization_registered_in_mid_fit_is_synchronised",
+        "lightning/test_lightning_modules.py::test_a_parametrization_registered_in_mid_fit_is_synchronised",
     ),
     Beyond(
         "parameters replaced in mid-fit (`load_state_dict(assign=True)`): an error names them, not a silent standstill",
-        "test_lightning_modules.py::test_parameters_replaced_in_mid_fit_are_refused_by_name",
+        "lightning/test_lightning_modules.py::test_parameters_replaced_in_mid_fit_are_refused_by_name",
     ),
     Beyond(
         "a submodule replaced in mid-fit: an error names its first parameter, not a silent standstill",
-        "test_lightning_modules.py::test_a_submodule_replaced_in_mid_fit_is_refused_by_name",
+        "lightning/test_lightning_modules.py::test_a_submodule_replaced_in_mid_fit_is_refused_by_name",
     ),
     Beyond(
         "sparse embeddings with any optimizer, Adam among them",
-        "test_lightning_modules.py::test_adam_trains_sparse_embeddings_as_dense_ones",
+        "lightning/test_lightning_modules.py::test_adam_trains_sparse_embeddings_as_dense_ones",
     ),
 ]

@@ -249,6 +249,6 @@ FEATURES = [
 BEYOND = [
     Beyond(
         "bf16-true trains on where updates are smaller than a weight's last bit: fp32 main params",
-        "test_lightning_precision.py::test_bf16_weights_stall_under_ddp_and_learn_here",
+        "lightning/test_lightning_precision.py::test_bf16_weights_stall_under_ddp_and_learn_here",
     ),
 ]

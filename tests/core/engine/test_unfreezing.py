@@ -1,0 +1,391 @@
+"""Parameters that start or stop requiring gradients in training, or join: synchronised from then on (torch DDP: never).
+
+The reference is torch DDP wrapped again at that moment, around the same module and optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import UnusedParameterError
+from megastrategy.core.events import Event, EventKind
+from tests.support.doubles import RecordingCollectives
+from tests.support.ranks import run_ranks
+from tests.support.training import assert_same_state
+
+SMALL_BUCKETS = {"bucket_size": 100}
+
+
+def four_layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """5 -> 13 -> 13 -> 13 -> 3; always the same weights."""
+    generator = torch.Generator().manual_seed(2)
+    layers = [nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 3)]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+    return model.to(dtype)
+
+
+def batch(rank: int, step: int, microbatch: int = 0) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * microbatch + rank))
+
+
+class Ours:
+    """Megastrategy around a module and an optimizer on part of its parameters, behind one face with the reference."""
+
+    def __init__(self, module: nn.Module, optimizer: Any, group: ProcessGroup, options: dict[str, Any]) -> None:
+        self.model = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+        self.optimizer: Any = DistributedOptimizer(optimizer, self.model)
+
+    def trainable_changed(self) -> None:
+        """Noticed by itself."""
+
+
+class Reference:
+    def __init__(self, module: nn.Module, optimizer: Any, group: ProcessGroup, options: dict[str, Any]) -> None:
+        self.module, self.group, self.optimizer = module, group, optimizer
+        self.trainable_changed()
+
+    def trainable_changed(self) -> None:
+        self.model = TorchDDP(self.module, process_group=self.group, find_unused_parameters=True)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
+
+
+Change = Callable[[int, nn.Sequential, Any], bool]
+"""``change(step, module, optimizer)`` before a step; whether it changed which parameters require gradients."""
+
+
+def unfreeze_one_by_one(step: int, module: nn.Sequential, optimizer: Any) -> bool:
+    if step in (2, 4):
+        module[6 - 2 * (step // 2)].requires_grad_(True)
+        return True
+    return False
+
+
+def unfreeze_and_add_group(step: int, module: nn.Sequential, optimizer: Any) -> bool:
+    if step == 3:
+        module[0].requires_grad_(True)
+        module[2].requires_grad_(True)
+        optimizer.add_param_group({"params": [*module[0].parameters(), *module[2].parameters()], "lr": 0.01})
+        return True
+    return False
+
+
+def freeze_and_unfreeze(step: int, module: nn.Sequential, optimizer: Any) -> bool:
+    if step in (1, 3, 5):
+        module[4].requires_grad_(step == 3)
+        module[2].requires_grad_(step != 3)
+        return True
+    return False
+
+
+def train(
+    engine: Callable[..., Any],
+    change: Change,
+    options: dict[str, Any],
+    *,
+    in_optimizer: bool = True,
+    accumulate: int = 1,
+    dtype: torch.dtype = torch.float32,
+    size: int = 2,
+) -> list[tuple[dict[str, Tensor], list[float], dict[str, Any]]]:
+    """Eight steps with the last two layers trainable at first; weights, losses and optimizer state by rank."""
+
+    def rank_main(rank: int, group: ProcessGroup) -> tuple[dict[str, Tensor], list[float], dict[str, Any]]:
+        module = four_layers(dtype)
+        for layer in module[:4]:
+            layer.requires_grad_(False)
+        params = list(module.parameters()) if in_optimizer else [p for p in module.parameters() if p.requires_grad]
+        made = engine(module, adam(params), group, options)
+        losses = []
+        for step in range(8):
+            if change(step, module, made.optimizer):
+                made.trainable_changed()
+            made.optimizer.zero_grad()
+            for microbatch in range(accumulate):
+                last = microbatch == accumulate - 1
+                with contextlib.nullcontext() if last else made.model.no_sync():
+                    loss = made.model(batch(rank, step, microbatch).to(dtype)).float().square().mean() / accumulate
+                    loss.backward()
+            losses.append(loss.item())
+            made.optimizer.step()
+        state = made.optimizer.state_dict()
+        return {name: value.clone() for name, value in module.state_dict().items()}, losses, state
+
+    return run_ranks(size, rank_main)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("change", "in_optimizer"),
+    [(unfreeze_one_by_one, True), (unfreeze_and_add_group, False), (freeze_and_unfreeze, True)],
+)
+def test_it_equals_ddp_wrapped_again(change: Change, in_optimizer: bool, accumulate: int, sharded: bool) -> None:
+    options = {**SMALL_BUCKETS, "use_distributed_optimizer": sharded}
+    ours = train(Ours, change, options, in_optimizer=in_optimizer, accumulate=accumulate)
+    theirs = train(Reference, change, {}, in_optimizer=in_optimizer, accumulate=accumulate)
+    assert_same_state(ours[0][2], theirs[0][2])
+    for (weights, losses, _), (expected, expected_losses, _) in zip(ours, theirs, strict=True):
+        assert losses == expected_losses
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+    start = four_layers().state_dict()
+    for name in {unfreeze_one_by_one: ["2.weight", "4.weight"], unfreeze_and_add_group: ["0.bias", "2.weight"]}.get(
+        change, ["2.weight", "6.weight"]
+    ):
+        assert not torch.equal(ours[0][0][name], start[name]), f"{name} was never trained"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_stay_equal(dtype: torch.dtype, size: int) -> None:
+    outcomes = train(Ours, unfreeze_one_by_one, SMALL_BUCKETS, dtype=dtype, size=size)
+    for weights, _, _ in outcomes[1:]:
+        assert all(torch.equal(weights[name], value) for name, value in outcomes[0][0].items())
+
+
+def test_bf16_weights_that_join_have_main_params() -> None:
+    """Steps of a tenth of a last bit add up, so the weight moves in the end."""
+
+    def rank_main(rank: int, group: ProcessGroup) -> tuple[int, float]:
+        module = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+        module.weight.data.fill_(1.0)
+        module.weight.requires_grad_(False)
+        other = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+        both = nn.ModuleList([module, other])
+        model = DistributedDataParallel(both, DistributedDataParallelConfig(), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(both.parameters(), lr=2**-11), model)
+        module.weight.requires_grad_(True)
+        model.include_trainable()
+        for _ in range(32):
+            optimizer.zero_grad()
+            (module(torch.ones(1, 1, dtype=torch.bfloat16)).sum() * 1.0).backward()
+            optimizer.step()
+        return len(optimizer.state_dict()["param_groups"][0]["params"]), module.weight.item()
+
+    for count, weight in run_ranks(2, rank_main):
+        assert count == 2
+        assert weight == 1.0 - 32 * 2**-11
+
+
+def test_nobody_else_moves_and_each_bucket_is_reduced_once() -> None:
+    """The buckets of those that join come after the others; the others keep their memory and their shards."""
+
+    def rank_main(rank: int, group: ProcessGroup) -> None:
+        module = four_layers()
+        module[0].requires_grad_(False)
+        events: list[Event] = []
+        collectives = RecordingCollectives(group)
+        model = DistributedDataParallel(
+            module, DistributedDataParallelConfig(**SMALL_BUCKETS), collectives=collectives, listener=events.append
+        )
+        optimizer = DistributedOptimizer(adam(module.parameters()), model)
+        model(batch(rank, 0)).sum().backward()
+        optimizer.step()
+        before, buckets = [param.data_ptr() for param in model.engine.params], len(model.layout.buckets)
+        shards = {index: shard.main for index, shard in optimizer._impl.shards.items()}
+        module[0].requires_grad_(True)
+        optimizer.zero_grad()
+        model(batch(rank, 1)).sum().backward()
+        collectives.calls.clear()
+        events.clear()
+        optimizer.step()
+        model(batch(rank, 2)).sum().backward()
+        assert [param.data_ptr() for param in model.engine.params][: len(before)] == before
+        assert all(optimizer._impl.shards[index].main is main for index, main in shards.items())
+        assert model.layout.buckets[buckets].params == (7, 6)
+        starts = [event.index for event in events if event.kind is EventKind.REDUCE_START]
+        assert starts == list(range(len(model.layout.buckets))) == list(range(buckets + 1))
+        assert len(collectives.named("reduce_scatter")) == buckets + 1
+        assert not [event for event in events if event.kind is EventKind.LAYOUT_EXTENDED], "joined once already"
+        model.close()
+        assert all(len(param._post_accumulate_grad_hooks or {}) == 0 for param in module.parameters())
+
+    run_ranks(2, rank_main)
+
+
+def test_a_frozen_parameter_is_not_waited_for() -> None:
+    """Its bucket goes out while backward runs, although its gradient never comes."""
+
+    def rank_main(rank: int, group: ProcessGroup) -> None:
+        module = four_layers()
+        events: list[Event] = []
+        config = DistributedDataParallelConfig(**SMALL_BUCKETS)
+        model = DistributedDataParallel(module, config, group, listener=events.append)
+        module[6].requires_grad_(False)
+        module[4].bias.requires_grad_(False)
+        model(batch(rank, 0)).sum().backward()
+        kinds = [(event.kind, event.index) for event in events]
+        first = kinds.index((EventKind.REDUCE_START, 0))
+        last_gradient = max(place for place, (kind, _) in enumerate(kinds) if kind is EventKind.GRAD_READY)
+        assert first < last_gradient, "the first bucket waited for the end of backward"
+
+    run_ranks(2, rank_main)
+
+
+def test_state_that_was_loaded_for_a_frozen_parameter_is_used_when_it_joins() -> None:
+    """A checkpoint from after the unfreezing, loaded before it is unfrozen again."""
+
+    def rank_main(rank: int, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        def steps(made: Ours, first: int, count: int) -> None:
+            for step in range(first, first + count):
+                made.optimizer.zero_grad()
+                made.model(batch(rank, step)).square().mean().backward()
+                made.optimizer.step()
+
+        module = four_layers()
+        whole = Ours(module, adam(module.parameters()), group, SMALL_BUCKETS)
+        steps(whole, 0, 3)
+        [state] = whole.model.engine.collectives.all_gather_objects(whole.optimizer.state_dict())[:1]
+        again = four_layers()
+        again.load_state_dict(module.state_dict())
+        steps(whole, 3, 3)
+        again[0].requires_grad_(False)
+        resumed = Ours(again, adam(again.parameters()), group, SMALL_BUCKETS)
+        resumed.optimizer.load_state_dict(state)
+        again[0].requires_grad_(True)
+        steps(resumed, 3, 3)
+        return module[0].weight.detach().clone(), again[0].weight.detach().clone()
+
+    for uninterrupted, resumed in run_ranks(2, rank_main):
+        assert torch.equal(uninterrupted, resumed)
+
+
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": False}])
+def test_promises_about_unused_parameters_are_of_those_that_require_gradients(options: dict[str, Any]) -> None:
+    ours = train(Ours, unfreeze_one_by_one, {**SMALL_BUCKETS, **options})
+    theirs = train(Reference, unfreeze_one_by_one, {})
+    assert all(torch.equal(ours[0][0][name], value) for name, value in theirs[0][0].items())
+
+    def rank_main(rank: int, group: ProcessGroup) -> None:
+        module = four_layers()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(find_unused_parameters=False), group)
+        module[0].requires_grad_(False)
+        model(batch(rank, 0)).sum().backward()
+        model.zero_grad()
+        model.watch_backward(loss := module[6](torch.ones(4, 13)).sum())
+        with pytest.raises(UnusedParameterError, match=r"4 parameter\(s\) received no gradient.*'2\.weight'"):
+            loss.backward()
+
+    run_ranks(2, rank_main)
+
+
+def test_state_of_a_frozen_bf16_parameter_is_loaded_as_it_was_saved() -> None:
+    """torch casts it to the weight's dtype, in which it would be rounded, and no state of a main param."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = four_layers(torch.bfloat16)
+        before = Ours(module, adam(module.parameters()), group, SMALL_BUCKETS)
+        before.model(batch(rank, 0).bfloat16()).float().square().mean().backward()
+        before.optimizer.step()
+        [state, *_] = before.model.engine.collectives.all_gather_objects(before.optimizer.state_dict())
+        frozen = four_layers(torch.bfloat16)
+        frozen[0].requires_grad_(False)
+        after = Ours(frozen, adam(frozen.parameters()), group, SMALL_BUCKETS)
+        after.optimizer.load_state_dict(state)
+        [again, *_] = after.model.engine.collectives.all_gather_objects(after.optimizer.state_dict())
+        assert_same_state(again, state)
+        frozen[0].requires_grad_(True)
+        after.model(batch(rank, 1).bfloat16()).float().square().mean().backward()
+        after.optimizer.step()
+
+    run_ranks(2, run)
+
+
+def test_all_parameters_may_be_frozen_at_first() -> None:
+    def rank_main(rank: int, group: ProcessGroup) -> Tensor:
+        module = four_layers().requires_grad_(False)
+        made = Ours(module, adam(module.parameters()), group, {})
+        with torch.no_grad():
+            made.model(batch(rank, 0))
+        module.requires_grad_(True)
+        made.model(batch(rank, 0)).sum().backward()
+        made.optimizer.step()
+        return module[0].weight.detach().clone()
+
+    first, second = run_ranks(2, rank_main)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, four_layers()[0].weight)
+
+
+def test_a_new_module_may_join_with_its_own_group() -> None:
+    """An adapter added in training: rank 0's values count, whatever the others made."""
+
+    def rank_main(rank: int, group: ProcessGroup) -> Tensor:
+        module = four_layers()
+        made = Ours(module, adam(module.parameters()), group, SMALL_BUCKETS)
+        made.model(batch(rank, 0)).sum().backward()
+        made.optimizer.step()
+        adapter = nn.Linear(3, 3)
+        adapter.weight.data.fill_(float(rank + 1))
+        adapter.bias.data.fill_(float(rank + 1))
+        module.append(adapter)
+        made.optimizer.add_param_group({"params": adapter.parameters()})
+        assert adapter.weight[0, 0].item() == 1.0
+        made.optimizer.zero_grad()
+        made.model(batch(rank, 1)).sum().backward()
+        made.optimizer.step()
+        return adapter.weight.detach().clone()
+
+    first, second = run_ranks(2, rank_main)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, torch.ones(3, 3))
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    def rank_main(rank: int, group: ProcessGroup) -> None:
+        module = four_layers()
+        made = Ours(module, adam(module.parameters()), group, {})
+        other = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        with pytest.raises(ValueError, match=r"parameter 0 of group 1, of shape \(2, 2\) .* another wrapped model"):
+            made.optimizer.add_param_group({"params": other.parameters()})
+        groups = made.optimizer.param_groups
+        with pytest.raises(ValueError, match=r"no parameter of this .* is one of the wrapped model's"):
+            made.optimizer.param_groups = [{"params": list(nn.Linear(2, 2).parameters())}]
+        assert made.optimizer.param_groups is groups
+        assert len(groups) == 1
+
+    run_ranks(1, rank_main)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_frozen_after_its_backward_is_stepped_on_all_ranks(dtype: torch.dtype) -> None:
+    """As by one optimizer that steps while another's parameters are toggled, or between backward and step."""
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        module = four_layers(dtype)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=1), group)
+        first, second = (
+            DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), model) for layer in (module[0], module[2])
+        )
+        for step in range(3):
+            model(batch(rank, step).to(dtype)).float().square().sum().backward()
+            module[0].requires_grad_(step == 1)
+            first.step()
+            second.step()
+            module[0].requires_grad_(True)
+            first.zero_grad()
+            second.zero_grad()
+        return [param.detach().clone() for param in module.parameters()]
+
+    ranks = run_ranks(2, run)
+    moved = [
+        not torch.equal(mine, before) for mine, before in zip(ranks[0], four_layers(dtype).parameters(), strict=True)
+    ]
+    assert moved == [True] * 4 + [False] * 4
+    for mine, theirs in zip(*ranks, strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,0 +1,163 @@
+"""One parameter has one engine: torch DDP inside or around, and parameters of which each rank has a part, are refused
+by name."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import PrefixStore, ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig
+from tests.support.engines import engines
+from tests.support.models import two_layers
+from tests.support.processes import run_processes
+from tests.support.ranks import gloo_group, run_ranks
+
+MODES = engines("reduce-scatter", "all-reduce", "pooled")
+either_mode = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+
+
+def nested() -> nn.Module:
+    """A block whose inner part is called ``0.1``."""
+    return nn.Sequential(nn.Sequential(nn.Tanh(), two_layers()), nn.Linear(7, 2))
+
+
+# --- torch DDP -------------------------------------------------------------------------------------------------------
+
+
+@either_mode
+def test_torch_ddp_inside_is_refused_by_the_name_of_the_submodule(options: dict[str, Any]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nested()
+        module[0][1] = TorchDDP(module[0][1], process_group=group)
+        config = DistributedDataParallelConfig(**options)
+        with pytest.raises(ValueError, match=r"submodule '0\.1' is a DistributedDataParallel of torch's.*\.module"):
+            DistributedDataParallel(module, config, group)
+        with pytest.raises(ValueError, match="the module is a DistributedDataParallel of torch's"):
+            DistributedDataParallel(module[0][1], config, group)
+        module[0][1] = module[0][1].module  # the way out
+        model = DistributedDataParallel(module, config, group)
+        model(torch.ones(2, 10)).sum().backward()
+
+    run_ranks(2, run)
+
+
+@either_mode
+@pytest.mark.parametrize("direct", [True, False])
+def test_torch_ddp_around_is_refused_in_the_first_forward(options: dict[str, Any], direct: bool) -> None:
+    """Its constructor asks nothing of a submodule, so a forward is the first that can tell."""
+    one_at_a_time = threading.Lock()  # torch notes whose forward is under way once for all threads of a process
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module = nested()
+        model: nn.Module
+        model = inner = DistributedDataParallel(module, DistributedDataParallelConfig(**options), group)
+        outer = TorchDDP(inner if direct else nn.Sequential(nn.Linear(10, 10), inner), process_group=group)
+        with pytest.raises(ValueError, match=r"inside a DistributedDataParallel of torch's \(around a \w+\)"):
+            with one_at_a_time:
+                outer(torch.ones(2, 10))
+        model(torch.ones(2, 10)).sum().backward()  # the way out: without it
+        assert inner.full_grad(module[1].bias) is not None
+
+    run_ranks(2, run)
+
+
+def test_a_model_that_torch_ddp_only_calls_is_none_of_its_own() -> None:
+    """A teacher, or a critic that trains on its own, called in the forward of a module that torch DDP wraps."""
+
+    def run(rank: int, group: ProcessGroup) -> TorchDDP:
+        critic = DistributedDataParallel(two_layers(), process_group=group)
+
+        class Calls(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.Linear(10, 10)
+                self.others = [critic]  # a list registers nothing
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.others[0](self.layer(x))
+
+        # Engines that reduce in one backward need groups of their own, or they meet in each other's collectives.
+        of_ddp = gloo_group(PrefixStore("ddp", group.get_group_store()), rank, 2)
+        # Held until both ranks have ended: its reducer, collected sooner, keeps Python's lock and waits for gloo's
+        # threads, of which one may wait for that lock.
+        outer = TorchDDP(Calls(), process_group=of_ddp)
+        outer(torch.ones(2, 10)).sum().backward()
+        assert critic.full_grad(critic.module[0].bias) is not None
+        return outer
+
+    run_ranks(2, run)
+
+
+# --- DTensors --------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(8, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(tokens)))
+
+
+def message(run: Callable[[], object]) -> str:
+    with pytest.raises(ValueError, match="module") as caught:
+        run()
+    return str(caught.value)
+
+
+def refusals() -> dict[str, dict[str, str]]:
+    """By mode, and by what was done to the module."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    found: dict[str, dict[str, str]] = {}
+    for mode, options in MODES.items():
+        wrap = functools.partial(DistributedDataParallel, config=DistributedDataParallelConfig(**options))
+        torch.manual_seed(0)
+        one, sharded, later = Tied(), Tied(), Tied()
+        parallelize_module(one, init_device_mesh("cpu", (2,)), {"layer": ColwiseParallel()})
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+        model = wrap(later)
+        parallelize_module(later, init_device_mesh("cpu", (2,)), {"layer": ColwiseParallel()})
+        found[mode] = {
+            "one": message(lambda: wrap(one)),  # noqa: B023 - called at once
+            "fully_shard": message(lambda: wrap(sharded)),  # noqa: B023
+            "after wrapping": message(lambda: model(torch.arange(4))),  # noqa: B023
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[dict[str, dict[str, str]]]:
+    """Processes, since a mesh is over the default group; once, as what they import takes seconds."""
+    return run_processes(2, refusals)
+
+
+TEXTS = {
+    "one": "parameter 'layer.weight' is a DTensor (Shard(dim=0) on a mesh of 2): ranks [0, 1] hold different parts",
+    "fully_shard": "the module is wrapped by fully_shard",
+    "after wrapping": "parameter 'layer.weight' is a DTensor, and when the module was wrapped there were none",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("done", TEXTS)
+def test_dtensors_over_data_parallel_ranks_are_refused(
+    refused: list[dict[str, dict[str, str]]], mode: str, done: str
+) -> None:
+    for found in refused:
+        assert TEXTS[done] in found[mode][done]

@@ -1,0 +1,92 @@
+"""``optimizer.state`` of a sharded optimizer: who looks up a Parameter is told, who walks over all of it is not."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import DirectUseError
+from tests.core.buffers.test_reduced_grad import Net, loss_of
+from tests.support.ranks import run_ranks
+
+
+class Shrinks(torch.optim.SGD):
+    @torch.no_grad()
+    def shrink(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "momentum_buffer" in self.state[param]:
+                    self.state[param]["momentum_buffer"].mul_(0.5)
+
+
+def forget(state: Any, param: Any) -> None:
+    del state[param]
+
+
+LOOK_UPS: dict[str, Callable[[Any, Any], object]] = {
+    "in": lambda optimizer, param: param in optimizer.state,
+    "[]": lambda optimizer, param: optimizer.state[param],
+    "get": lambda optimizer, param: optimizer.state.get(param),
+    "set": lambda optimizer, param: optimizer.state.__setitem__(param, {}),
+    "del": lambda optimizer, param: forget(optimizer.state, param),
+    "pop": lambda optimizer, param: optimizer.state.pop(param, None),
+    "setdefault": lambda optimizer, param: optimizer.state.setdefault(param, {}),
+    "a method called as a function of the class": lambda optimizer, param: Shrinks.shrink(optimizer),
+}
+
+
+def started(rank: int, group: ProcessGroup, **options: Any) -> tuple[Net, Any]:
+    net = Net()
+    net.idle.requires_grad_(False)
+    model = DistributedDataParallel(net, DistributedDataParallelConfig(bucket_size=40, **options), group)
+    optimizer = DistributedOptimizer(Shrinks(net.parameters(), lr=0.1, momentum=0.9), model)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    return net, optimizer
+
+
+@pytest.mark.parametrize("look_up", LOOK_UPS.values(), ids=LOOK_UPS)
+def test_a_look_up_by_parameter_is_refused_with_the_way_out(look_up: Callable[[Any, Any], object]) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        net, optimizer = started(rank, group)
+        with pytest.raises(DirectUseError, match=r"'first\.weight'.*state_dict\(\).*use_distributed_optimizer=False"):
+            look_up(optimizer, net.first.weight)
+
+    run_ranks(2, run)
+
+
+def test_what_is_stepped_itself_and_all_of_the_state_are_shown() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        net, optimizer = started(rank, group)
+        state = optimizer.state
+        assert net.idle.weight not in state
+        assert state.get(net.idle.weight) is None
+        assert state.pop("nothing", 3) == 3
+        assert len(state) == len(list(state)) == len(optimizer.optimizer.state) > 0
+        assert all(values["momentum_buffer"].any() for values in state.values())
+        for values in state.values():
+            values["momentum_buffer"].zero_()
+        saved = optimizer.state_dict()["state"]
+        assert rank or not any(values["momentum_buffer"].any() for values in saved.values())
+        state["a note"] = 1
+        assert optimizer.optimizer.state["a note"] == 1
+        state.clear()
+        assert not optimizer.optimizer.state
+
+    run_ranks(2, run)
+
+
+def test_with_an_all_reduce_it_is_the_optimizers_own() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        net, optimizer = started(rank, group, use_distributed_optimizer=False)
+        assert isinstance(optimizer.state, collections.defaultdict)
+        Shrinks.shrink(optimizer)
+        assert "momentum_buffer" in optimizer.state[net.first.weight]
+
+    run_ranks(2, run)

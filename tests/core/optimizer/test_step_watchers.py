@@ -1,0 +1,206 @@
+"""Hooks on the step of a sharded optimizer, and wrappers around it, see the model's Parameters, not shards."""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.errors import ReducedGradError
+from tests.core.buffers.test_reduced_grad import SHARDED, Net, loss_of, sharded
+from tests.support.ranks import run_ranks
+
+Watch = Callable[[Optimizer], Callable[[], object]]
+"""Lets something watch an optimizer's steps; returns what ends that."""
+
+
+@torch.no_grad()
+def renorm(optimizer: Optimizer) -> None:
+    """The rows of matrices have a norm of 0.5 at most: on a flat shard nothing has rows."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.dim() > 1:
+                param.copy_(param.renorm(2, 0, 0.5))
+
+
+def hook_after(optimizer: Optimizer) -> Callable[[], object]:
+    return optimizer.register_step_post_hook(lambda one, *_: renorm(one)).remove
+
+
+def global_hook_after(optimizer: Optimizer) -> Callable[[], object]:
+    own = optimizer
+
+    def hook(one: Optimizer, *_: Any) -> None:
+        if one is own:
+            renorm(one)
+
+    return register_optimizer_step_post_hook(hook).remove
+
+
+def wrapper(optimizer: Optimizer) -> Callable[[], object]:
+    step = optimizer.step
+
+    def stepping(self: Optimizer, *args: Any) -> None:
+        step(*args)
+        renorm(self)
+
+    optimizer.step = types.MethodType(stepping, optimizer)  # type: ignore[method-assign]
+    return lambda: None
+
+
+class OfABase(torch.optim.SGD):
+    """Calls its base's step, which runs hooks too once that class was used by itself."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def trained(watch: Watch, options: dict[str, Any] | None, kind: type[torch.optim.SGD] = torch.optim.SGD) -> list[Any]:
+    """The weights by rank; under torch DDP without ``options``."""
+    # Global hooks are the process's: one that comes or goes while another rank's step walks them ends that step.
+    together = threading.Barrier(2, timeout=30.0)
+
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        net = Net()
+        model: Any = TorchDDP(net, process_group=group, find_unused_parameters=True)
+        if options is not None:
+            model = DistributedDataParallel(net, DistributedDataParallelConfig(**options), group)
+        inner = kind(net.parameters(), lr=0.1, momentum=0.9)
+        end = watch(inner)
+        try:
+            together.wait()
+            optimizer = inner if options is None else DistributedOptimizer(inner, model)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+            together.wait()
+        finally:
+            end()
+        return [param.detach().clone() for param in net.parameters()]
+
+    return run_ranks(2, run)
+
+
+@sharded
+@pytest.mark.parametrize("watch", [hook_after, global_hook_after, wrapper])
+def test_who_changes_whole_weights_after_a_step_ends_in_the_bits_of_torch_ddp(
+    watch: Watch, options: dict[str, Any]
+) -> None:
+    for mine, theirs in zip(trained(watch, options), trained(watch, None), strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
+def test_hooks_of_a_class_that_calls_its_bases_step() -> None:
+    torch.optim.SGD([torch.zeros(1)])  # from now on its step runs hooks, also where a class of it calls it
+    for mine, theirs in zip(
+        trained(hook_after, SHARDED["contiguous"], OfABase), trained(hook_after, None, OfABase), strict=True
+    ):
+        assert all(map(torch.equal, mine, theirs))
+
+
+def centralizes(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None and param.dim() > 1:
+                param.grad.sub_(param.grad.mean(dim=1, keepdim=True))
+
+
+def wrapper_before(optimizer: Optimizer) -> Callable[[], object]:
+    step = optimizer.step
+
+    def stepping(self: Optimizer, *args: Any) -> None:
+        centralizes(self)
+        step(*args)
+
+    optimizer.step = types.MethodType(stepping, optimizer)  # type: ignore[method-assign]
+    return lambda: None
+
+
+@pytest.mark.parametrize("watch", [lambda optimizer: optimizer.register_step_pre_hook(centralizes), wrapper_before])
+def test_who_computes_with_gradients_before_a_step_is_told_and_the_model_goes_on(watch: Watch) -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        net = Net()
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(bucket_size=40), group)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        watch(inner)
+        optimizer = DistributedOptimizer(inner, model)
+        loss_of(model, rank, 0).backward()
+        before = [param.detach().clone() for param in net.parameters()]
+        with pytest.raises(ReducedGradError, match=r"'first\.weight'.*full_grad"):
+            optimizer.step()
+        assert all(map(torch.equal, net.parameters(), before))
+        assert optimizer.num_steps == (0, 0)
+        assert [id(param) for param in inner.param_groups[0]["params"]] == list(map(id, net.parameters()))
+
+    run_ranks(2, run)
+
+
+@sharded
+def test_a_hook_may_write_whole_gradients(options: dict[str, Any]) -> None:
+    def run(rank: int, group: ProcessGroup) -> list[Tensor]:
+        net = Net()
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(**options), group)
+        optimizer = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
+
+        def hook(one: Optimizer, *_: Any) -> None:
+            for param in one.param_groups[0]["params"]:
+                if (grad := optimizer.full_grad(param)) is not None and param.dim() > 1:
+                    param.grad = grad - grad.mean(dim=1, keepdim=True)
+
+        optimizer.register_step_pre_hook(hook)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        return [param.detach().clone() for param in net.parameters()]
+
+    def expected(rank: int, group: ProcessGroup) -> list[Tensor]:
+        net = Net()
+        model = TorchDDP(net, process_group=group, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(centralizes)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        return [param.detach().clone() for param in net.parameters()]
+
+    for mine, theirs in zip(run_ranks(2, run), run_ranks(2, expected), strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
+def test_a_wrapper_may_leave_a_step_out() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        net = Net()
+        model = DistributedDataParallel(net, DistributedDataParallelConfig(bucket_size=40), group)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        real, leaves_out = inner.step, [True]
+
+        def stepping(*args: Any) -> None:
+            if not leaves_out[0]:
+                real(*args)
+
+        inner.step = stepping  # type: ignore[method-assign]
+        optimizer = DistributedOptimizer(inner, model)
+        before = [param.detach().clone() for param in net.parameters()]
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        assert optimizer.num_steps == (0, 0)
+        assert all(map(torch.equal, net.parameters(), before))
+        leaves_out[0] = False
+        optimizer.step()
+        assert optimizer.num_steps == (1, 1)
+        assert not torch.equal(net.first.weight, before[0])
+
+    run_ranks(2, run)

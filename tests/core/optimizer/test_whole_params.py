@@ -1,0 +1,441 @@
+"""Optimizers that need whole parameters: each is stepped by the rank that owns it, and all is as under torch DDP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer, GradScaler
+from megastrategy.core.engine.relayout import relayout
+from megastrategy.core.errors import LayoutMismatchError, OptimizerNotShardableError
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.layout import BufferLayout, ParamSpec
+from megastrategy.core.layout.memory import memory_use
+from megastrategy.core.layout.owners import Owners
+from tests.support import optimizers
+from tests.support.doubles import RecordingCollectives
+from tests.support.models import two_layers
+from tests.support.ranks import run_ranks, try_ranks
+from tests.support.training import assert_close, start_ours, train_with_ddp, train_with_ours
+from tests.support.whole_params import KINDS, SOME, WholeRun, assert_same, batch, by_dimensions, model_on, same, train
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grad_buffer", ["contiguous", "pooled"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("gather", [False, "step", "forward"])
+def test_equal_to_torch_ddp_to_the_bit_on_two_ranks(kind: str, grad_buffer: Any, accumulate: int, gather: Any) -> None:
+    run = WholeRun(kind=kind, accumulate=accumulate)
+    config = DistributedDataParallelConfig(bucket_size=SOME, grad_buffer=grad_buffer, overlap_param_gather=gather)
+    if grad_buffer == "pooled" and accumulate > 1:  # sums of each microbatch's mean, in another order than torch DDP's
+        assert_close(train_with_ours(run, 2, config), train_with_ddp(run, 2), 1e-4)
+    else:
+        assert_same(train_with_ours(run, 2, config), train_with_ddp(run, 2))
+
+
+# --- owners ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def owned_layouts(draw: st.DrawFn) -> tuple[BufferLayout, set[int]]:
+    shapes = draw(st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=12))
+    specs = [
+        ParamSpec(f"p{number}", shape, (shape[1], 1), torch.float32, torch.float32)
+        for number, shape in enumerate(shapes)
+    ]
+    size = draw(st.sampled_from([2, 3, 4, 8, 64]))
+    config = DistributedDataParallelConfig(bucket_size=draw(st.sampled_from([1, 500, 10**9])))
+    whole = draw(st.sets(st.integers(0, len(specs) - 1)))
+    return build_layout(specs, config, size), whole
+
+
+@settings(max_examples=50, deadline=None)
+@given(owned_layouts())
+def test_owners_have_everything_once_and_are_even(drawn: tuple[BufferLayout, set[int]]) -> None:
+    layout, whole = drawn
+    owners = Owners(layout, {}).extended_by(whole)
+    assert owners.rank_of.keys() == whole
+    numels = [layout.params[param].numel for param in whole]
+    assert sum(owners.loads()) == sum(numels)
+    assert max(owners.loads()) <= sum(numels) / layout.num_shards + max(numels, default=0)
+    for bucket in layout.buckets:
+        stepped = [0] * bucket.numel
+        for rank, spans in enumerate(owners.stepped(bucket, bucket.params)):
+            for start, end in spans:
+                for element in range(start, end):
+                    assert stepped[element] == 0, "two ranks step it"
+                    stepped[element] = rank + 1
+        for param in bucket.params:
+            slot = layout.slots[param]
+            ranks = set(stepped[slot.start - bucket.start : slot.end - bucket.start])
+            assert 0 not in ranks, "nobody steps it"
+            if param in whole and slot.start < slot.end:
+                assert ranks == {owners.rank_of[param] + 1}
+        here = [param for param in bucket.params if param in whole]
+        for rank in range(layout.num_shards):
+            for other, parts in enumerate(owners.received(here, rank)):
+                assert parts == owners.sent(here, other)[rank], "what one rank sends the other expects"
+                assert not parts or other != rank
+        for param in here:
+            held = [part for _, part in owners.holders(param)]
+            slot = layout.slots[param]
+            assert [part.start for part in held] == [slot.start, *(part.end for part in held[:-1])][: len(held)]
+            assert sum(part.numel for part in held) == layout.params[param].numel
+            assert [rank for rank, part in owners.holders(param)] == [
+                rank
+                for rank in range(layout.num_shards)
+                if layout.owned_range(param, rank) and layout.params[param].numel
+            ]
+
+
+def test_owners_stay_when_others_join() -> None:
+    specs = [ParamSpec(f"p{n}", (10 + n, 7), (7, 1), torch.float32, torch.float32) for n in range(9)]
+    layout = build_layout(specs, DistributedDataParallelConfig(bucket_size=SOME), 4)
+    first = Owners(layout, {}).extended_by({0, 3, 5})
+    later = first.extended_by({1, 2, 8})
+    assert {param: later.rank_of[param] for param in (0, 3, 5)} == first.rank_of
+    assert first == Owners(layout, {}).extended_by([5, 3, 0]), "whatever the order in which they are named"
+
+
+@pytest.mark.parametrize(("size", "embedding"), [(2, 600), (4, 300), (8, 300)])
+def test_what_is_larger_than_a_ranks_part_has_an_owner_of_its_own(size: int, embedding: int) -> None:
+    """An embedding lies in the last bucket, to which others would come when all ranks have their parts already."""
+    shapes = [(embedding, 8), *12 * [(16, 8), (4, 8)], (8, 8)]
+    specs = [ParamSpec(f"p{n}", shape, (shape[1], 1), torch.float32, torch.float32) for n, shape in enumerate(shapes)]
+    layout = build_layout(specs, DistributedDataParallelConfig(bucket_size=SOME), size)
+    assert layout.slots[0].bucket == len(layout.buckets) - 1 > 2
+    rest = sum(spec.numel for spec in specs[1:])
+    assert specs[0].numel > (specs[0].numel + rest) / size
+    owners = Owners(layout, {}).extended_by(range(len(specs)))
+    loads = owners.loads()
+    assert loads.pop(owners.rank_of[0]) == specs[0].numel
+    assert max(loads) - min(loads) <= 16 * 8, "the others share the rest"
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_owner_keeps_the_state_of_what_it_owns_and_no_other_byte(size: int, dtype: torch.dtype) -> None:
+    """Two matrices: on four ranks two of them own none."""
+
+    def run(rank: int, group: ProcessGroup) -> int:
+        module, model = model_on(group, dtype)
+        matrices, rest = by_dimensions(list(module.parameters()))
+        muon = DistributedOptimizer(torch.optim.Muon(matrices, lr=0.02), model)
+        adamw = DistributedOptimizer(torch.optim.AdamW(rest, lr=0.01), model)
+        for step in range(2):
+            model(batch(rank, step, dtype)).square().mean().backward()
+            for optimizer in (muon, adamw):
+                optimizer.step()
+                optimizer.zero_grad()
+        own = [index for index, owner in model.engine.owners.rank_of.items() if owner == rank]
+        expected = sum(model.layout.params[index].numel for index in own)
+        assert len(own) <= math.ceil(len(matrices) / size)
+        kept = [value for values in muon.state.values() for value in values.values() if isinstance(value, Tensor)]
+        assert sum(value.nbytes for value in kept) == 4 * expected, "momentum is in fp32, as of main params"
+        mains = [shard.main for index, shard in muon._impl.shards.items() if model.layout.params[index].has_main_param]
+        assert sum(main.nbytes for main in mains) == (4 * expected if dtype == torch.bfloat16 else 0)
+        counts = {**adamw._impl.num_kept(), **muon._impl.num_kept()}
+        assert sorted(counts.values()) == [1, 1, 2, 2]
+        use = memory_use(model.layout, rank, counts, model.engine.owners.rank_of)
+        flat = [value for values in adamw.state.values() for value in values.values() if value.dim() > 0]
+        mains += [shard.main for i, shard in adamw._impl.shards.items() if model.layout.params[i].has_main_param]
+        assert use.state_bytes == sum(value.nbytes for value in [*kept, *flat, *mains])
+        return expected
+
+    owned = run_ranks(size, run)
+    assert sum(owned) == 33 * 10 + 7 * 33
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["muon", "lamb", "muon_and_adamw"])
+def test_a_step_sends_parts_to_owners_once_and_gathers_once(size: int, kind: str) -> None:
+    """Counted call by call: one exchange and one gather for each bucket with whole parameters, and in all no element
+    that its owner holds already."""
+
+    def run(rank: int, group: ProcessGroup) -> tuple[int, int]:
+        doubles: list[RecordingCollectives] = []
+
+        def record(real: Any) -> Any:
+            doubles.append(RecordingCollectives(group, real))
+            return doubles[0]
+
+        training = start_ours(WholeRun(kind=kind), rank, group, DistributedDataParallelConfig(bucket_size=SOME), record)
+        training.step(0)
+        calls, model = doubles[0], training.model
+        calls.calls.clear()
+        training.step(1)
+        owners, layout = model.engine.owners, model.layout
+        whole = {layout.slots[param].bucket for param in owners.rank_of}
+        moving = {
+            bucket
+            for bucket in whole
+            if not all(owners.is_held_by_owner(p) for p in layout.buckets[bucket].params if p in owners.rank_of)
+        }
+        assert len(calls.named("all_to_all")) == len(moving)
+        assert len(calls.named("gather_spans")) == len(whole)
+        exchanges = {"all_to_all", "gather_spans", "all_gather"}
+        names = [call.name for call in calls.calls if call.name in exchanges]
+        assert names[: len(moving)] == len(moving) * ["all_to_all"], "before anything is stepped and gathered"
+        stepped = {layout.slots[param].bucket for param in training.optimizer._impl.param_indices()}
+        assert len(calls.named("all_gather")) == len(stepped - whole)
+        sent = sum(call.numel for call in calls.named("all_to_all"))
+        expected = sum(
+            part.numel
+            for param, owner in owners.rank_of.items()
+            for holder, part in owners.holders(param)
+            if holder == rank != owner
+        )
+        assert sent == expected
+        return sent, sum(layout.params[param].numel for param in owners.rank_of)
+
+    by_rank = run_ranks(size, run)
+    assert sum(sent for sent, _ in by_rank) <= by_rank[0][1] * (size - 1) / size * 1.5
+
+
+def test_one_rank_sends_nothing_and_tries_nothing() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model = model_on(group)
+        optimizer = DistributedOptimizer(torch.optim.Muon(by_dimensions(list(module.parameters()))[0], lr=0.02), model)
+        train(model, optimizer, rank, range(2))
+        assert not model.engine.owners.rank_of
+        assert model.engine.collectives.num_started == 0
+
+    run_ranks(1, run)
+
+
+# --- 16-bit weights, and everything else of the engine ---------------------------------------------------------------
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("options", "accumulate"),
+    [({}, 1), ({}, 3), ({"grad_buffer": "pooled"}, 1), ({"overlap_param_gather": "forward"}, 3)],
+    ids=str,
+)
+def test_bf16_weights_are_stepped_in_fp32_as_with_all_reduce(
+    kind: str, options: dict[str, Any], accumulate: int
+) -> None:
+    """To the bit on two ranks, where a sum has one order; main params too."""
+
+    def run(rank: int, group: ProcessGroup) -> tuple[list[Tensor], Any, Any]:
+        results = []
+        for ways in (options, {"use_distributed_optimizer": False}):
+            module, model = model_on(group, torch.bfloat16, **ways)
+            optimizer = DistributedOptimizer(KINDS[kind](list(module.parameters())), model)
+            train(model, optimizer, rank, range(5), accumulate)
+            weights = [param.detach().clone() for param in module.parameters()]
+            results.append((weights, optimizer.state_dict(), optimizer.main_params()))
+        return results  # type: ignore[return-value]
+
+    for rank, (sharded, whole) in enumerate(run_ranks(2, run)):  # type: ignore[misc]
+        assert same(sharded[0], whole[0])
+        if rank == 0:
+            assert same(sharded[1]["state"], whole[1]["state"])
+            assert same(sharded[2], whole[2])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", ["muon", "lamb", "shampoo", "muon_and_adamw"])
+def test_instances_have_owners_each(kind: str) -> None:
+    """Two instances of two ranks: as one of four, but for the order of sums."""
+    run = WholeRun(kind=kind, steps=5)
+    config = DistributedDataParallelConfig(bucket_size=SOME, num_distributed_optimizer_instances=2)
+    assert_close(train_with_ours(run, 4, config), train_with_ddp(run, 4), 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["muon", "lamb", "muon_and_adamw"])
+def test_clipping(kind: str) -> None:
+    run = WholeRun(kind=kind, clip_norm=0.05)
+    config = DistributedDataParallelConfig(bucket_size=SOME)
+    ours, reference = train_with_ours(run, 2, config), train_with_ddp(run, 2)
+    assert_close(ours, reference, 1e-4)
+    for mine, theirs in zip(ours, reference, strict=True):
+        torch.testing.assert_close(torch.stack(mine.norms), torch.stack(theirs.norms), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_that_joins_later_gets_an_owner(dtype: torch.dtype) -> None:
+    """Unfrozen in the groups, and added with a group of its own; as with all-reduce, to the bit."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        ends = []
+        for sharded in (True, False):
+            module = two_layers().to(dtype)
+            module[0].requires_grad_(False)
+            config = DistributedDataParallelConfig(bucket_size=SOME, use_distributed_optimizer=sharded)
+            model = DistributedDataParallel(module, config, group)
+            first = [module[2].weight, module[0].weight]
+            optimizer = DistributedOptimizer(optimizers.LambWithMoments(first, lr=0.02), model)
+            train(model, optimizer, rank, range(2))
+            module[0].weight.requires_grad_(True)
+            train(model, optimizer, rank, range(2, 4))
+            module[0].bias.requires_grad_(True)
+            optimizer.add_param_group({"params": [module[0].bias, module[2].bias], "lr": 0.01})
+            train(model, optimizer, rank, range(4, 6))
+            ends.append(([param.detach().clone() for param in module.parameters()], optimizer.state_dict()))
+            assert len(model.engine.owners.rank_of) == (4 if sharded else 0)
+        assert same(ends[0][0], ends[1][0])
+        assert rank or same(ends[0][1], ends[1][1])
+
+    run_ranks(2, run)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("kind", ["muon", "lamb", "shampoo", "muon_and_adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_layout_in_mid_training(kind: str, dtype: torch.dtype) -> None:
+    """Owners keep what they own, and nothing changes."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        ends = []
+        for moves in (True, False):
+            module, model = model_on(group, dtype)
+            optimizer = DistributedOptimizer(KINDS[kind](list(module.parameters())), model)
+            train(model, optimizer, rank, range(3))
+            if moves:
+                before = dict(model.engine.owners.rank_of)
+                other = build_layout(model.layout.params, DistributedDataParallelConfig(bucket_size=77), 3)
+                assert relayout(model.engine, other)
+                assert model.engine.owners.rank_of == before
+            train(model, optimizer, rank, range(3, 6))
+            state, mains = optimizer.state_dict(), optimizer.main_params()
+            ends.append(([param.detach().clone() for param in module.parameters()], state, mains))
+        assert same(ends[0], ends[1])
+
+    run_ranks(3, run)
+
+
+def test_a_step_that_is_skipped_leaves_everything() -> None:
+    """A gradient that is not finite on one rank, under a scaler."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model = model_on(group)
+        optimizer = DistributedOptimizer(optimizers.LambWithMoments(module.parameters(), lr=0.02), model)
+        scaler = GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            before = [param.detach().clone() for param in module.parameters()]
+            x = batch(rank, step) * (float("inf") if (rank, step) == (1, 1) else 1.0)
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert all(map(torch.equal, before, module.parameters())) == (step == 1)
+        if rank == 0:
+            counts = {values["step"].item() for values in optimizer.state_dict()["state"].values()}
+            assert counts == {2.0}
+        else:
+            optimizer.state_dict()
+
+    run_ranks(2, run)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_whole_in_one_optimizer_is_not_stepped_flat_by_another() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model = model_on(group)
+        adamw = DistributedOptimizer(torch.optim.AdamW(module.parameters(), lr=0.01), model)
+        muon = DistributedOptimizer(torch.optim.Muon([module[0].weight], lr=0.02), model)
+        model(batch(rank, 0)).square().mean().backward()
+        muon.step()
+        with pytest.raises(ValueError, match=r"'0.weight' is in two optimizers"):
+            adamw.step()
+
+    run_ranks(2, run)
+
+
+def test_a_divided_parameter_that_is_put_into_a_whole_group_is_named() -> None:
+    """One that is owned goes on being stepped whole, in a group of shards too."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model = model_on(group)
+        optimizer = DistributedOptimizer(KINDS["muon_and_adamw"](list(module.parameters())), model)
+        train(model, optimizer, rank, range(1))
+        whole, flat = (group["params"] for group in optimizer.param_groups)
+        flat.append(whole.pop())
+        train(model, optimizer, rank, range(1, 2))
+        whole.append(flat.pop(0))
+        before = [param.detach().clone() for param in module.parameters()]
+        for _ in range(2):
+            with pytest.raises(OptimizerNotShardableError, match=r"'0.bias' is divided .* group 0 now"):
+                train(model, optimizer, rank, range(2, 3))
+        assert all(map(torch.equal, before, module.parameters()))
+        flat.append(whole.pop())
+        train(model, optimizer, rank, range(2, 3))
+
+    run_ranks(2, run)
+
+
+def test_ranks_with_other_groups_are_told() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model = model_on(group)
+        matrices = by_dimensions(list(module.parameters()))[0]
+        DistributedOptimizer(torch.optim.Muon(matrices[rank:], lr=0.02), model)
+
+    for error in try_ranks(2, run):
+        assert isinstance(error, LayoutMismatchError), error
+        assert "by rank" in str(error).lower()
+
+
+def test_a_flat_group_that_would_need_whole_parameters_later_is_refused_each_time() -> None:
+    """Set by hand after the wrap, as in tests/core/trials/test_options_set_later.py."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        module, model = model_on(group)
+        optimizer = DistributedOptimizer(optimizers.MatricesAndRest([{"params": list(module.parameters())}]), model)
+        assert not optimizer._impl.whole_params
+        for _ in range(2):
+            optimizer.param_groups[0]["by_row"] = True
+            model(batch(rank, 0)).square().mean().backward()
+            with pytest.raises(OptimizerNotShardableError, match="parameter group 0 then needs whole parameters"):
+                optimizer.step()
+        optimizer.param_groups[0]["by_row"] = False
+        optimizer.step()
+
+    run_ranks(2, run)
+
+
+def test_the_table_at_the_start_names_owners_and_what_is_too_large() -> None:
+    def run(rank: int, group: ProcessGroup) -> list[str]:
+        lines: list[str] = []
+        module, model = model_on(group)
+        optimizer = DistributedOptimizer(optimizers.LambWithMoments(module.parameters(), lr=0.02), model)
+        model.engine.announce(lines.append)
+        assert optimizer.is_sharded
+        return lines
+
+    said = run_ranks(4, run)[0][0]
+    assert "4 parameter(s), 601 elements, are stepped whole" in said
+    assert f"the fullest rank has {330 / (601 / 4) - 1:+.0%}" in said
+    assert "'0.weight' alone has 330 of them" in said
+
+
+def test_the_table_names_what_is_too_large_where_its_owner_has_more() -> None:
+    """Unfrozen when every rank had its part."""
+
+    def run(rank: int, group: ProcessGroup) -> list[str]:
+        lines: list[str] = []
+        module, model = model_on(group)
+        first, *others = module.parameters()
+        first.requires_grad_(False)
+        optimizer = DistributedOptimizer(optimizers.LambWithMoments(others, lr=0.02), model)
+        first.requires_grad_(True)
+        optimizer.add_param_group({"params": [first]})
+        model.engine.announce(lines.append)
+        return lines
+
+    said = run_ranks(3, run)[0][0]
+    assert "'0.weight' alone has 330 of them" in said

@@ -1,0 +1,105 @@
+"""The current device need not be the model's: a script that calls no ``set_device`` has the first one on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megastrategy.core.collectives import BackendCollectives, GlooCollectives, HostStagedCollectives
+from megastrategy.core.collectives.instanced import BackendInstanceCollectives
+from megastrategy.core.trials.isolation import seed
+from tests.support.lazy_device import Event, LazyDevice, Stream
+from tests.support.ranks import run_ranks
+
+
+class _OneDeviceOfTwo(LazyDevice):
+    """The tensors are another device's than the current one, which has a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(lazy_caller=True)
+        of_current, two = Stream(self._lock), self
+
+        class OfTwo(Event):
+            def wait(self, stream: Stream | None = None) -> None:
+                super().wait(of_current if stream is None else stream)
+
+        two.Event = OfTwo
+
+
+class _OnStreams(BackendInstanceCollectives):
+    """Two hops that are work of the stream."""
+
+    def _scatter_inside(self, tensor: Tensor, scale: float | None) -> None:
+        tensor.mul_(scale or 1.0)
+
+    def _sum_across(self, tensor: Tensor) -> None:
+        tensor.add_(1.0)
+
+
+def test_sums_of_instances_are_waited_for_on_the_stream_of_the_models_device() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        device = _OneDeviceOfTwo()
+        every = BackendCollectives(group)
+        instance = _OnStreams(every, group, group)
+        instance._streams = device
+        tensor = torch.full((2,), torch.nan)
+        device.write(tensor, torch.tensor([3.0, 4.0]))
+        handle = instance.reduce_scatter(tensor, 2.0)
+        handle.wait()
+        read = torch.zeros(2)
+        device.write(read, tensor)
+        device.synchronize()
+        assert read.tolist() == [7.0, 9.0]
+
+    run_ranks(1, run)
+
+
+def test_the_thread_that_stages_asks_events_on_the_streams_device() -> None:
+    """A thread begins on the first device, and a question there makes a context, with memory of its own."""
+    device, asked = LazyDevice(lazy_caller=True), list[Stream]()
+
+    class Asked(Event):
+        def query(self) -> bool:
+            asked.append(device.current_stream(None))
+            return super().query()
+
+    device.Event = Asked
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        collectives = HostStagedCollectives(GlooCollectives(group), torch.device("cpu"), device)
+        collectives.all_reduce(torch.ones(3), 1.0).wait()
+        assert asked
+        assert all(stream is collectives._stream for stream in asked)
+        collectives.close()
+
+    run_ranks(1, run)
+
+
+def test_a_trial_draws_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.cuda.manual_seed`` is for the current one: ranks would draw different numbers, and differ in findings."""
+    states: dict[str, Tensor] = {}
+    of_host = torch.default_generator.get_state()
+
+    class Module:
+        @staticmethod
+        def set_rng_state(state: Tensor, device: torch.device) -> None:
+            states[str(device)] = state
+
+    made: list[torch.device] = []
+
+    def generator(device: torch.device) -> Any:
+        made.append(device)
+        return of_cpu()
+
+    of_cpu: Any = torch.Generator
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    monkeypatch.setattr(torch, "Generator", generator)
+    seed(torch.device("cuda:1"))
+    assert made == [torch.device("cuda:1")]
+    assert list(states) == ["cuda:1"]
+    assert torch.equal(states["cuda:1"], of_cpu().manual_seed(0).get_state())
+    assert torch.equal(torch.default_generator.get_state(), of_host)

@@ -1,0 +1,298 @@
+"""Bytes a rank holds, counted by walking every tensor that is alive, against the formula; and bytes on the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.core.layout.build import build_layout
+from megastrategy.core.layout.memory import describe_setup, memory_use, memory_use_of_ddp
+from megastrategy.core.layout.owners import Owners
+from megastrategy.core.module.module_checks import param_spec
+from tests.support.models import two_layers
+from tests.support.optimizers import LambWithMoments
+from tests.support.ranks import run_ranks, with_instances
+
+
+def bytes_of(tensors: list[Tensor]) -> int:
+    """The memory that the tensors' storages cover, overlaps counted once."""
+    spans = sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors})
+    total, reached = 0, 0
+    for start, nbytes in spans:
+        end = start + nbytes
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def all_tensors() -> list[Tensor]:
+    """Every tensor that the garbage collector knows of. By type: isinstance() would ask lazy objects."""
+    return [obj for obj in gc.get_objects() if issubclass(type(obj), Tensor)]
+
+
+def wide(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(100, 333), nn.Linear(333, 77), nn.Linear(77, 1, bias=False)).to(dtype)
+
+
+WAYS = [
+    {},
+    {"use_distributed_optimizer": False},
+    {"grad_buffer": "pooled"},
+    {"optimizer_state_dtype": "bf16"},
+    {"store_param_remainders": True},
+    {"offload_optimizer_states": True},
+    {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "grad_buffer": "pooled"},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("size", "instances"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3)])
+def test_tensors_held_equal_the_formula_to_the_byte(
+    size: int, instances: int, way: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Parameters, gradients and optimizer state of every rank after two steps of Adam."""
+    sharded = way.get("use_distributed_optimizer", True)
+    if not sharded:
+        instances = 1
+
+    def run(rank: int, group: ProcessGroup) -> tuple[int, int, int]:
+        module = wide(dtype)
+        config = DistributedDataParallelConfig(bucket_size=5000, num_distributed_optimizer_instances=instances, **way)
+        collectives = with_instances(group, instances) if instances > 1 else None
+        model = DistributedDataParallel(module, config, group, collectives=collectives)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 100, dtype=dtype)).sum().backward()
+            optimizer.step()
+        buffers = model.engine.param_buffers
+        flats = buffers.flats if buffers is not None else []
+        params = bytes_of([*module.parameters(), *flats])
+        held = [v for v in gc.get_referents(model.engine.grad_buffers.__dict__) if isinstance(v, list)]
+        grads = bytes_of(
+            [t for values in held for t in values if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+        )
+        main = [key for key in optimizer.state if isinstance(key, Tensor) and key.dtype != dtype]
+        main += [bitmap for bitmap in buffers.bitmaps if bitmap is not None] if buffers is not None else []
+        kept = [v for values in optimizer.state.values() for v in values.values() if v.dim() > 0]
+        use = memory_use(model.layout, rank, state_tensors=2)
+        # That they are where this says is in test_offload.py.
+        on_host = kept if model.layout.offloads_state else []
+        state = [*main, *([] if on_host else kept)]
+        assert (params, grads, bytes_of(state)) == (use.param_bytes, use.grad_bytes, use.state_bytes)
+        assert bytes_of(on_host) == use.host_bytes
+        return params, grads, bytes_of([*state, *on_host])
+
+    per_rank = run_ranks(size, run)
+    numel = sum(param.numel() for param in wide(dtype).parameters())
+    shares = size // instances if sharded else 1
+    of_params, of_grads, of_state = {torch.float32: (4, 4, 8), torch.bfloat16: (2, 4, 12)}[dtype]
+    if shares > 1 and "optimizer_state_dtype" in way:
+        of_state -= 4
+    has_bits = shares > 1 and "store_param_remainders" in way and dtype == torch.bfloat16
+    if has_bits:  # and an eighth, of padding, too
+        of_state -= 2
+    padding = 4 * (math.lcm(128, 64 * size) + 6 * 64)  # at most, in elements: 4 buckets, 5 parameters
+    grads_shares = shares if way.get("grad_buffer") == "pooled" else 1
+    for params, grads, _ in per_rank:
+        assert of_params * numel <= params <= of_params * (numel + padding)
+        assert of_grads * numel <= grads * grads_shares <= of_grads * (numel + padding)
+    total_state = sum(state for _, _, state in per_rank)
+    if has_bits:
+        assert numel / 8 <= total_state / (size // shares) - of_state * numel <= (numel + padding) / 8
+        return
+    assert total_state == of_state * numel * (size // shares), (
+        "an element's state is on one rank of each instance (or on all)"
+    )
+
+
+def test_one_rank_is_not_told_that_anything_is_sent() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        model = DistributedDataParallel(wide(torch.float32), DistributedDataParallelConfig(bucket_size=5000), group)
+        first, second, *_ = describe_setup(model.layout, rank, True, 2).splitlines()
+        assert first == "megatron_ddp on 1 rank(s): nothing is sent, nothing is sharded"
+        assert second.endswith(" in all, of float32")
+
+    run_ranks(1, run)
+
+
+def test_nothing_else_is_alive() -> None:
+    """All tensors of the process, not only those we know of: params + grads + state, and 4 bytes a step counter."""
+
+    def run(rank: int, group: ProcessGroup) -> None:
+        gc.collect()
+        before = {id(tensor) for tensor in all_tensors()}
+        module = wide(torch.float32)
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(bucket_size=5000), group)
+        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 100)).sum().backward()
+            optimizer.step()
+        use = memory_use(model.layout, rank, state_tensors=2)
+        gc.collect()
+        alive = [tensor for tensor in all_tensors() if id(tensor) not in before]
+        counters = len([v for values in optimizer.state.values() for v in values.values() if v.dim() == 0])
+        assert bytes_of(alive) == use.total_bytes + 4 * counters
+
+    run_ranks(1, run)
+
+
+def test_table_of_torch_ddp() -> None:
+    def run(rank: int, group: ProcessGroup) -> None:
+        layout = DistributedDataParallel(two_layers(), process_group=group).layout
+        numel = sum(param.numel() for param in two_layers().parameters())
+        assert memory_use_of_ddp(layout, 2).total_bytes == 16 * numel
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_rounded_wires_cost_is_what_the_page_says(size: int) -> None:
+    def run(rank: int, group: ProcessGroup) -> float:
+        module = nn.Linear(1024, 256)
+        config = DistributedDataParallelConfig(grad_wire_dtype="bf16", param_wire_dtype="bf16")
+        model = DistributedDataParallel(module, config, group)
+        use = memory_use(model.layout, rank, state_tensors=2)
+        return (use.param_bytes + use.grad_bytes + use.state_bytes) / sum(
+            param.numel() for param in module.parameters()
+        )
+
+    per_rank = run_ranks(size, run)
+    assert sum(per_rank) / size == pytest.approx(4 + 4 + 8 / size + 2 + 8 / size, rel=0.01)
+    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
+    assert "| fp32, `grad_wire_dtype` and `param_wire_dtype` | 4 + 4 + 8/d, and 2 + 8/d (" in page
+
+
+def bytes_received() -> dict[int, int]:
+    """By every TCP socket of this process, by inode, from the kernel (tcp_info.tcpi_bytes_received)."""
+    received: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd"):  # the listing itself was one of them, and is closed by now
+        duplicate = os.dup(int(name)) if os.path.exists(f"/proc/self/fd/{name}") else -1
+        if duplicate >= 0 and stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+            with socket.socket(fileno=duplicate) as handle:
+                if handle.family in (socket.AF_INET, socket.AF_INET6) and handle.type == socket.SOCK_STREAM:
+                    info = handle.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+                    received[os.fstat(duplicate).st_ino] = struct.unpack_from("Q", info, 128)[0]
+        elif duplicate >= 0:
+            os.close(duplicate)
+    return received
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("dtype", "bytes_a_param", "way"),
+    [
+        (torch.float32, 8, {}),
+        (torch.bfloat16, 6, {}),
+        (torch.float32, 8, {"use_distributed_optimizer": False}),
+        (torch.bfloat16, 8, {"use_distributed_optimizer": False}),  # gradients alone, in fp32, and twice
+        (torch.bfloat16, 6, {"grad_buffer": "pooled"}),
+        (torch.bfloat16, 4, {"grad_buffer": "pooled", "grad_reduce_in_fp32": False}),
+        (torch.float32, 6, {"grad_wire_dtype": "bf16"}),
+        (torch.float32, 6, {"param_wire_dtype": "bf16"}),
+        (torch.float32, 4, {"grad_wire_dtype": "fp16", "param_wire_dtype": "bf16"}),
+        (torch.float32, 4, {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "grad_buffer": "pooled"}),
+        (torch.float32, 2 * 66 / 64, {"grad_wire_dtype": "int8", "param_wire_dtype": "int8"}),
+        (torch.bfloat16, 4, {"grad_wire_dtype": "bf16"}),
+    ],
+    ids=str,
+)
+@pytest.mark.real_collectives("counts what the rings send")
+def test_bytes_on_the_wire_are_at_the_floor(
+    size: int, way: dict[str, Any], dtype: torch.dtype, bytes_a_param: float
+) -> None:
+    """Within 1 % of 8(d-1)/d bytes a parameter a rank in fp32; 6(d-1)/d with bf16 weights and fp32 gradients."""
+    check_bytes_on_the_wire(size, dtype, bytes_a_param * (size - 1) / size, **way)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
+@pytest.mark.parametrize(("size", "instances"), [(4, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize("kind", ["fp32", "bf16 weights", "bf16 on the wire"])
+@pytest.mark.real_collectives("counts what the rings send")
+def test_bytes_on_the_wire_are_at_the_floor_with_instances(size: int, instances: int, kind: str) -> None:
+    """A reduce-scatter and a gather over the s ranks of an instance, and an all-reduce of a shard over n instances."""
+    grad_bytes, param_bytes = {"fp32": (4, 4), "bf16 weights": (4, 2), "bf16 on the wire": (2, 2)}[kind]
+    shards = size // instances
+    inside, between = (shards - 1) / shards, 2 * (instances - 1) / instances / shards
+    floor = (grad_bytes + param_bytes) * inside + 4 * between  # sums in fp32 in any case
+    if kind == "fp32":
+        assert math.isclose(floor, 8 * (size - 1) / size), "as much as with one instance"
+    options = {"grad_reduce_in_fp32": False, "reduce_scatter_with_fp32_accumulation": True} if grad_bytes == 2 else {}
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    check_bytes_on_the_wire(size, dtype, floor, num_distributed_optimizer_instances=instances, **options)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="reads socket counters of the Linux kernel")
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.real_collectives("counts what the rings send")
+def test_bytes_on_the_wire_with_whole_parameters_are_as_predicted(size: int, dtype: torch.dtype) -> None:
+    """Beside what is sent for shards, the parts of gradients that lie elsewhere than at their owners. A gather is as
+    long as there are weights, whoever has stepped how many of them."""
+    layout = build_layout(
+        [param_spec(name, param, CONFIG) for name, param in linears(dtype).named_parameters()], CONFIG, size
+    )
+    owners = Owners(layout, {}).extended_by(range(len(layout.params)))
+    parts = [
+        part.numel for param, owner in owners.rank_of.items() for rank, part in owners.holders(param) if rank != owner
+    ]
+    numel = sum(spec.numel for spec in layout.params)
+    flat = (4 + dtype.itemsize) * (size - 1) / size
+    check_bytes_on_the_wire(size, dtype, flat + 4 * sum(parts) / size / numel, kind=LambWithMoments)
+
+
+CONFIG = DistributedDataParallelConfig(bucket_size=300_000)
+
+
+def linears(dtype: torch.dtype) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).to(dtype)
+
+
+def check_bytes_on_the_wire(
+    size: int, dtype: torch.dtype, bytes_a_param: float, *, kind: Any = torch.optim.SGD, **options: Any
+) -> None:
+    """What the kernel has counted in three steps, by rank and parameter."""
+    steps = 3
+    elsewhere = bytes_received().keys()
+
+    def run(rank: int, group: ProcessGroup) -> tuple[int, int]:
+        module = linears(dtype)
+        config = dataclasses.replace(CONFIG, **options)
+        instances = config.num_distributed_optimizer_instances
+        collectives = with_instances(group, instances) if instances > 1 else None
+        model = DistributedDataParallel(module, config, group, collectives=collectives)
+        optimizer = DistributedOptimizer(kind(model.parameters(), lr=0.1), model)
+        counts = []
+        for number in range(steps + 1):
+            optimizer.zero_grad()
+            model(torch.ones(2, 512, dtype=dtype)).sum().backward()
+            optimizer.step()
+            if number in (0, steps):
+                group.barrier().wait()
+                # by one rank for all: they are threads of this process
+                now = bytes_received() if rank == 0 else {}
+                counts.append(sum(count for inode, count in now.items() if inode not in elsewhere))
+                group.barrier().wait()
+        return counts[0], counts[1]
+
+    before, after = run_ranks(size, run)[0]
+    numel = sum(param.numel() for param in linears(dtype).parameters())
+    floor = bytes_a_param * numel
+    sent = (after - before) / size / steps
+    assert 1.0 <= sent / floor < 1.01, f"{sent / numel:.3f} bytes a parameter, the floor is {floor / numel:.3f}"

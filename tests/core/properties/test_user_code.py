@@ -1,0 +1,60 @@
+"""What user code does between wrap and close, row by row against torch DDP, in a plain loop."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
+from megastrategy.errors import MegastrategyError
+from tests.support.engines import engines
+from tests.support.ranks import run_ranks
+from tests.support.user_code import ROWS, WHY_TORCH_DDP_REFUSES, UserCode
+from tests.support.user_code_training import Ended, Net, compare, make_optimizer, play, site_of
+
+MODES = engines("reduce-scatter", "all-reduce", "pooled", "forward", bucket_size=50)
+
+
+@functools.cache
+def with_torch_ddp(code: UserCode | None, size: int) -> list[Ended]:
+    def run(rank: int, group: ProcessGroup) -> Ended:
+        module = Net()
+        wrap = functools.partial(TorchDDP, module, process_group=group)
+        return play(site_of(module, wrap(), make_optimizer(module), rank), code, wrap_again=wrap)
+
+    return run_ranks(size, run)
+
+
+def with_ours(code: UserCode | None, size: int, mode: str, refusal: type[MegastrategyError] | None) -> list[Ended]:
+    def run(rank: int, group: ProcessGroup) -> Ended:
+        module = Net()
+        model = DistributedDataParallel(module, DistributedDataParallelConfig(**MODES[mode]), group)
+        optimizer = DistributedOptimizer(make_optimizer(module), model)
+        ended = play(site_of(module, model, optimizer, rank), code, refusal)
+        model.close()
+        return ended
+
+    return run_ranks(size, run)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("code", ROWS, ids=lambda code: code.name)
+def test_equal_to_torch_ddp_or_refused_by_name(code: UserCode, mode: str, size: int) -> None:
+    sharded = mode != "all-reduce" and size > 1
+    if sharded and code.needs_whole_grads:
+        pytest.skip("the step refuses it, and would not be made: tests/core/buffers/test_reduced_grad.py")
+    if code.torch_ddp_refuses:
+        pytest.skip(WHY_TORCH_DDP_REFUSES)
+    refusal = code.refused if sharded else None
+    reference = with_torch_ddp(None if refusal else code, size)
+    compare(with_ours(code, size, mode, refusal), reference, rtol=1e-5 if code.rounds and sharded else 0.0)
+
+
+def test_two_weights_exchange_their_memory_where_it_is_gathered() -> None:
+    """A row of the table, which ``make test`` may have in another mode."""
+    [code] = [code for code in ROWS if code.run.__name__ == "exchange_the_data_of_two_weights"]
+    compare(with_ours(code, 2, "reduce-scatter", None), with_torch_ddp(code, 2))

@@ -1,0 +1,217 @@
+"""Options: each one checked at construction, with the field, the value and the remedy in the error."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from megastrategy import DistributedDataParallelConfig
+from megastrategy.core import describe_translation
+from megastrategy.core.config import CONTRADICTIONS, Contradiction, field_names
+from megastrategy.core.torch_ddp_surface import config_from_arguments
+from tests.support.switches import MAY_CONTRADICT, is_allowed, product
+
+NUMBERS = ("bucket_size", "num_distributed_optimizer_instances")
+
+
+def test_every_field_has_a_docstring() -> None:
+    source = inspect.getsource(DistributedDataParallelConfig)
+    for name in field_names():
+        after = source.split(f"    {name}: ", 1)[1].split("\n", 1)[1]
+        assert after.lstrip().startswith('"""'), f"{name} has no docstring under it"
+
+
+def test_frozen_and_by_keyword_only() -> None:
+    config = DistributedDataParallelConfig(bucket_size=7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.bucket_size = 8  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        DistributedDataParallelConfig(7)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "auto", True])
+def test_bucket_size_must_be_a_positive_integer(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"bucket_size={value!r}.*positive number of elements"):
+        DistributedDataParallelConfig(bucket_size=value)  # type: ignore[arg-type]
+
+
+def test_a_size_that_shall_be_measured_is_refused_with_the_command_that_measures() -> None:
+    with pytest.raises(ValueError, match=r"bucket_size='auto'.*megastrategy tune SCRIPT"):
+        DistributedDataParallelConfig(bucket_size="auto")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, -2, 2.0, "2", True, None])
+def test_the_number_of_instances_must_be_a_positive_integer(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"num_distributed_optimizer_instances={value!r}: .*divides the number"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=value)  # type: ignore[arg-type]
+
+
+SWITCHES = [name for name in field_names() if name not in (*NUMBERS, "overlap_param_gather", "grad_buffer")]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_must_be_booleans(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='yes'"):
+        DistributedDataParallelConfig(**{name: "yes"})
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None, "Step"])
+def test_the_parameters_are_gathered_at_one_of_three_times(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"overlap_param_gather={value!r}: expected 'step', 'forward' or False"):
+        DistributedDataParallelConfig(overlap_param_gather=value)  # type: ignore[arg-type]
+    assert DistributedDataParallelConfig(overlap_param_gather=True).overlap_param_gather == "forward"
+    assert DistributedDataParallelConfig(overlap_param_gather=False).overlap_param_gather is False
+
+
+@pytest.mark.parametrize("value", ["Pooled", True, None, "bucket"])
+def test_gradients_have_one_of_two_places(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"grad_buffer={value!r}: expected 'contiguous' or 'pooled'"):
+        DistributedDataParallelConfig(grad_buffer=value)  # type: ignore[arg-type]
+
+
+def test_contradictions_name_both_fields_and_the_remedy() -> None:
+    with pytest.raises(
+        ValueError, match=r"grad_buffer='pooled' contradicts use_distributed_optimizer=False.*Leave use"
+    ):
+        DistributedDataParallelConfig(grad_buffer="pooled", use_distributed_optimizer=False)
+    with pytest.raises(ValueError, match=r"grad_buffer='pooled' contradicts use_contiguous_buffers=False.*Leave use"):
+        DistributedDataParallelConfig(grad_buffer="pooled", use_contiguous_buffers=False)
+    with pytest.raises(ValueError, match=r"use_contiguous_buffers=False.*use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(use_contiguous_buffers=False)
+    with pytest.raises(ValueError, match=r"use_contiguous_buffers=False.*overlap_grad_reduce=False"):
+        DistributedDataParallelConfig(use_contiguous_buffers=False, use_distributed_optimizer=False)
+    with pytest.raises(ValueError, match=r"fp32_accumulation=True contradicts grad_reduce_in_fp32=True"):
+        DistributedDataParallelConfig(reduce_scatter_with_fp32_accumulation=True)
+    with pytest.raises(ValueError, match=r"fp32_accumulation=True contradicts use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(
+            reduce_scatter_with_fp32_accumulation=True, grad_reduce_in_fp32=False, use_distributed_optimizer=False
+        )
+    with pytest.raises(ValueError, match=r"optimizer_instances=2 contradicts use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(num_distributed_optimizer_instances=2, use_distributed_optimizer=False)
+    with pytest.raises(ValueError, match=r"static_graph=True.*find_unused_parameters=False"):
+        DistributedDataParallelConfig(static_graph=True, find_unused_parameters=False)
+
+
+@pytest.mark.parametrize("pair", CONTRADICTIONS, ids=lambda pair: f"{pair.option}-{pair.other}")
+def test_no_row_of_switches_has_a_contradiction(pair: Contradiction) -> None:
+    """Every pair that can be chosen is trained with in properties/test_every_pair_of_switches.py, and no other."""
+    default = getattr(DistributedDataParallelConfig(), pair.option)
+    touching = [known for known in CONTRADICTIONS if {known.option, known.other} & {pair.option, pair.other}]
+    named = {name for known in touching for name in (known.option, known.other)} | {"dtype", "grad_reduce_in_fp32"}
+    choices = {name: MAY_CONTRADICT[name] for name in named}
+    rows = [values for values in product(choices) if values[pair.other] == pair.value]
+    contradict = [values for values in rows if values[pair.option] != default]
+    assert contradict
+    assert not any(map(is_allowed, contradict))
+    assert any(is_allowed(values) for values in rows if values[pair.option] == default)
+
+
+def test_torch_ddp_arguments_have_a_meaning_here() -> None:
+    config = config_from_arguments(
+        {
+            "bucket_cap_mb": 25,
+            "gradient_as_bucket_view": True,
+            "batched_grad_copy": True,
+            "broadcast_buffers": False,
+            "find_unused_parameters": True,
+        }
+    )
+    assert config == DistributedDataParallelConfig(bucket_size=25 * 2**20 // 4, broadcast_buffers=False)
+    assert config_from_arguments({"bucket_cap_mb": None}) == DistributedDataParallelConfig()
+    assert not config_from_arguments({"broadcast_buffers": True, "forward_sync_buffers": False}).broadcast_buffers
+    assert config_from_arguments({"forward_sync_buffers": None}) == DistributedDataParallelConfig()
+    static = config_from_arguments({"static_graph": True, "find_unused_parameters": False})
+    assert static == DistributedDataParallelConfig(static_graph=True)
+
+
+def test_every_default_of_torch_ddp_may_be_spelled_out() -> None:
+    """Of the installed torch: an argument that a newer one has is not unknown here."""
+    parameters = inspect.signature(TorchDDP.__init__).parameters.values()
+    defaults = {item.name: item.default for item in parameters if item.name not in ("self", "module", "process_group")}
+    del defaults["bucket_cap_mb"]  # its default is None, and where the signature says 25, that is a size like another
+    assert config_from_arguments(defaults) == DistributedDataParallelConfig(find_unused_parameters=False)
+
+
+@pytest.mark.parametrize(
+    ("ours", "ddps", "size"), [(100, None, 100), (None, 1, 2**18), (None, None, None)], ids=["ours", "ddps", "neither"]
+)
+def test_of_two_names_for_the_size_of_a_bucket_none_leaves_it_to_the_other(
+    ours: int | None, ddps: float | None, size: int | None
+) -> None:
+    """Whoever goes by a signature passes defaults too, in any order."""
+    by_name = {"bucket_size": ours, "bucket_cap_mb": ddps}
+    for names in (["bucket_size", "bucket_cap_mb"], ["bucket_cap_mb", "bucket_size"]):
+        assert config_from_arguments({name: by_name[name] for name in names}).bucket_size == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bucket_sise": 1}, r"unknown argument 'bucket_sise': did you mean 'bucket_size'\?$"),
+        ({"zzz": 1}, "unknown argument 'zzz': known are bucket_size"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook=.*strategy='ddp'.*grad_wire_dtype='bf16'"),
+        ({"ddp_comm_hook": powerSGD_hook.powerSGD_hook}, "ddp_comm_hook=.*strategy='ddp'.*grad_wire_dtype='bf16'"),
+        ({"ddp_comm_hook": default_hooks.fp16_compress_hook, "ddp_comm_state": 1}, "ddp_comm_hook="),
+        ({"ddp_comm_hook": default_hooks.fp16_compress_hook, "ddp_comm_wrapper": print}, "ddp_comm_hook="),
+        ({"ddp_comm_wrapper": default_hooks.fp16_compress_wrapper}, "ddp_comm_wrapper="),
+        (
+            {"ddp_comm_hook": default_hooks.fp16_compress_hook, "use_distributed_optimizer": False},
+            "ddp_comm_hook=fp16_compress_hook contradicts use_distributed_optimizer=False",
+        ),
+        (
+            {"ddp_comm_hook": default_hooks.fp16_compress_hook, "grad_wire_dtype": "bf16"},
+            "ddp_comm_hook=fp16_compress_hook contradicts grad_wire_dtype='bf16'",
+        ),
+        ({"lazy_bucket_allocation": True}, "lazy_bucket_allocation=True .*grad_buffer='pooled'"),
+        ({"init_sync": False}, "init_sync=False .*broadcast"),
+        ({"mixed_precision": 1}, "mixed_precision=1 .*precision"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan"),
+        ({"bucket_cap_mb": 1, "bucket_size": 1}, "pass one of the two"),
+        ({"gradient_as_bucket_view": 3}, "gradient_as_bucket_view=3"),
+    ],
+)
+def test_other_arguments_are_refused_by_name(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_arguments(arguments)
+
+
+HOOKS = [
+    ({"ddp_comm_hook": default_hooks.allreduce_hook}, None),
+    ({"ddp_comm_hook": default_hooks.fp16_compress_hook}, "fp16"),
+    ({"ddp_comm_hook": default_hooks.bf16_compress_hook, "ddp_comm_state": None}, "bf16"),
+    (
+        {"ddp_comm_hook": default_hooks.allreduce_hook, "ddp_comm_wrapper": default_hooks.bf16_compress_wrapper},
+        "bf16",
+    ),
+    ({"ddp_comm_hook": default_hooks.fp16_compress_hook, "grad_wire_dtype": "fp16"}, "fp16"),
+    ({"ddp_comm_hook": None, "ddp_comm_wrapper": None, "ddp_comm_state": None}, None),
+]
+
+
+@pytest.mark.parametrize(("arguments", "dtype"), HOOKS)
+def test_torchs_hooks_for_sixteen_bits_become_an_option_and_are_told_of(
+    arguments: dict[str, object], dtype: str | None
+) -> None:
+    assert config_from_arguments(arguments) == DistributedDataParallelConfig(grad_wire_dtype=dtype)
+    assert (f"grad_wire_dtype={dtype!r}" in describe_translation(arguments)) == (dtype is not None)
+    assert describe_translation({"grad_wire_dtype": "bf16"}) == ""
+
+
+def test_a_line_tells_of_what_rounds_alone() -> None:
+    hook, wrapper = default_hooks.allreduce_hook, default_hooks.bf16_compress_wrapper
+    assert describe_translation({"ddp_comm_hook": hook, "grad_wire_dtype": "int8"}) == ""
+    line = describe_translation({"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper})
+    assert "torch DDP's bf16_compress_wrapper became grad_wire_dtype='bf16'" in line
+
+
+@pytest.mark.parametrize("name", ["grad_wire_dtype", "param_wire_dtype", "optimizer_state_dtype"])
+def test_an_all_reduce_rounds_nothing(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='bf16' contradicts use_distributed_optimizer=False"):
+        DistributedDataParallelConfig(**{name: "bf16", "use_distributed_optimizer": False})
+    with pytest.raises(ValueError, match=f"{name}='int3': expected None.* or '"):
+        DistributedDataParallelConfig(**{name: "int3"})

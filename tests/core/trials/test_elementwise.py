@@ -1,0 +1,379 @@
+"""The probe that decides whether an optimizer may be sharded flat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megastrategy.core.trials.elementwise import Findings, why_not_main_params
+from megastrategy.core.trials.per_parameter import PerParameterProbe
+from megastrategy.core.trials.probe import probe
+from tests.core.properties.test_parity import OPTIMIZERS
+from tests.support import optimizers
+from tests.support.optimizers import GloballyNormalised, Lamb, Simple
+from tests.support.prepared_optimizers import CountsOnState, SumsItsState
+
+CPU = torch.device("cpu")
+
+
+class NoisySGD(torch.optim.Optimizer):
+    """Element-wise in distribution, but not in numbers: two runs differ, so it cannot be said to be safe."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad + torch.randn_like(param), alpha=group["lr"])
+
+
+class SignSGD(torch.optim.Optimizer):
+    """Not torch's, element-wise: must pass without being on any list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad.sign(), alpha=group["lr"])
+
+
+@pytest.fixture(autouse=True)
+def only_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether whole parameters would do is the question of test_per_parameter.py."""
+    monkeypatch.setattr(PerParameterProbe, "findings", lambda self: Findings("that is not tried here"))
+
+
+def params() -> list[Tensor]:
+    return [torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(3))]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_torch_optimizers_are_element_wise(name: str, dtype: torch.dtype) -> None:
+    kind, options = OPTIMIZERS[name]
+    found = probe(getattr(torch.optim, kind)(params(), **options), CPU, dtype)
+    assert found.reason is None
+    assert found.in_parts, "stepped bucket by bucket, and joined"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "fused_amsgrad": {"fused": True, "amsgrad": True, "maximize": True},
+    "tensor_lr": {"lr": torch.tensor(1e-3), "foreach": False},
+    "tensor_lr_fused": {"lr": torch.tensor(1e-3), "fused": True},
+    "lr_of_zero": {"lr": 0.0},
+    "lr_for_finetuning": {"lr": 1e-5, "weight_decay": 0.01},
+    "lr_too_small_to_move": {"lr": 1e-12, "weight_decay": 0.01},
+    "large_lr": {"lr": 10.0},
+}
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_of_adam_passes(kind: str, name: str) -> None:
+    found = probe(getattr(torch.optim, kind)(params(), **OPTIONS[name]), CPU, torch.float32)
+    assert found.reason is None
+    assert found.in_parts
+    assert found.element_names == {"exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if "amsgrad" in name else set())
+
+
+@pytest.mark.parametrize("lr", [1e-6, 1e-4, 0.1, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torch_optimizers_pass_at_any_learning_rate(name: str, lr: float) -> None:
+    kind, options = OPTIMIZERS[name]
+    optimizer = getattr(torch.optim, kind)(params(), **{**options, "lr": lr})
+    assert probe(optimizer, CPU, torch.float32).reason is None
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True, "nesterov": True}, {"momentum": 0.0}])
+def test_every_option_of_sgd_passes(options: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD(params(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **options})
+    assert probe(optimizer, CPU, torch.float32).reason is None
+
+
+def test_an_unknown_element_wise_optimizer_passes() -> None:
+    assert probe(SignSGD(params()), CPU, torch.float32).reason is None
+
+
+COUPLED = [
+    Lamb,
+    GloballyNormalised,
+    NoisySGD,
+    torch.optim.Adafactor,
+    optimizers.DistanceInGroup,
+    optimizers.DistanceOverGradients,
+    optimizers.TinySteps,
+    optimizers.Projected,
+    optimizers.NormHistory,
+    optimizers.CautiousMask,
+    optimizers.CentredKernels,
+    optimizers.DecaysMatrices,
+    optimizers.DecaysByMean,
+    optimizers.ProjectedGradients,
+    optimizers.ScaledByProportions,
+    optimizers.KeepsLargest,
+    optimizers.Patient,
+]
+
+
+@pytest.mark.parametrize("kind", COUPLED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_looks_beyond_the_element_is_found(kind: Any, dtype: torch.dtype) -> None:
+    reason = probe(kind(params()), CPU, dtype).reason
+    assert reason is not None
+    assert "flat pieces" in reason
+
+
+@pytest.mark.parametrize("lr", [1e-12, 1e-7, 1e-5, 1e-3, 0.1, 1.0])
+@pytest.mark.parametrize("kind", COUPLED[4:])
+def test_no_learning_rate_hides_it(kind: Any, lr: float) -> None:
+    assert "flat pieces" in str(probe(kind(params(), lr=lr), CPU, torch.float32).reason)
+
+
+def test_what_is_kept_is_named_with_both_values() -> None:
+    reason = str(probe(optimizers.DistanceInGroup(params()), CPU, torch.float32).reason)
+    assert "parameter group 0, entry 'd' of its group is" in reason
+    reason = str(probe(optimizers.NormHistory(params()), CPU, torch.float32).reason)
+    assert "state 'mean_norm' is" in reason
+    reason = str(probe(optimizers.KeepsLargest(params()), CPU, torch.float32).reason)
+    assert "its attribute 'watch' is otherwise for whole tensors than for flat pieces" in reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (optimizers.InBlocks, "state 'largest' of shape (28,), which has neither one number nor one for each"),
+        (optimizers.KeepsRows, "state 'rows' of shape (7,), which has neither one number nor one for each"),
+        (optimizers.KeepsMatrix, "state 'outer' of shape (500, 500), which has neither one number nor one for each"),
+        (optimizers.KeepsNested, "state 'inner', tensors in a dict"),
+        (optimizers.KeepsOwn, "its state_dict() and the state of its tensors differ in 'calls'"),
+        (optimizers.SavesRenamed, "its state_dict() and the state of its tensors differ in 'momentum', 'renamed'"),
+    ],
+)
+def test_what_could_not_be_saved_is_found(kind: Any, said: str) -> None:
+    """The steps of all but the first are element-wise."""
+    assert said in str(probe(kind(params()), CPU, torch.float32).reason)
+
+
+def test_a_state_in_another_kind_of_tensor_is_found() -> None:
+    class Coded(Tensor):
+        pass
+
+    class KeepsCoded(Simple):
+        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            state["coded"] = torch.zeros_like(param).as_subclass(Coded)
+            param.sub_(grad, alpha=group["lr"])
+
+    assert "state 'coded' as Coded" in str(probe(KeepsCoded(params()), CPU, torch.float32).reason)
+
+
+def test_an_optimizer_that_holds_another_is_refused_before_it_steps_that() -> None:
+    own = [torch.nn.Parameter(torch.ones(4, 4))]
+    own[0].grad = torch.ones(4, 4)
+    optimizer = optimizers.LookAhead(torch.optim.SGD(own, lr=0.1))
+    for reason in (probe(optimizer, CPU, torch.float32).reason, why_not_main_params(optimizer)):
+        assert "another optimizer, its attribute 'base'" in str(reason)
+        assert "Use that SGD itself" in str(reason)
+    assert bool((own[0] == 1).all())
+
+
+def test_what_differentiates_the_gradients_of_parameters_is_found() -> None:
+    reason = probe(optimizers.SecondDerivatives(params()), CPU, torch.float32).reason
+    assert "a trial step of parameter group 0 raised RuntimeError: element 0 of tensors does not require grad" in str(
+        reason
+    )
+
+
+def test_an_optimizer_that_needs_a_closure_says_so() -> None:
+    assert "'closure'" in str(probe(optimizers.NeedsClosure(params()), CPU, torch.float32).reason)
+
+
+class Recording(Simple):
+    """Element-wise; notes learning rates and how often it stepped."""
+
+    def __init__(self, params: Any, lr: Any, seen: list[float]) -> None:
+        self.note = seen.append  # shared with every copy
+        super().__init__(params, lr)
+
+    def step(self, closure: Any = None) -> None:
+        self.note(float(self.param_groups[0]["lr"]))
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.sub_(grad, alpha=float(group["lr"]))
+
+
+@pytest.mark.parametrize(
+    ("lr", "tried"), [(0.3, {0.3}), (torch.tensor(0.25), {0.25}), (0.0, {0.01}), (1e-9, {1e-9, 0.01})]
+)
+def test_it_is_tried_at_its_own_learning_rate(lr: Any, tried: set[float]) -> None:
+    """Where that moves too little, at a larger one too."""
+    seen: list[float] = []
+    assert probe(Recording(params(), lr, seen), CPU, torch.float32).reason is None
+    assert set(seen) == tried
+
+
+def test_a_scheduled_learning_rate_is_tried_as_it_was_before_the_warm_up() -> None:
+    seen: list[float] = []
+    optimizer = Recording(params(), 0.5, seen)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1e-3 * step + 1e-3)
+    assert optimizer.param_groups[0]["lr"] == 0.0005
+    assert probe(optimizer, CPU, torch.float32).reason is None
+    assert set(seen) == {0.5}
+
+
+def test_groups_with_the_same_options_are_tried_once() -> None:
+    """Their learning rates may differ, as from layer to layer: the largest shows most."""
+    counts = []
+    for groups in ([1.0], [0.25, 1.0, 0.5] * 10):
+        seen: list[float] = []
+        own = [{"params": [torch.nn.Parameter(torch.ones(3))], "lr": lr} for lr in groups]
+        assert probe(Recording(own, 0.1, seen), CPU, torch.float32).reason is None
+        assert set(seen) == {1.0}
+        counts.append(len(seen))
+    assert counts[0] == counts[1]
+
+
+def test_a_count_of_calls_is_not_stepped_in_parts() -> None:
+    class Counting(Simple):
+        def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+            param.sub_(grad, alpha=group["lr"])
+
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["k"] += 1
+            super().step()
+
+    found = probe(Counting(params(), k=0), CPU, torch.float32)
+    assert found.reason is None
+    assert not found.in_parts
+
+
+@pytest.mark.parametrize("kind", [optimizers.InBlocks, Lamb, optimizers.DistanceInGroup, optimizers.KeepsOwn])
+def test_whole_main_params_may_be_stepped_by_what_is_not_element_wise(kind: Any) -> None:
+    assert why_not_main_params(kind(params())) is None
+
+
+def test_whole_main_params_are_not_for_what_needs_a_closure() -> None:
+    assert why_not_main_params(optimizers.NeedsClosure(params())) is not None
+
+
+def test_whole_main_params_may_be_stepped_under_a_scheduler() -> None:
+    """Which wraps ``step``, in a function that has another signature."""
+    optimizer = torch.optim.SGD(params(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert why_not_main_params(optimizer) is None
+
+
+def test_an_optimizer_that_begins_in_evaluation_is_tried_in_training() -> None:
+    """Schedule-Free refuses to step in evaluation; its modes are tried when they are called."""
+    assert probe(optimizers.Averaging(params()), CPU, torch.float32).reason is None
+    assert why_not_main_params(optimizers.Averaging(params())) is None
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-12, torch.tensor(0.0)])
+def test_a_learning_rate_that_warms_up_from_zero_hides_nothing(lr: Any) -> None:
+    assert "flat pieces" in str(probe(Lamb(params(), lr=lr), CPU, torch.float32).reason)
+    optimizer = torch.optim.AdamW(params(), lr=lr, foreach=False)
+    assert probe(optimizer, CPU, torch.float32).reason is None
+    assert optimizer.param_groups[0]["lr"] is lr
+
+
+def test_steps_that_move_nothing_prove_nothing() -> None:
+    class Idle(Lamb):
+        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+            pass
+
+    reason = str(probe(Idle(params()), CPU, torch.float32).reason)
+    assert "moved nothing, so they tell nothing: a step() without a closure has to move the tensors" in reason
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon])
+def test_what_cannot_step_flat_pieces_is_found(make: Any) -> None:
+    optimizer = make([torch.nn.Parameter(torch.ones(4, 4))])
+    reason = probe(optimizer, CPU, torch.float32).reason
+    assert reason is not None
+
+
+def test_an_optimizer_that_counts_on_state_from_its_construction_is_tried_with_such_state() -> None:
+    found = probe(CountsOnState(params()), CPU, torch.float32)
+    assert found.reason is None
+    assert found.element_names == {"sum", "total", "mask"}
+    assert "a trial tensor" in str(probe(SumsItsState(params()), CPU, torch.float32).reason)
+    of_a_scalar_first = CountsOnState([torch.nn.Parameter(torch.ones(())), *params()])
+    assert probe(of_a_scalar_first, CPU, torch.float32) == found
+    of_scalars = CountsOnState([torch.nn.Parameter(torch.ones(()))])
+    assert probe(of_scalars, CPU, torch.float32) == found
+    without = CountsOnState(params())
+    without.state.clear()
+    assert "KeyError: 'step'" in str(probe(without, CPU, torch.float32).reason)
+
+
+def test_state_that_has_grown_since_is_none_to_try_with() -> None:
+    """Beside a large sum, gradients move nothing and a coupling hides: a trial begins where training does."""
+    optimizer = CountsOnState(params())
+    for state in optimizer.state.values():
+        state["total"].fill_(1e9)
+    assert probe(optimizer, CPU, torch.float32).reason is None
+    hiding = SumsItsState(params())
+    for state in hiding.state.values():
+        state["sum"].fill_(1e9)
+    assert "a trial tensor" in str(probe(hiding, CPU, torch.float32).reason)
+
+
+def test_state_is_that_of_another_parameter_where_the_constructor_wants_more() -> None:
+    class Named(CountsOnState):
+        def __init__(self, params: Any, name: str) -> None:
+            super().__init__(params)
+
+    assert probe(Named(params(), "a"), CPU, torch.float32).reason is None
+
+
+def test_one_group_of_many_that_is_not_element_wise_is_named() -> None:
+    class Mixed(Lamb):
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    scale = param.grad.norm() if group["layerwise"] else 1.0
+                    param.sub_(param.grad / scale, alpha=group["lr"])
+
+    first, second = params()
+    optimizer = Mixed([{"params": [first], "layerwise": False}, {"params": [second], "layerwise": True}])
+    reason = probe(optimizer, CPU, torch.float32).reason
+    assert reason is not None
+    assert "group 1" in reason
+
+
+def test_the_optimizer_is_left_as_it_was() -> None:
+    own = params()
+    watching = optimizers.KeepsLargest(params())
+    probe(watching, CPU, torch.float32)
+    assert watching.watch.largest == 0, "nor do objects that it keeps change"
+    optimizer = torch.optim.AdamW(own, lr=0.1)
+    calls: list[object] = []
+    optimizer.register_step_pre_hook(lambda *args: calls.append(args))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    probe(optimizer, CPU, torch.float32)
+    assert calls == [], "the user's hooks do not run"
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["params"] == own
+    assert [bool((param == 1).all()) for param in own] == [True, True]
+    assert getattr(optimizer.step, "_wrapped_by_lr_sched", False), "the scheduler still counts steps"
+    assert scheduler.get_last_lr() == [0.1]
+
+
+def test_state_tensors_are_counted() -> None:
+    counts = {"SGD": 0, "Adam": 2, "RMSprop": 1}
+    for kind, count in counts.items():
+        assert len(probe(getattr(torch.optim, kind)(params()), CPU, torch.float32).element_names) == count
+    assert len(probe(torch.optim.AdamW(params(), amsgrad=True), CPU, torch.float32).element_names) == 3

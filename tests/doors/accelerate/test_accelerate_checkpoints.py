@@ -1,0 +1,428 @@
+"""``save_state`` and ``load_state``: the files of torch DDP, from which training goes on under either, on other numbers
+of ranks, and as directories."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megastrategy.accelerate.checkpoint import DIRECTORY, MAIN_PARAMS_FILE
+from megastrategy.core import OpenDirectory
+from tests.support.comparison import assert_equal
+
+from ..accelerate_loops import Run, Worlds, adamw, groups, make_accelerator, sgd, state_of, weights_of
+from ..matrix import MODES
+from ..rank_processes import Failure
+
+both_modes = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+SAVED_AFTER = 4  # of 7 batches, two a step: what is accumulated in mid-window is in no checkpoint
+
+
+@dataclasses.dataclass
+class Counter:
+    """A custom object for ``register_for_checkpointing``."""
+
+    batches: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
+def train_from(
+    name: str,
+    plugin: dict[str, Any] | None = None,
+    *,
+    make_optimizer: Any = adamw,
+    load: Path | None = None,
+    save: Path | None = None,
+    save_end: Path | None = None,
+    trains: bool = True,
+    dtype: torch.dtype = torch.float32,
+    safe: bool = True,
+    **options: Any,
+) -> Run:
+    """An epoch, saved in the middle, or loaded and finished from there; ``losses`` are of what was trained."""
+    from torch.nn import functional as F
+
+    from ..fabric_loops import AwkwardNet
+    from ..fits import loader
+
+    accelerator = make_accelerator(name, plugin, gradient_accumulation_steps=2, **options)
+    net = AwkwardNet(None if load is None else 100).to(dtype)
+    inner = make_optimizer(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 2, gamma=0.5)
+    counter = Counter()
+    model, optimizer, data, scheduler = accelerator.prepare(net, inner, loader(), scheduler)
+    accelerator.register_for_checkpointing(counter)
+    if load is not None:
+        accelerator.load_state(str(load))
+        assert counter.batches == accelerator.step == SAVED_AFTER
+        if trains:
+            data = accelerator.skip_first_batches(data, counter.batches)
+    run = Run({})
+    for number, (features, tokens, targets) in enumerate(data if trains else (), counter.batches):
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(features.to(dtype), tokens, number % 2 == 1).float(), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        run.losses.append(loss.item())
+        run.rates.append(optimizer.param_groups[0]["lr"])
+        counter.batches += 1
+        if save is not None and number + 1 == SAVED_AFTER:
+            accelerator.save_state(str(save), safe_serialization=safe)
+            if name == "ddp":  # which returns before the main process has written
+                accelerator.wait_for_everyone()
+    if save_end is not None:
+        accelerator.save_state(str(save_end), safe_serialization=safe)
+    run.weights, run.state = weights_of(net), state_of(accelerator, optimizer)
+    return run
+
+
+def rest(run: Run, resumed: Run) -> None:
+    """The one that resumed went on as the one that never stopped, which ends on the main process's module buffers."""
+    tail = dataclasses.replace(run, losses=run.losses[-len(resumed.losses) :], rates=run.rates[-len(resumed.rates) :])
+    assert_equal(resumed, tail)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What is in the files of a checkpoint that hold no random state. Also a test: plain types only."""
+    files: dict[str, Any] = {}
+    for file in sorted(path.iterdir()):
+        if file.suffix == ".safetensors":
+            files[file.name] = dict(sorted(load_file(file).items()))
+        elif file.suffix == ".bin":
+            files[file.name] = torch.load(file, weights_only=True)
+    for name, value in files.items():
+        if name.startswith("optimizer"):
+            files[name] = {**value, "state": dict(sorted(value["state"].items()))}
+    return files
+
+
+@both_modes
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd, groups])
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_checkpoints_are_torch_ddps_and_resume_under_either(
+    worlds: Worlds, mode: dict[str, Any], make_optimizer: Any, safe: bool, tmp_path: Path
+) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    options: dict[str, Any] = {"make_optimizer": make_optimizer, "safe": safe}
+    whole = worlds.run(train_from, "megatron_ddp", mode, save=ours, **options)
+    assert_equal(whole, worlds.run(train_from, "ddp", save=theirs, **options))
+    assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in theirs.iterdir())
+    assert_equal(read(ours), read(theirs))
+    for name, path in [("megatron_ddp", ours), ("megatron_ddp", theirs), ("ddp", ours)]:
+        plugin = mode if name == "megatron_ddp" else None
+        for run, resumed in zip(whole, worlds.run(train_from, name, plugin, load=path, **options), strict=True):
+            rest(run, resumed)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_other_numbers_of_ranks(worlds: Worlds, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """2 -> 1 -> 3 -> 2: what is loaded and saved again is what was saved, and the last goes on as the first did."""
+    plugin = {"state_dict_type": kind}
+    options: dict[str, Any] = {"dtype": dtype, "trains": False}
+    folders = [tmp_path / name for name in ("two", "one", "three")]
+    whole = worlds.run(train_from, "megatron_ddp", plugin, dtype=dtype, save=folders[0])
+    for size, source, target in [(1, folders[0], folders[1]), (3, folders[1], folders[2])]:
+        runs = worlds.run(train_from, "megatron_ddp", plugin, load=source, save_end=target, size=size, **options)
+        for run in runs:
+            assert_equal(run.weights, runs[0].weights)
+    resumed = worlds.run(train_from, "megatron_ddp", plugin, dtype=dtype, load=folders[2])
+    assert_equal(
+        [run.losses for run in resumed],
+        [run.losses[SAVED_AFTER:] for run in whole],
+    )
+    # of the files of an uninterrupted run every one is there, with the same content, however often it was rewritten
+    if kind == "full":
+        assert_equal(read(folders[1]), read(folders[0]))
+        assert_equal(read(folders[2]), read(folders[0]))
+        assert (MAIN_PARAMS_FILE in read(folders[0])) == (dtype == torch.bfloat16)
+    else:
+        names = {path.name for path in folders[0].iterdir()}
+        assert DIRECTORY in names
+        assert not names & {"model.safetensors", "optimizer.bin"}
+    assert_equal([dict(sorted(params_of(run).items())) for run in resumed], [params_of(run) for run in whole])
+
+
+def params_of(run: Run) -> dict[str, Tensor]:
+    """Without BatchNorm's statistics: those of rank 0 are saved, while each rank has its own until the next forward."""
+    return {name: value for name, value in sorted(run.weights.items()) if not name.startswith("norm.running")}
+
+
+def test_torch_ddp_on_other_numbers_of_ranks(worlds: Worlds, tmp_path: Path) -> None:
+    """Saved by torch DDP on two ranks, loaded by ours on one and three; saved by ours on three, loaded by accelerate's
+    on one."""
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    worlds.run(train_from, "ddp", save=theirs)
+    saved = load_file(theirs / "model.safetensors")
+    for size, target in [(1, None), (3, ours)]:
+        for run in worlds.run(train_from, "megatron_ddp", load=theirs, save_end=target, trains=False, size=size):
+            assert_equal({name: run.weights[name] for name in saved}, saved)
+    assert_equal(read(ours), read(theirs))
+    (run,) = worlds.run(train_from, "ddp", load=ours, trains=False, size=1)
+    assert_equal({name: run.weights[name] for name in saved}, saved)
+    assert_equal(run.state, read(theirs)["optimizer.bin"])
+
+
+def test_main_params_resume_to_the_bit(worlds: Worlds, tmp_path: Path) -> None:
+    """Without them 16-bit weights go on from their rounding, as from a checkpoint of torch DDP."""
+    folder = tmp_path / "saved"
+    options: dict[str, Any] = {"dtype": torch.bfloat16}
+    whole = worlds.run(train_from, "megatron_ddp", save=folder, **options)
+    for run, resumed in zip(whole, worlds.run(train_from, "megatron_ddp", load=folder, **options), strict=True):
+        rest(run, resumed)
+    main = torch.load(folder / MAIN_PARAMS_FILE, weights_only=True)[0]
+    weights = load_file(folder / "model.safetensors")
+    for name, value in main.items():
+        if name in weights:
+            assert torch.equal(value.bfloat16(), weights[name]), name
+    (folder / MAIN_PARAMS_FILE).unlink()
+    rounded = worlds.run(train_from, "megatron_ddp", load=folder, **options)
+    assert [run.losses for run in rounded] != [run.losses[SAVED_AFTER:] for run in whole]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_remainders_of_weights_that_are_sent_rounded_resume_to_the_bit(
+    worlds: Worlds, tmp_path: Path, kind: str
+) -> None:
+    plugin = {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "state_dict_type": kind}
+    whole = worlds.run(train_from, "megatron_ddp", plugin, save=tmp_path / "saved")
+    again = worlds.run(train_from, "megatron_ddp", plugin, load=tmp_path / "saved")
+    for run, resumed in zip(whole, again, strict=True):
+        rest(run, resumed)
+    assert (tmp_path / "saved" / MAIN_PARAMS_FILE).exists() == (kind == "full")
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_what_is_kept_in_sixteen_bits_resumes_to_the_bit(worlds: Worlds, tmp_path: Path, kind: str) -> None:
+    plugin = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "state_dict_type": kind}
+    whole = worlds.run(train_from, "megatron_ddp", plugin, save=tmp_path / "saved", dtype=torch.bfloat16)
+    again = worlds.run(train_from, "megatron_ddp", plugin, load=tmp_path / "saved", dtype=torch.bfloat16)
+    for run, resumed in zip(whole, again, strict=True):
+        rest(run, resumed)
+
+
+def test_a_directory_is_loaded_whatever_is_to_be_saved(worlds: Worlds, tmp_path: Path) -> None:
+    """And resumes to the bit, also without the sharded optimizer."""
+    folder = tmp_path / "saved"
+    whole = worlds.run(train_from, "megatron_ddp", {"state_dict_type": "sharded"}, save=folder)
+    for mode in MODES.values():
+        for run, resumed in zip(whole, worlds.run(train_from, "megatron_ddp", mode, load=folder), strict=True):
+            rest(run, resumed)
+
+
+def save_statistics(folder: Path) -> dict[str, Tensor]:
+    """Each rank has statistics of its own samples until the next forward."""
+    accelerator = make_accelerator("megatron_ddp", {"state_dict_type": "sharded"})
+    net = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(6)))
+    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    torch.manual_seed(accelerator.process_index)
+    accelerator.backward(model(torch.randn(8, 6)).square().sum())
+    optimizer.step()
+    accelerator.save_state(str(folder))
+    return dict(sorted(weights_of(net).items()))
+
+
+def test_a_directory_has_the_main_processs_module_buffers(worlds: Worlds, tmp_path: Path) -> None:
+    """And not, tensor by tensor, those of whichever rank had less to write."""
+    first, second = worlds.run(save_statistics, tmp_path / "saved")
+    assert not torch.equal(first["0.running_mean"], second["0.running_mean"])
+    saved = OpenDirectory(tmp_path / "saved" / DIRECTORY).read("model")
+    assert_equal(dict(sorted(saved.items())), first)
+
+
+def test_a_directory_of_another_model_changes_nothing(worlds: Worlds, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    worlds.run(train_from, "megatron_ddp", {"state_dict_type": "sharded"}, save=folder)
+    for message in worlds.run(load_into_another_model, folder):
+        assert "weights of another model" in message
+    shutil.rmtree(folder / DIRECTORY)
+    outcomes = worlds.outcomes(train_from, "megatron_ddp", load=folder)
+    assert all(isinstance(outcome, Failure) for outcome in outcomes)
+
+
+def load_into_another_model(folder: Path) -> str:
+    accelerator = make_accelerator("megatron_ddp")
+    net = nn.Linear(3, 3)
+    model, _ = accelerator.prepare(net, adamw(net.parameters()))
+    before = weights_of(net)
+    with pytest.raises(RuntimeError) as caught:
+        accelerator.load_state(str(folder))
+    assert_equal(weights_of(net), before)
+    model(torch.ones(2, 3)).sum().backward()  # all ranks are in step
+    return str(caught.value)
+
+
+def save_scale(name: str, folder: Path, load: bool) -> tuple[float, int]:
+    accelerator = make_accelerator(name, find_unused=False)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0 if load else 1024.0, growth_interval=3)
+    net = nn.Linear(3, 3)
+    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+    if load:
+        accelerator.load_state(str(folder))
+    for factor in (1.0,) if load else (1.0, float("inf"), 1.0):
+        accelerator.backward(model(torch.ones(2, 3)).sum() * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not load:
+        accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    return accelerator.scaler.get_scale(), accelerator.scaler._get_growth_tracker()
+
+
+def test_fp16s_scale_is_saved(worlds: Worlds, tmp_path: Path) -> None:
+    """The tracker counts on from there."""
+    for saved_by, loaded_by in [("ddp", "megatron_ddp"), ("megatron_ddp", "ddp")]:
+        folder = tmp_path / saved_by
+        assert worlds.run(save_scale, saved_by, folder, False) == [(512.0, 1)] * 2
+        assert worlds.run(save_scale, loaded_by, folder, True) == [(512.0, 2)] * 2
+
+
+def save_everything(folder: Path) -> dict[str, Tensor]:
+    """Weights by every way that leads out of the Accelerator."""
+    from ..fabric_loops import AwkwardNet
+
+    accelerator = make_accelerator("megatron_ddp")
+    net = AwkwardNet()
+    model, _ = accelerator.prepare(net, adamw(net.parameters()))
+    accelerator.save_model(model, str(folder / "whole"))
+    accelerator.save_model(model, str(folder / "parts"), max_shard_size="1KB")
+    accelerator.save_model(model, str(folder / "pickled"), safe_serialization=False)
+    accelerator.save(accelerator.get_state_dict(model), folder / "state_dict.bin")
+    accelerator.save(accelerator.unwrap_model(model).scale.detach(), folder / "one.bin")
+    accelerator.wait_for_everyone()
+    return weights_of(net)
+
+
+def test_saved_weights_are_complete_and_no_larger_than_they_are(worlds: Worlds, tmp_path: Path) -> None:
+    """Parameters lie in one flat buffer, of which safetensors would keep one, and torch.save all."""
+    expected, _ = worlds.run(save_everything, tmp_path)
+    tied = {"embed.weight", "head.weight"}
+    for folder in ("whole", "parts"):
+        files = sorted((tmp_path / folder).glob("*.safetensors"))
+        assert (len(files) > 1) == (folder == "parts")
+        saved = {name: value for file in files for name, value in load_file(file).items()}
+        assert set(expected) - set(saved) <= tied
+        assert tied & set(saved)
+        assert_equal(dict(sorted(saved.items())), {name: expected[name] for name in sorted(saved)})
+    for file in (tmp_path / "pickled" / "pytorch_model.bin", tmp_path / "state_dict.bin"):
+        saved = torch.load(file, weights_only=True)
+        assert_equal(dict(sorted(saved.items())), dict(sorted({name: expected[name] for name in saved}.items())))
+        assert set(expected) - set(saved) <= tied
+    assert (tmp_path / "one.bin").stat().st_size < 3000, "a scalar, and not the buffer that it lies in"
+
+
+def save_with_hooks(folder: Path, plugin: dict[str, Any]) -> tuple[list[str], list[list[str]], list[Tensor]]:
+    """As diffusers does: a hook saves the weights in its own way, and takes them from what accelerate would save."""
+    from ..fabric_loops import AwkwardNet
+
+    accelerator = make_accelerator("megatron_ddp", plugin)
+    nets = [AwkwardNet(1), AwkwardNet(2)]
+    models = [accelerator.prepare(net) for net in nets]
+    seen: list[str] = []
+    names: list[list[str]] = []
+
+    def on_save(models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str) -> None:
+        seen.extend(type(model).__name__ for model in models)
+        names.extend(sorted(state) for state in weights)
+        if accelerator.is_main_process:
+            torch.save(weights[0], Path(output_dir) / "first.pt")
+        weights.pop(0)
+
+    def on_load(models: list[nn.Module], input_dir: str) -> None:
+        models.pop(0).load_state_dict(torch.load(Path(input_dir) / "first.pt", weights_only=True))
+
+    handles = accelerator.register_save_state_pre_hook(on_save), accelerator.register_load_state_pre_hook(on_load)
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    before = [weights_of(net) for net in nets]
+    for net in nets:
+        for param in net.parameters():
+            param.data.zero_()
+    accelerator.load_state(str(folder))
+    for net, state in zip(nets, before, strict=True):
+        assert_equal(weights_of(net), state)
+    assert len(models) == len(accelerator._models)
+    for handle in handles:
+        handle.remove()
+    return seen, names, [next(net.parameters()).detach().clone() for net in nets]
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_hooks_see_the_users_modules_and_may_save_them_themselves(worlds: Worlds, kind: str, tmp_path: Path) -> None:
+    for seen, names, _ in worlds.run(save_with_hooks, tmp_path / "saved", {"state_dict_type": kind}):
+        assert seen == ["AwkwardNet", "AwkwardNet"]
+        assert all("inputs.weight" in keys for keys in names)
+
+
+def save_twice(project: Path) -> list[str]:
+    from accelerate.utils import ProjectConfiguration
+
+    from ..fabric_loops import AwkwardNet
+
+    configuration = ProjectConfiguration(str(project), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = make_accelerator("megatron_ddp", {"state_dict_type": "sharded"}, project_config=configuration)
+    net = AwkwardNet()
+    accelerator.prepare(net, adamw(net.parameters()))
+    for number in range(11):
+        net.scale.data.fill_(float(number))
+        accelerator.save_state()
+    accelerator.load_state()
+    assert net.scale.item() == 10.0, "the last, and not the last by name"
+    return sorted(path.name for path in (project / "checkpoints").iterdir())
+
+
+def test_checkpoints_that_accelerate_names(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(save_twice, tmp_path) == [["checkpoint_10", "checkpoint_9"]] * 2
+
+
+def be_on_nodes_of(size: int) -> int:
+    """Lets accelerate take the processes for those of nodes with ``size`` each; returns the number of this one's."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    node, place = divmod(PartialState().process_index, size)
+    for kind in (PartialState, AcceleratorState):
+        if kind._shared_state:
+            kind._shared_state["local_process_index"] = place
+    return node
+
+
+def save_on_each_node(folder: Path) -> dict[str, Any]:
+    """Each rank a node of its own, with a disk of its own."""
+    import os
+
+    from accelerate.utils import ProjectConfiguration
+
+    from ..fabric_loops import AwkwardNet
+
+    configuration = ProjectConfiguration(save_on_each_node=True)
+    accelerator = make_accelerator("megatron_ddp", project_config=configuration)
+    be_on_nodes_of(1)
+    net = AwkwardNet().bfloat16()
+    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    model(torch.ones(4, 5).bfloat16(), torch.arange(4)).float().square().mean().backward()
+    optimizer.step()
+    disk = folder / os.environ["RANK"]
+    accelerator.save_state(str(disk))
+    return read(disk)
+
+
+def test_each_node_gets_the_whole_optimizer(worlds: Worlds, tmp_path: Path) -> None:
+    first, second = worlds.run(save_on_each_node, tmp_path)
+    assert len(first["optimizer.bin"]["state"]) > 5
+    for name in ("optimizer.bin", MAIN_PARAMS_FILE):
+        assert_equal(second[name], first[name])

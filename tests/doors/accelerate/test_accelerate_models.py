@@ -1,0 +1,388 @@
+"""A prepared model as an Accelerate user meets it: found, compiled, evaluated, dropped, trained again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data import DataLoader
+
+from megastrategy.core import SHOWN
+from tests.support.comparison import assert_equal
+
+from ..accelerate_comparison import assert_like_ddp, both_modes, inputs, net_of, with_mode
+from ..accelerate_loops import Run, Worlds, adamw, make_accelerator, sgd, state_of, weights_of
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.vocabulary = 11
+        self.config = {"hidden_size": 5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x).argmax(-1)
+
+
+def look_at_model() -> None:
+    from accelerate.utils import extract_model_from_parallel
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from transformers.modeling_utils import unwrap_model
+
+    accelerator = make_accelerator("megatron_ddp", mixed_precision="bf16")
+    net = Named()
+    before = set(net.__dict__)
+    model = accelerator.prepare(net)
+    # [Note: an instance of torch's DDP]: everybody finds the module
+    assert isinstance(model, TorchDDP)
+    assert accelerator.unwrap_model(model) is extract_model_from_parallel(model) is unwrap_model(model) is net
+    assert sorted(get_model_state_dict(model)) == ["layer.bias", "layer.weight"]
+    assert sorted(model.state_dict()) == ["module.layer.bias", "module.layer.weight"], "as torch DDP's"
+    assert sorted(accelerator.get_state_dict(model)) == ["layer.bias", "layer.weight"]
+    assert accelerator.get_state_dict(model)["layer.bias"].data_ptr() == net.layer.bias.data_ptr()
+    # its own methods and attributes
+    assert model.vocabulary == 11
+    assert model.config == {"hidden_size": 5}, "as scripts for FSDP2 and tensor parallelism read it"
+    assert accelerator.prepare(nn.Linear(5, 3)).config.use_distributed_optimizer, "the engine's, where there is none"
+    assert model.generate(inputs(accelerator)).shape == (4,)
+    with pytest.raises(AttributeError, match="nothing"):
+        model.nothing  # noqa: B018 - the access is the test
+    # nothing is kept on the module but accelerate's autocast, which unwrapping takes off
+    assert set(net.__dict__) - before == {"forward", "_original_forward"}
+    assert model(inputs(accelerator)).dtype == torch.float32, "of the output; inside it is bf16"
+    with accelerator.autocast():
+        assert net.layer(inputs(accelerator)).dtype == torch.bfloat16
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is net
+    assert "_original_forward" not in net.__dict__
+    # a copy is a plain module's, and trains nobody
+    twin = copy.deepcopy(model)
+    assert twin.module is not net
+    twin.eval()
+    twin(inputs(accelerator))
+
+
+def test_everybody_finds_the_users_module(worlds: Worlds) -> None:
+    worlds.run(look_at_model)
+
+
+def train_traced(name: str, make: Callable[[nn.Module], Any], mode: dict[str, Any]) -> dict[str, Tensor]:
+    accelerator = make_accelerator(name, mode)
+    torch.manual_seed(0)
+    net = make(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    for _ in range(2):  # the second time without its wrapper
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for step in range(2):
+            x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * accelerator.process_index + step))
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.free_memory(model, optimizer)
+        del model, optimizer
+    return weights_of(net)
+
+
+def traced(net: nn.Module) -> Any:
+    return torch.jit.trace(net, torch.ones(3, 5))
+
+
+@pytest.mark.parametrize("make", [traced, torch.jit.script], ids=["traced", "scripted"])
+@both_modes
+def test_models_of_torch_jit_train_as_with_torch_ddp(
+    worlds: Worlds, make: Callable[[nn.Module], Any], mode: dict[str, Any]
+) -> None:
+    ours = worlds.run(train_traced, "megatron_ddp", make, mode)
+    assert_equal(ours, worlds.run(train_traced, "ddp", make, {}), 0.0, "weights")
+
+
+def call_torch_ddps_own() -> list[str]:
+    """All that torch's class has beside a Module's."""
+    accelerator = make_accelerator("megatron_ddp")
+    model = accelerator.prepare(net_of())
+    refused = []
+    for name, value in vars(TorchDDP).items():
+        if inspect.isfunction(value) and not name.startswith("__") and not hasattr(nn.Module, name):
+            own = ("no_sync", "forward", "_set_static_graph", "will_sync_module_buffers", "_get_ddp_logging_data")
+            engines = getattr(type(model), name) is not value and name in own
+            if not engines and name not in SHOWN:
+                with pytest.raises(NotImplementedError, match=rf"{name}\(\) belongs to torch DDP"):
+                    getattr(model, name)()
+                refused.append(name)
+    return refused
+
+
+def test_torch_ddps_own_functions_are_refused_by_name(worlds: Worlds) -> None:
+    for refused in worlds.run(call_torch_ddps_own):
+        assert {"join", "register_comm_hook", "_register_fused_optim", "_update_process_group"} <= set(refused)
+
+
+class Blocks(nn.Module):
+    """With blocks that repeat, which regional compilation looks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def train_compiled(name: str, mode: dict[str, Any], regional: bool) -> Any:
+    from accelerate.utils import TorchDynamoPlugin
+
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    accelerator = make_accelerator(name, with_mode(name, mode), dynamo_plugin=plugin, gradient_accumulation_steps=2)
+    torch.manual_seed(3)
+    net = Blocks()
+    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    assert accelerator.prepare(model) is model
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
+    compiled = [kind.__name__ for kind in map(type, model.modules())].count("OptimizedModule")
+    assert compiled == (4 if regional else 1), "three blocks and the head"
+    run = Run({})
+    for step in range(4):
+        with accelerator.accumulate(model):
+            loss = model(inputs(accelerator, step)).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+        run.losses.append(loss.item())
+    run.weights, run.state = weights_of(net), state_of(accelerator, optimizer)
+    torch._dynamo.reset()
+    return run
+
+
+def train_whole_compiled(name: str, mode: dict[str, Any]) -> Any:
+    return train_compiled(name, mode, False)
+
+
+def train_regions_compiled(name: str, mode: dict[str, Any]) -> Any:
+    return train_compiled(name, mode, True)
+
+
+@pytest.mark.long
+@both_modes
+@pytest.mark.parametrize("job", [train_whole_compiled, train_regions_compiled])
+def test_compiled_models(worlds: Worlds, job: Callable[..., Any], mode: dict[str, Any]) -> None:
+    assert_like_ddp(worlds, job, mode)
+
+
+def load_after_prepare(mode: dict[str, Any]) -> None:
+    """Weights that are loaded into the module are what training goes on from, and not the main params of before."""
+    accelerator = make_accelerator("megatron_ddp", mode)
+    net = Named().bfloat16()
+    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+    accelerator.backward(model(inputs(accelerator).bfloat16()).float().square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    loaded = {name: torch.full_like(value, 0.75) for name, value in net.state_dict().items()}
+    accelerator.unwrap_model(model).load_state_dict(loaded)
+    accelerator.backward(model(inputs(accelerator).bfloat16()).float().sum() * 0.0)
+    for group in optimizer.param_groups:
+        group["momentum"] = 0.0
+    optimizer.step()
+    assert_equal(weights_of(net), loaded)
+
+
+@both_modes
+def test_weights_loaded_after_prepare_are_kept(worlds: Worlds, mode: dict[str, Any]) -> None:
+    worlds.run(load_after_prepare, mode)
+
+
+# --- memory, and once more -------------------------------------------------------------------------------------------
+
+
+def train_again(mode: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """A second training of the same module, as a second Trainer starts it, and then with memory given back."""
+    accelerator = make_accelerator("megatron_ddp", mode)
+    net = net_of()
+    model, optimizer = accelerator.prepare(net, adamw(net.parameters()))
+    accelerator.backward(model(inputs(accelerator)).square().mean())
+    optimizer.step()
+    accelerator.free_memory()
+    assert accelerator._models == accelerator._optimizers == []
+    net[0].bias.data.add_(accelerator.process_index)  # the main process's reach the others when it is prepared
+    again, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+    assert again is model, "the live engine is used again"
+    assert accelerator._models == [net]
+    accelerator.backward(again(inputs(accelerator, 1)).square().mean())
+    optimizer.step()
+    weights = weights_of(net)
+    gone = weakref.ref(model)
+    model, again, optimizer = accelerator.free_memory(model, again, optimizer)
+    del net
+    gc.collect()
+    assert gone() is None
+    # an optimizer and a model that were made outside of what is tried again
+    net = net_of()
+    inner = adamw(net.parameters())
+    for _ in range(2):
+        accelerator.free_memory()
+        model, optimizer = accelerator.prepare(net, inner)
+        accelerator.backward(model(inputs(accelerator)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        del model, optimizer
+    # a module that changed gets another engine
+    net.double()
+    accelerator.free_memory()
+    model = accelerator.prepare(net)
+    optimizer = accelerator.prepare(sgd(net.parameters()))
+    accelerator.backward(model(inputs(accelerator).double()).square().mean())
+    optimizer.step()
+    return [weights, weights_of(net)]
+
+
+@both_modes
+def test_training_again(worlds: Worlds, mode: dict[str, Any]) -> None:
+    first, second = worlds.run(train_again, mode)
+    assert_equal(first, second)
+
+
+# --- uneven batches ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def uneven_inputs(accelerator: Any, model: Any, data: Any) -> Iterator[None]:
+    """What accelerate's own does on GPUs alone."""
+    if isinstance(accelerator, accelerator_class()):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            yield
+        return
+    from torch.distributed.algorithms import Join
+
+    data.batch_sampler.even_batches = False
+    with Join([model]):
+        yield
+    data.batch_sampler.even_batches = True
+
+
+def accelerator_class() -> type:
+    from megastrategy.accelerate import Accelerator
+
+    return Accelerator
+
+
+def evaluate_unevenly(name: str, mode: dict[str, Any], enters: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """As pytorch-accelerated does it after every epoch: one batch for two ranks, and buffers that differ until then."""
+    accelerator = make_accelerator(name, with_mode(name, mode))
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    samples = DataLoader(torch.arange(10.0).reshape(2, 5), batch_size=2)
+    model, optimizer, data = accelerator.prepare(net, sgd(net.parameters()), samples)
+    outputs = []
+    for step in range(3):
+        model.train()
+        accelerator.backward(model(inputs(accelerator, step)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        grad = torch.no_grad() if enters == "no_grad" else contextlib.nullcontext()
+        with accelerator.no_sync(model), uneven_inputs(accelerator, model, data), grad:
+            outputs += [model(batch).detach() for batch in data]
+    assert data.batch_sampler.even_batches, "as it was before"
+    return outputs, weights_of(net)
+
+
+@both_modes
+@pytest.mark.parametrize("enters", ["no_grad", "with gradients"])
+def test_ranks_may_evaluate_different_numbers_of_batches(worlds: Worlds, mode: dict[str, Any], enters: str) -> None:
+    outputs = [result[0] for result in assert_like_ddp(worlds, evaluate_unevenly, mode, 0.0, enters)]
+    assert [len(rank) for rank in outputs] == [3, 0], "the second rank had no batch at all"
+
+
+# --- one process, and one model through another ----------------------------------------------------------------------
+
+
+def alone() -> None:
+    """One process: what accelerate returns, unless there are main params to keep."""
+    accelerator = make_accelerator("megatron_ddp")
+    assert str(accelerator.distributed_type.value) == "NO"
+    net = net_of()
+    inner = adamw(net.parameters())
+    model, optimizer = accelerator.prepare(net, inner)
+    assert model is net
+    assert optimizer.optimizer is inner
+    half = Named().bfloat16()
+    model, optimizer = accelerator.prepare(half, adamw(half.parameters()))
+    assert model.module is half
+    assert model.vocabulary == 11
+    with accelerator.accumulate(model), accelerator.join_uneven_inputs([model], even_batches=False):
+        accelerator.backward(model(torch.ones(2, 5).bfloat16()).float().sum())
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) > 1.0
+        optimizer.step()
+    assert set(optimizer.optimizer.main_params()) == {"layer.weight", "layer.bias"}
+
+
+def alone_and_compiled() -> None:
+    accelerator = make_accelerator("megatron_ddp", dynamo_backend="eager")
+    net = net_of()
+    model = accelerator.prepare(net)
+    assert type(model).__name__ == "OptimizedModule"
+    assert accelerator.prepare(model) is model
+    assert accelerator._models == [net], "and would be saved once"
+
+
+def alone_under_torchrun() -> None:
+    """One process that was launched as one of several is wrapped, and parameters that nobody uses are no error."""
+    os.environ["LOCAL_RANK"] = "0"
+    accelerator = make_accelerator("megatron_ddp")
+    assert (str(accelerator.distributed_type.value), accelerator.num_processes) == ("MULTI_CPU", 1)
+    net = net_of()
+    net[1].idle = nn.Linear(3, 2)
+    by_hand = copy.deepcopy(net)
+    model, optimizer = accelerator.prepare(net, sgd(net.parameters()))
+    assert model.module is net
+    for forward, opt in ((by_hand, sgd(by_hand.parameters())), (model, optimizer)):
+        for _ in range(3):
+            opt.zero_grad()
+            accelerator.backward(forward(inputs(accelerator)).square().sum())
+            opt.step()
+    assert_equal(weights_of(net), weights_of(by_hand))
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("job", [alone, alone_and_compiled, alone_under_torchrun])
+def test_one_process(worlds: Worlds, job: Callable[[], None]) -> None:
+    worlds.run(job, size=1)
+
+
+def train_one_through_another(name: str) -> dict[str, Tensor]:
+    """The second model is prepared, and nobody steps it: torch DDP reduces its gradients all the same."""
+    accelerator = make_accelerator(name)
+    nets = net_of(1), nn.Linear(3, 3)
+    with torch.no_grad():
+        nets[1].weight.copy_(torch.eye(3))
+        nets[1].bias.zero_()
+    first, second, optimizer = accelerator.prepare(*nets, sgd(nets[0].parameters()))
+    for _ in range(3):
+        out = first(inputs(accelerator))
+        accelerator.backward(second(out.reshape(-1)[:3]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(nets[0])
+
+
+def test_a_model_that_another_is_trained_through_is_not_an_error(worlds: Worlds) -> None:
+    ours, theirs = (worlds.run(train_one_through_another, name) for name in ("megatron_ddp", "ddp"))
+    assert_equal(ours, theirs)

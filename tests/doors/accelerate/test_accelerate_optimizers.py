@@ -1,0 +1,243 @@
+"""Optimizers of an Accelerate user: prepared in any order, on one rank, forgotten, and of what no model has."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megastrategy.core.errors import ReducedGradError
+from tests.support.comparison import assert_equal
+
+from ..accelerate_comparison import assert_like_ddp, both_modes, inputs, net_of, with_mode
+from ..accelerate_loops import Worlds, adamw, make_accelerator, sgd, state_of, weights_of
+from ..matrix import MODES
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def recorded(collectives: Any) -> Iterator[list[str]]:
+    """What the engine asks of the group, which later jobs use too."""
+    sent: list[str] = []
+    before = dict(collectives.__dict__)
+
+    def recording(method: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            sent.append(method)
+            return function(*arguments)
+
+        return call
+
+    for method in ("all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast", "require_all_ranks"):
+        setattr(collectives, method, recording(method, getattr(collectives, method)))
+    try:
+        yield sent
+    finally:
+        for method in set(collectives.__dict__) - set(before):
+            delattr(collectives, method)
+
+
+def prepare_optimizers() -> None:
+    from megastrategy import DistributedOptimizer
+
+    accelerator = make_accelerator("megatron_ddp")
+    net = net_of()
+    model = accelerator.prepare(net)
+    inner = adamw(net.parameters())
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    inner.step()  # it has a state already, which is kept
+    state = copy.deepcopy(inner.state_dict())
+    with recorded(model.engine.collectives) as sent:
+        optimizer = accelerator.prepare_optimizer(inner, device_placement=True)
+        assert sent == [], "the state makes no round trip through other ranks"
+        optimizer.state_dict()
+        assert sent
+    assert accelerator.prepare(optimizer) is optimizer
+    assert isinstance(optimizer.optimizer, DistributedOptimizer)
+    assert isinstance(optimizer.optimizer, torch.optim.AdamW)
+    kept = optimizer.state_dict()
+    if accelerator.is_main_process:
+        assert_equal(kept["state"], state["state"])
+
+
+def test_preparing_an_optimizer_sends_nothing(worlds: Worlds) -> None:
+    worlds.run(prepare_optimizers)
+
+
+def schedule_free(params: Any) -> torch.optim.Optimizer:
+    from tests.support.optimizers_with_methods import ScheduleFree
+
+    return ScheduleFree(params, lr=0.05)
+
+
+def train_schedule_free(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Weights in both modes; the optimizer begins in evaluation."""
+    accelerator = make_accelerator(name, with_mode(name, mode))
+    net = net_of()
+    model, optimizer = accelerator.prepare(net, schedule_free(net.parameters()))
+    seen = []
+    for step in range(3):
+        optimizer.train()
+        seen.append(weights_of(net))
+        accelerator.backward(model(inputs(accelerator, step)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        seen.append(weights_of(net))
+    return seen
+
+
+@both_modes
+def test_schedule_free_optimizers_have_the_modes_of_torch_ddp(worlds: Worlds, mode: dict[str, Any]) -> None:
+    assert_like_ddp(worlds, train_schedule_free, mode)
+
+
+# --- one optimizer of two models -------------------------------------------------------------------------------------
+
+
+def one_optimizer_of_two_models(name: str, mode: dict[str, Any]) -> list[dict[str, Tensor]]:
+    accelerator = make_accelerator(name, with_mode(name, mode))
+    nets = net_of(1), net_of(2)
+    first, second, optimizer = accelerator.prepare(*nets, adamw([*nets[0].parameters(), *nets[1].parameters()]))
+    accelerator.backward((first(inputs(accelerator)) - second(inputs(accelerator))).square().mean())
+    accelerator.clip_grad_norm_(itertools.chain(first.parameters(), second.parameters()), 0.1)
+    optimizer.step()
+    return [weights_of(net) for net in nets]
+
+
+def test_one_optimizer_of_two_models_without_sharding(worlds: Worlds) -> None:
+    assert_like_ddp(worlds, one_optimizer_of_two_models, MODES["all-reduce"])
+
+
+# --- parameters that no model has -------------------------------------------------------------------------------------
+
+
+def train_strangers(name: str, mode: dict[str, Any], prepare: str) -> list[dict[str, Tensor]]:
+    """As sentence-transformers does: the optimizer has the loss's parameters too, a head and a guide."""
+    accelerator = make_accelerator(name, with_mode(name, mode))
+    net, head, guide = net_of(1), nn.Linear(3, 2), nn.Linear(2, 2)
+    with torch.no_grad():
+        for param in itertools.chain(head.parameters(), guide.parameters()):
+            param.fill_(0.3)
+    if prepare == "one optimizer":
+        made = [adamw(itertools.chain(net.parameters(), head.parameters(), guide.parameters()))]
+    else:
+        made = [adamw(net.parameters()), adamw([*head.parameters(), *guide.parameters()])]
+    model, *optimizers = accelerator.prepare(net, *made)
+    told = name != "ddp" and accelerator.is_main_process
+    warning = pytest.warns(UserWarning, match=r"2 param.* of this AdamW belong to no wrapped model")
+    with warning if told else contextlib.nullcontext():
+        for step in range(3):
+            accelerator.backward(head(model(inputs(accelerator, step))).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.01)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    states = [state_of(accelerator, item) or {} for item in optimizers]
+    return [weights_of(part) for part in (net, head, guide)] + states
+
+
+@both_modes
+@pytest.mark.parametrize("prepare", ["one optimizer", "two optimizers"])
+def test_parameters_that_no_model_has_are_stepped_as_under_torch_ddp(
+    worlds: Worlds, mode: dict[str, Any], prepare: str
+) -> None:
+    results = assert_like_ddp(worlds, train_strangers, mode, 1e-6, prepare)
+    (_, head, guide, *_), (_, other_head, other_guide, *_) = results
+    assert not torch.equal(head["weight"], other_head["weight"]), "nobody reduces its gradient"
+    assert torch.equal(guide["weight"], other_guide["weight"]), "it has none"
+
+
+# --- forgotten -------------------------------------------------------------------------------------------------------
+
+
+def forget_the_optimizer() -> str:
+    accelerator = make_accelerator("megatron_ddp")
+    net = net_of()
+    model = accelerator.prepare(net)
+    optimizer = sgd(net.parameters())
+    accelerator.backward(model(inputs(accelerator)).square().mean())
+    with pytest.raises(ReducedGradError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_an_optimizer_that_was_not_prepared_is_missed(worlds: Worlds) -> None:
+    for message in worlds.run(forget_the_optimizer):
+        assert "accelerator.prepare" in message
+        assert "use_distributed_optimizer=False" in message
+
+
+# --- options that are set after prepare ------------------------------------------------------------------------------
+
+
+def weight_decay_is_set(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def maximize_is_set(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+    optimizer.param_groups[0]["maximize"] = True
+
+
+def a_group_is_added(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+    last = list(net.parameters())[-1]
+    optimizer.add_param_group({"params": [last], "weight_decay": 0.2, "maximize": True})
+
+
+def a_state_is_loaded(accelerator: Any, optimizer: Any, net: nn.Module, folder: str) -> None:
+    """One that was saved with other options."""
+    before = optimizer.param_groups[0]["weight_decay"]
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    optimizer.param_groups[0]["weight_decay"] = before
+    accelerator.load_state(folder)
+
+
+def train_with_options_set_later(
+    name: str, mode: dict[str, Any], folder: str, set_later: Callable[[Any, Any, nn.Module, str], None]
+) -> dict[str, Tensor]:
+    """The same model and optimizer are prepared twice, as by a second Trainer, before options change."""
+    accelerator = make_accelerator(name, with_mode(name, mode), find_unused=False)
+    net = net_of()
+    inner = torch.optim.AdamW(list(net.parameters())[:-1], lr=0.01, weight_decay=0.0)
+    model, optimizer = accelerator.prepare(net, inner)
+    for step in range(4):
+        if step == 2:
+            set_later(accelerator, optimizer, net, f"{folder}/{name}")
+        optimizer.zero_grad()
+        accelerator.backward(model(inputs(accelerator, step)).square().mean())
+        optimizer.step()
+    return weights_of(net)
+
+
+@both_modes
+@pytest.mark.parametrize(
+    "set_later",
+    [weight_decay_is_set, maximize_is_set, a_group_is_added, a_state_is_loaded],
+    ids=lambda f: f.__name__,
+)
+def test_options_may_change_after_prepare(
+    worlds: Worlds, tmp_path: Any, mode: dict[str, Any], set_later: Callable[..., None]
+) -> None:
+    assert_like_ddp(worlds, train_with_options_set_later, mode, 0.0, str(tmp_path), set_later)
+
+
+def copy_the_mark_of_a_prepared_optimizer() -> None:
+    accelerator = make_accelerator("megatron_ddp")
+    net = net_of()
+    inner = adamw(net.parameters())
+    accelerator.prepare(net, inner)
+    assert copy.deepcopy(vars(inner)["_megatron_ddp"]) is None, "a class's own __getstate__ may copy all attributes"
+
+
+def test_a_copy_of_a_prepared_optimizer_was_not_prepared(worlds: Worlds) -> None:
+    worlds.run(copy_the_mark_of_a_prepared_optimizer)

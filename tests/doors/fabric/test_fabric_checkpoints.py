@@ -1,0 +1,248 @@
+"""``fabric.save`` and ``fabric.load``: the files that "ddp" writes, and training goes on from them under either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megastrategy.fabric import MAIN_PARAMS_KEY
+from tests.doors.lightning.test_lightning_checkpoints import amsgrad_in_groups, assert_same_value, load
+from tests.support.comparison import assert_equal
+
+from ..fabric_loops import AwkwardNet, Loop, adamw, make_data, make_fabric, sgd, state_of
+from ..fits import weights_of
+from ..matrix import MODES
+from ..rank_processes import Ranks
+
+both_modes = pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+SAVED_AFTER = 3
+
+
+def train_from(
+    name: str,
+    strategy_options: dict[str, Any],
+    *,
+    make_optimizer: Any = adamw,
+    load: str | None = None,
+    save: str | None = None,
+    **fabric_options: Any,
+) -> Loop:
+    """An epoch, saved in the middle, or loaded and finished from there."""
+    fabric = make_fabric(name, strategy_options, **fabric_options)
+    net = AwkwardNet(seed=None if load is None else 100 + int(load[-1] == "2"))
+    model, optimizer = fabric.setup(net, make_optimizer(net.parameters()))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "batches": 0, "note": "fresh"}
+    if load is not None:
+        remainder = fabric.load(load, state)
+        assert remainder == {"extra": [1, 2]}
+        assert (state["batches"], state["note"]) == (SAVED_AFTER, "saved")
+    losses = []
+    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
+        if number < state["batches"]:
+            continue
+        loss = F.cross_entropy(model(features.to(net.scale.dtype), tokens, number % 2 == 1), targets)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if save is not None and number + 1 == SAVED_AFTER:
+            fabric.save(save, {**state, "batches": number + 1, "note": "saved", "extra": [1, 2]})
+    return Loop(weights_of(net), losses, [], state_of(fabric, optimizer))
+
+
+@both_modes
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd, amsgrad_in_groups])
+def test_checkpoints_are_ddps_and_resume_under_either(
+    ranks: Ranks, options: dict[str, Any], make_optimizer: Any, tmp_path: Path
+) -> None:
+    """Saved under one strategy and loaded under the other, training ends in the bits of a run that never stopped."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    whole = ranks.run(train_from, "megatron_ddp", options, make_optimizer=make_optimizer, save=str(ours))
+    reference = ranks.run(train_from, "ddp", {}, make_optimizer=make_optimizer, save=str(theirs))
+    assert_equal(whole, reference)
+    assert_same_value(load(ours), load(theirs), "checkpoint")
+    for name, path in [("megatron_ddp", ours), ("megatron_ddp", theirs), ("ddp", ours)]:
+        resumed = ranks.run(
+            train_from, name, options if name != "ddp" else {}, make_optimizer=make_optimizer, load=str(path)
+        )
+        for mine, other in zip(resumed, reference, strict=True):
+            assert mine.losses == other.losses[SAVED_AFTER:]
+            assert_equal((mine.weights, mine.state), (other.weights, other.state))
+
+
+@both_modes
+def test_a_bf16_run_resumes_to_the_bit(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
+    """The file holds the fp32 main params beside the weights, under a key that load() takes for itself."""
+    path = tmp_path / "checkpoint"
+    whole = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", save=str(path))
+    saved = load(path)
+    assert saved["model"]["scale"].dtype == torch.bfloat16
+    main = saved[MAIN_PARAMS_KEY]["optimizer"]
+    trained = [key for key, param in AwkwardNet().named_parameters() if param.requires_grad]
+    assert sorted(main) == sorted(trained)
+    for key, value in main.items():
+        assert_same_value(value.to(torch.bfloat16), saved["model"][key], key)
+    assert not torch.equal(main["inputs.weight"], saved["model"]["inputs.weight"].float())
+    resumed = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", load=str(path))
+    for mine, other in zip(resumed, whole, strict=True):
+        assert mine.losses == other.losses[SAVED_AFTER:]
+        assert_equal((mine.weights, mine.state), (other.weights, other.state))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_what_is_kept_in_sixteen_bits_resumes_to_the_bit(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    options = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "state_dict_type": kind}
+    path = str(tmp_path / "checkpoint")
+    whole = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", save=path)
+    resumed = ranks.run(train_from, "megatron_ddp", options, precision="bf16-true", load=path)
+    for mine, other in zip(resumed, whole, strict=True):
+        assert mine.losses == other.losses[SAVED_AFTER:]
+        assert_equal((mine.weights, mine.state), (other.weights, other.state))
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    """With what was left out of their changes, under the same key, and names of its own."""
+    options = {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "state_dict_type": kind}
+    path = tmp_path / "checkpoint"
+    whole = ranks.run(train_from, "megatron_ddp", options, save=str(path))
+    if kind == "full":
+        remainders = load(path)[MAIN_PARAMS_KEY]["optimizer"]
+        trained = [f"{key} (remainder)" for key, param in AwkwardNet().named_parameters() if param.requires_grad]
+        assert sorted(remainders) == sorted(trained)
+        assert any(value.any() for value in remainders.values())
+    resumed = ranks.run(train_from, "megatron_ddp", options, load=str(path))
+    for mine, other in zip(resumed, whole, strict=True):
+        assert mine.losses == other.losses[SAVED_AFTER:]
+        assert_equal((mine.weights, mine.state), (other.weights, other.state))
+
+
+def load_without_main_params(strategy_options: dict[str, Any], path: str, stripped: str) -> None:
+    """What "ddp" saved, and what another writer wrote, has none: the weights are then all there is."""
+    fabric = make_fabric("megatron_ddp", strategy_options, precision="bf16-true")
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    state = {"model": model, "optimizer": optimizer}
+    saved = torch.load(path, weights_only=True)
+    if fabric.is_global_zero:
+        torch.save({key: value for key, value in saved.items() if key != MAIN_PARAMS_KEY}, stripped)
+    fabric.barrier()
+    fabric.load(stripped, state)
+    assert_equal(weights_of(net), dict(saved["model"]))
+    model(torch.ones(2, 5), torch.tensor([0, 1])).sum().backward()
+    grad = fabric.strategy.full_grad(net.scale)
+    assert grad is not None
+    number = [name for name, _ in net.named_parameters()].index("scale")
+    buffer = saved["optimizer"]["state"][number]["momentum_buffer"]
+    optimizer.step()
+    expected = saved["model"]["scale"].float() - 0.05 * (0.9 * buffer + grad)
+    assert_equal(net.scale.detach(), expected.to(torch.bfloat16))
+    optimizer.zero_grad()
+
+
+@both_modes
+def test_without_saved_main_params_the_weights_count(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    ranks.run(train_from, "megatron_ddp", options, make_optimizer=sgd, precision="bf16-true", save=str(path))
+    ranks.run(load_without_main_params, options, str(path), str(tmp_path / "stripped"))
+
+
+def load_bf16_under_ddp(path: str) -> None:
+    fabric = make_fabric("ddp", precision="bf16-true")
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, adamw(net.parameters()))
+    remainder = fabric.load(path, {"model": model, "optimizer": optimizer})
+    assert MAIN_PARAMS_KEY in remainder
+    assert_equal(weights_of(net), dict(torch.load(path, weights_only=True)["model"]))
+    fabric.backward(model(torch.ones(2, 5), torch.tensor([0, 1])).sum())
+    optimizer.step()
+
+
+def test_ddp_loads_a_bf16_checkpoint_of_ours(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    ranks.run(train_from, "megatron_ddp", {}, precision="bf16-true", save=path)
+    ranks.run(load_bf16_under_ddp, path)
+
+
+def save_and_load_in_many_ways(name: str, strategy_options: dict[str, Any], folder: str) -> Any:
+    """Filters, the raw objects, strictness, single state dicts, a file without state, a compiled model."""
+    fabric = make_fabric(name, strategy_options)
+    net = AwkwardNet()
+    own = sgd(net.parameters())
+    model, optimizer = fabric.setup(net, own)
+    train_a_little(fabric, model, optimizer)
+
+    filtered = f"{folder}/filtered"
+    fabric.save(filtered, {"model": model, "optimizer": optimizer}, filter={"model": weights_only})
+    raw = f"{folder}/raw"
+    state: dict[str, Any] = {"model": net, "optimizer": own, "step": 3}
+    fabric.save(raw, state)
+    weights = dict(torch.load(raw, weights_only=True)["model"])  # rank 0's: BatchNorm's buffers differ by rank
+    trained_state = state_of(fabric, optimizer)
+    seen = [fabric.load(filtered), fabric.load(raw)]
+
+    fresh = AwkwardNet(seed=5)
+    fresh_own = sgd(fresh.parameters())
+    fresh_model, fresh_optimizer = fabric.setup(torch.compile(fresh, backend="eager"), fresh_own)
+    with pytest.raises(KeyError, match="'missing'"):
+        fabric.load(raw, {"model": fresh_model, "missing": 1})
+    asked: dict[str, Any] = {"model": fresh_model, "optimizer": fresh_own, "step": 0, "missing": 1}
+    assert fabric.load(raw, asked, strict=False) == {}
+    assert asked == {"model": fresh_model, "optimizer": fresh_own, "step": 3, "missing": 1}
+    assert_equal(weights_of(fresh), weights)
+    assert_equal(state_of(fabric, fresh_optimizer), trained_state)
+
+    if fabric.is_global_zero:
+        torch.save(weights, f"{folder}/weights")
+        torch.save(sorted_state(seen[1])["optimizer"], f"{folder}/state")
+    fabric.barrier()
+    train_a_little(fabric, fresh_model, fresh_optimizer)
+    fabric.load_raw(f"{folder}/weights", fresh_model)
+    fabric.load_raw(f"{folder}/state", fresh_optimizer)
+    assert_equal(weights_of(fresh), weights)
+    assert_equal(state_of(fabric, fresh_optimizer), trained_state)
+    train_a_little(fabric, fresh_model, fresh_optimizer)
+    fabric.load_raw(f"{folder}/state", fresh_own)
+    assert_equal(state_of(fabric, fresh_optimizer), trained_state)
+    fresh_model.load_state_dict(model.state_dict())
+    train_a_little(fabric, fresh_model, fresh_optimizer)
+    train_a_little(fabric, model, optimizer)
+    assert_equal(weights_of(fresh), weights_of(net))
+    return [sorted_state(value) for value in seen], weights, weights_of(fresh)
+
+
+def weights_only(key: str, value: Tensor) -> bool:
+    return key.endswith("weight")
+
+
+def sorted_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    optimizer = checkpoint["optimizer"]
+    return {**checkpoint, "optimizer": {**optimizer, "state": dict(sorted(optimizer["state"].items()))}}
+
+
+def train_a_little(fabric: Fabric, model: nn.Module, optimizer: Any) -> None:
+    features, tokens, targets = next(iter(make_data(fabric)))
+    fabric.backward(F.cross_entropy(model(features, tokens), targets))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.sample(1)
+@both_modes
+def test_the_many_ways_to_save_and_to_load(ranks: Ranks, options: dict[str, Any], tmp_path: Path) -> None:
+    """The user's own module and optimizer may stand for Fabric's wrappers, as they may under "ddp"."""
+    results = []
+    for name, strategy_options in [("megatron_ddp", options), ("ddp", {})]:
+        (tmp_path / name).mkdir()
+        results.append(ranks.run(save_and_load_in_many_ways, name, strategy_options, str(tmp_path / name)))
+    assert_equal(results[0], results[1])
+    filtered = results[0][0][0][0]["model"]
+    assert filtered
+    assert all(key.endswith("weight") for key in filtered)

@@ -1,0 +1,123 @@
+"""Mixed precision and 16-bit weights in a Fabric loop, against the same loop under ``"ddp"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..fabric_comparison import CLIP_NORM, CLIP_VALUE, assert_like_ddp, both_modes
+from ..fabric_loops import AwkwardNet, Loop, make_data, make_fabric, sgd, state_of
+from ..fits import weights_of
+from ..rank_processes import Ranks
+
+
+def train_fp16(name: str, strategy_options: dict[str, Any], clip: dict[str, Any] | None) -> Any:
+    """Step 2 overflows on rank 1 alone: no rank may step, and every scale halves once."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    fabric = make_fabric(name, strategy_options, plugins=precision)
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    scales, weights, norms = [], [], []
+    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
+        loss = F.cross_entropy(model(features, tokens), targets)
+        if number == 2 and fabric.global_rank == 1:
+            loss = loss * float("inf")
+        fabric.backward(loss)
+        if clip is not None:
+            norm = fabric.clip_gradients(model, optimizer, error_if_nonfinite=False, **clip)
+            norms += [] if norm is None else [norm.item()]
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        weights.append(weights_of(net)["inputs.weight"])
+    assert precision.scaler is scaler, "the user may hold it, and save it"
+    assert scaler.state_dict() == fabric.strategy.precision.state_dict()
+    assert torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[2], weights[3])
+    assert scales[2] == scales[1] / 2
+    return Loop(weights_of(net), scales, norms, state_of(fabric, optimizer)), weights
+
+
+@both_modes
+@pytest.mark.parametrize("clip", [None, {"max_norm": CLIP_NORM}, {"clip_val": CLIP_VALUE}], ids=["no", "norm", "value"])
+def test_fp16_skips_a_step_on_all_ranks(ranks: Ranks, options: dict[str, Any], clip: dict[str, Any] | None) -> None:
+    by_shards = options["use_distributed_optimizer"] and clip is not None and "max_norm" in clip
+    assert_like_ddp(ranks, train_fp16, options, clip=clip, rtol=1e-6 if by_shards else 0.0)
+
+
+def check_and_scale(enabled: bool) -> None:
+    """The scaler is Fabric's own, or one that the user switched off."""
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    precision = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    fabric = make_fabric("megatron_ddp", {"check_for_nan_in_grad": True}, plugins=precision)
+    net = AwkwardNet()
+    if enabled:
+        with pytest.raises(ValueError, match=r"check_for_nan_in_grad=True contradicts .* MixedPrecision.*bf16-mixed"):
+            fabric.setup(net, sgd(net.parameters()))
+        assert all(param._post_accumulate_grad_hooks is None for param in net.parameters()), "it was not wrapped"
+        return
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    features, tokens, targets = next(iter(make_data(fabric)))
+    fabric.backward(F.cross_entropy(model(features, tokens), targets))
+    optimizer.step()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_contradicts_the_check_for_nan(ranks: Ranks, enabled: bool) -> None:
+    """It meets infinite gradients on purpose."""
+    ranks.run(check_and_scale, enabled)
+
+
+class LoudScaler(torch.amp.GradScaler):
+    """A scaler of the user's own."""
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        super().update(new_scale)
+        self.updates = getattr(self, "updates", 0) + 1
+
+
+def train_with_a_scaler_of_ones_own() -> None:
+    scaler = LoudScaler("cpu", init_scale=4.0)
+    fabric = make_fabric("megatron_ddp", plugins=MixedPrecision("16-mixed", "cpu", scaler=scaler))
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
+        before = weights_of(net)
+        scale = float("inf") if number == 1 and fabric.global_rank == 0 else 1.0
+        fabric.backward(F.cross_entropy(model(features, tokens), targets) * scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(before["scale"], net.scale) == (number == 1)
+    assert isinstance(scaler, LoudScaler)
+    assert scaler.updates == 7
+
+
+def test_a_scaler_of_ones_own_keeps_its_methods(ranks: Ranks) -> None:
+    ranks.run(train_with_a_scaler_of_ones_own)
+
+
+def small_updates(name: str, strategy_options: dict[str, Any]) -> float:
+    """A thousandth is less than half the last bit of a bf16 one."""
+    fabric = make_fabric(name, strategy_options, precision="bf16-true")
+    net = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        net.weight.fill_(1.0)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    for _ in range(100):
+        fabric.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return net.weight.item()
+
+
+@both_modes
+def test_small_updates_of_bf16_weights_add_up(ranks: Ranks, options: dict[str, Any]) -> None:
+    """A hundred steps of a thousandth; "ddp" does not get off the spot."""
+    assert ranks.run(small_updates, "ddp", {}) == [1.0, 1.0]
+    assert ranks.run(small_updates, "megatron_ddp", options) == [pytest.approx(0.9, abs=2**-8)] * 2

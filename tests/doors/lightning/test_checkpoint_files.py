@@ -1,0 +1,370 @@
+"""A checkpoint file is complete or not there, never twice in memory, and one that is broken says so."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import io
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.utilities.cloud_io import _atomic_save
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from megastrategy._checkpoints import files as checkpoint_files
+from megastrategy._checkpoints.files import load_file, own_memory, save_file
+from megastrategy.core import CheckpointError
+
+from ..checkpointed_fits import STATE
+from ..fits import make_strategy, make_trainer
+from ..rank_processes import Ranks
+
+NEWER = {"weight": -STATE["weight"], "step": 2}  # type: ignore[operator]
+
+
+def assert_is(path: Path, state: dict[str, Any]) -> None:
+    loaded = torch.load(path, weights_only=True)
+    assert loaded["step"] == state["step"]
+    assert torch.equal(loaded["weight"], state["weight"])
+
+
+# --- complete, or what was there before ------------------------------------------------------------------------------
+
+
+def kill_self(*_: object, **__: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("never reached")
+
+
+class KillsWhenPickled:
+    __reduce__ = kill_self  # type: ignore[assignment]
+
+
+def save_and_die(path: Path, moment: str) -> None:
+    """In a process of its own."""
+    state: dict[str, Any] = dict(NEWER)
+    if moment == "pickling":
+        state["bomb"] = KillsWhenPickled()
+    elif moment == "writing":  # the write that goes beyond the limit is cut short, and the next kills
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700_001, 700_001))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    elif moment == "fsync":
+        os.fsync = kill_self  # type: ignore[assignment]
+    elif moment == "replace":
+        Path.replace = kill_self  # type: ignore[assignment, method-assign]
+    elif moment == "replaced":
+        checkpoint_files.sync_directory = kill_self  # type: ignore[assignment]
+    save_file(state, path)
+
+
+@pytest.mark.parametrize("moment", ["pickling", "writing", "fsync", "replace", "replaced"])
+def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path: Path, moment: str) -> None:
+    """And the next save is not hindered by what it left beside it."""
+    path = tmp_path / "last.ckpt"
+    save_file(STATE, path)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.doors.fits"])
+    process = context.Process(target=save_and_die, args=(path, moment))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -(signal.SIGXFSZ if moment == "writing" else signal.SIGKILL)
+    assert_is(path, NEWER if moment == "replaced" else STATE)
+    left = [] if moment == "replaced" else [".last.ckpt.incomplete"]
+    assert sorted(os.listdir(tmp_path)) == [*left, "last.ckpt"]
+    save_file(NEWER, path)
+    assert_is(path, NEWER)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_the_content_is_on_the_disk_before_the_name_and_the_name_before_it_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a machine that loses power may come back with a complete name on an empty file."""
+    path, synced = tmp_path / "last.ckpt", []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append((Path(name).name, os.fstat(descriptor).st_size, path.exists()))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save_file(STATE, path)
+    size = path.stat().st_size
+    assert size > 1_200_000
+    assert [(name, there) for name, _, there in synced] == [(".last.ckpt.incomplete", False), (tmp_path.name, True)]
+    assert synced[0][1] == size
+
+
+@contextlib.contextmanager
+def disk_with(num_bytes: int) -> Iterator[None]:
+    """Files cannot become larger, as on a full disk; Python ignores the signal that would come with it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 300, 700_001, 1_200_300])
+def test_a_full_disk_is_an_error_with_the_path_and_the_checkpoint_before_it_stays(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    path = tmp_path / "last.ckpt"
+    save_file(STATE, path)
+    with disk_with(num_bytes), pytest.raises(OSError, match=r"was not saved \(File too large\)") as raised:
+        save_file(NEWER, path)
+    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
+    assert_is(path, STATE)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+class InterruptedFile(io.FileIO):
+    """Gets Ctrl-C while torch.save writes into it."""
+
+    def write(self, data: Any) -> int:
+        if len(data) > 1000:
+            raise KeyboardInterrupt
+        return super().write(data)
+
+
+def test_ctrl_c_while_a_file_is_written_stays_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.save makes an error of its own of it, at which no callback would save."""
+    path = tmp_path / "last.ckpt"
+    save_file(STATE, path)
+    monkeypatch.setattr(Path, "open", lambda self, mode: InterruptedFile(self, mode))
+    with pytest.raises(KeyboardInterrupt):
+        save_file(NEWER, path)
+    monkeypatch.undo()
+    assert_is(path, STATE)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@contextlib.contextmanager
+def without_privileges() -> Iterator[None]:
+    """The permissions of files do not bind root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_with_the_path() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # above tmp_path are directories that only its owner may enter
+        path = Path(folder) / "last.ckpt"
+        save_file(STATE, path)
+        os.chmod(folder, 0o555)
+        with without_privileges(), pytest.raises(PermissionError, match="was not saved") as raised:
+            save_file(NEWER, path)
+        assert raised.value.filename == str(path)
+        assert_is(path, STATE)
+        assert os.listdir(folder) == ["last.ckpt"]
+
+
+def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "last.ckpt"
+    with pytest.raises(FileExistsError, match=rf"was not saved \(File exists: {tmp_path / 'file'}\)") as raised:
+        save_file(STATE, path)
+    assert raised.value.filename == str(path)
+
+
+def test_what_cannot_be_pickled_is_its_own_error_even_while_another_is_dealt_with(tmp_path: Path) -> None:
+    """Checkpoints are saved on exceptions, too, and a full disk elsewhere is not why this one fails."""
+    path = tmp_path / "last.ckpt"
+    save_file(STATE, path)
+    try:
+        raise OSError(errno.ENOSPC, "the user's own")
+    except OSError:
+        with pytest.raises(Exception, match="local") as raised:
+            save_file({"function": lambda: 0}, path)
+    assert not isinstance(raised.value, OSError)
+    assert_is(path, STATE)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+LARGE_BYTES = 40 * 2**20
+"""A tensor larger than any that malloc keeps for itself when it is freed."""
+
+
+def status(field: str) -> int:
+    """Bytes, from the kernel's account of this process."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def peak_growth(run: Callable[[], Any]) -> int:
+    """How much more memory than before was resident at any time."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before must not be there to be used again
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+    before = status("VmHWM")
+    run()
+    return status("VmHWM") - before
+
+
+def test_saving_makes_no_copy_of_the_state(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(LARGE_BYTES // 4)}
+    assert peak_growth(lambda: save_file(state, tmp_path / "ours.ckpt")) < LARGE_BYTES / 8
+    assert peak_growth(lambda: _atomic_save(state, tmp_path / "theirs.ckpt")) > 0.9 * LARGE_BYTES, "the measure works"
+
+
+NUM_FEATURES = 1024
+BUCKET_BYTES = NUM_FEATURES**2 * 4
+SLACK_BYTES = 8 * 2**20
+"""For what is not tensors: in the kernel's account, pages of code that runs for the first time count, too."""
+
+
+class Wide(pl.LightningModule):
+    """Five layers of one bucket each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(NUM_FEATURES, NUM_FEATURES, bias=False) for _ in range(5)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class SavesAndMeasures(pl.Callback):
+    """The second save: the first one has imported what it needs."""
+
+    growth = 0
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.strategy.barrier()
+        self.growth = peak_growth(lambda: trainer.save_checkpoint(self.path))
+
+
+def save_wide(path: Path) -> int:
+    measure = SavesAndMeasures(path)
+    strategy = make_strategy("megatron_ddp", bucket_size=NUM_FEATURES**2)
+    trainer = make_trainer(strategy, callbacks=[measure], max_epochs=1, limit_train_batches=1)
+    trainer.fit(Wide(), DataLoader(TensorDataset(torch.ones(4, NUM_FEATURES)), batch_size=2))
+    return measure.growth
+
+
+def test_saving_takes_the_gathered_state_on_rank_0_and_a_bucket_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
+    """A bucket is gathered in one flat tensor, from which the whole state tensors are copied one by one."""
+    path = tmp_path / "wide.ckpt"
+    first, other = ranks.run(save_wide, path)
+    weights_bytes, state_bytes = 5 * BUCKET_BYTES, 10 * BUCKET_BYTES
+    assert abs(path.stat().st_size - (weights_bytes + state_bytes)) < 20_000, "the sum of its tensors"
+    assert first < state_bytes + BUCKET_BYTES + SLACK_BYTES
+    assert other < BUCKET_BYTES + SLACK_BYTES
+
+
+def test_loading_maps_the_file(tmp_path: Path) -> None:
+    """All of it is looked at, and no page of it counts as this process's own; but the one that is written to."""
+    path = tmp_path / "last.ckpt"
+    save_file({"weight": torch.ones(LARGE_BYTES // 4)}, path)
+    before = status("RssAnon")
+    loaded = load_file(path)
+    assert loaded["weight"].sum().item() == LARGE_BYTES // 4
+    assert status("RssAnon") - before < LARGE_BYTES / 8
+    read = torch.load(path)
+    assert status("RssAnon") - before > 0.9 * LARGE_BYTES, "the measure works"
+    loaded["weight"][0] = 7.0
+    assert torch.load(path, mmap=True)["weight"][0] == 1.0, "the file is not written through"
+    assert read["weight"][0] == 1.0
+
+
+def test_a_mapped_file_may_be_replaced_and_removed(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save_file(STATE, path)
+    loaded = load_file(path)
+    save_file(NEWER, path)
+    path.unlink()
+    assert torch.equal(loaded["weight"], STATE["weight"])  # type: ignore[arg-type]
+
+
+def test_own_memory_outlives_a_file_overwritten_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save_file({"callbacks": [{"best": (STATE["weight"], "name")}], "model": nn.Linear(2, 2).state_dict()}, path)
+    owned = own_memory(load_file(path))
+    assert owned["model"]._metadata, "the version of each module, by which torch knows old checkpoints"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    assert torch.equal(owned["callbacks"][0]["best"][0], STATE["weight"])  # type: ignore[arg-type]
+    assert owned["callbacks"][0]["best"][1] == "name"
+
+
+# --- what is loaded --------------------------------------------------------------------------------------------------
+
+
+def test_files_that_cannot_be_mapped_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format of before torch 1.6, and storages that were on a device which is not here."""
+    torch.save(STATE, tmp_path / "legacy.ckpt", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_file(tmp_path / "legacy.ckpt")["weight"], STATE["weight"])  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        save_file(STATE, tmp_path / "cuda.ckpt")
+    for map_location in ("cpu", lambda storage, location: storage, {"cuda:0": "cpu"}):
+        loaded = load_file(tmp_path / "cuda.ckpt", map_location)
+        assert torch.equal(loaded["weight"], STATE["weight"])  # type: ignore[arg-type]
+
+
+def broken_files(folder: Path) -> dict[Path, str]:
+    """Path -> what its error says."""
+    made = {}
+    for kind, is_zip in (("zip", True), ("legacy", False)):
+        torch.save(STATE, folder / f"{kind}.ckpt", _use_new_zipfile_serialization=is_zip)
+        content = (folder / f"{kind}.ckpt").read_bytes()
+        for size in (5, 100, 10_000, len(content) - 1):
+            path = folder / f"{kind}_{size}.ckpt"
+            path.write_bytes(content[:size])
+            made[path] = f"is cut off after {size:,} bytes"
+    (folder / "empty.ckpt").touch()
+    (folder / "text.ckpt").write_text("hello, I am no checkpoint\n" * 100)
+    (folder / "pickle.ckpt").write_bytes(pickle.dumps({"a": 1}, protocol=2)[:-3])
+    with zipfile.ZipFile(folder / "other.ckpt", "w") as archive:
+        archive.writestr("word/document.xml", "text")
+    made[folder / "empty.ckpt"] = "is empty"
+    return made | {folder / f"{name}.ckpt": "is no checkpoint" for name in ("text", "pickle", "other")}
+
+
+def test_a_broken_file_is_an_error_with_its_path_and_what_is_wrong(tmp_path: Path) -> None:
+    made = broken_files(tmp_path)
+    assert len(made) == 12
+    for path, problem in made.items():
+        for weights_only in (True, False):
+            with pytest.raises(CheckpointError) as raised:
+                load_file(path, weights_only=weights_only)
+            assert str(raised.value).startswith(f"{path} {problem}")
+
+
+def test_what_a_whole_file_may_not_load_stays_torchs_error_with_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "class.ckpt"
+    save_file({"path": Fabric}, path)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed") as raised:
+        load_file(path, weights_only=True)
+    assert raised.value.__notes__ == [f"while loading the checkpoint {path}"]
+    with pytest.raises(FileNotFoundError, match=r"missing\.ckpt"):
+        load_file(tmp_path / "missing.ckpt")

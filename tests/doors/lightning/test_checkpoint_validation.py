@@ -1,0 +1,296 @@
+"""A checkpoint that does not fit loads nothing and says what differs; one that fits leaves nothing in its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from megastrategy._checkpoints.files import load_file, own_memory
+from megastrategy._checkpoints.validation import check_module_state
+from megastrategy.core import CheckpointError
+from megastrategy.fabric import MegatronDDPStrategy as FabricStrategy
+
+from ..checkpointed_fits import fit_saving, saver
+from ..fits import BATCHES_PER_EPOCH, AwkwardModule, assert_same_tensors, fit, loader, make_strategy, make_trainer
+from ..rank_processes import Ranks
+
+
+def two_groups(params: Any) -> torch.optim.Optimizer:
+    first, *rest = params
+    return torch.optim.AdamW([{"params": [first]}, {"params": rest}], lr=1e-2)
+
+
+class OtherModule(AwkwardModule):
+    """Not the model that the checkpoint is of."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(two_groups if how == "groups" else None)
+        if how == "missing":
+            self.more = nn.Linear(2, 2)
+        elif how == "extra":
+            del self.side
+        elif how == "shape":
+            self.inputs = nn.Linear(6, 13)
+
+
+WRONG = {
+    "missing": ["'more.weight' is missing there", "'more.bias' is missing there"],
+    "extra": ["'side.weight' is there, and not in the model"],
+    "shape": ["'inputs.weight' has shape (13, 5) there, (13, 6) in the model"],
+    "groups": ["it has 1 parameter group(s), the optimizer 2"],
+}
+
+
+def resume_other(how: str, path: Path) -> str:
+    module = OtherModule(how)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = make_trainer(make_strategy("megatron_ddp"))
+    with pytest.raises(CheckpointError) as raised:
+        trainer.fit(module, loader(), ckpt_path=path)
+    if how != "groups":  # Lightning loads the weights before there are optimizers
+        assert_same_tensors(module.state_dict(), before)
+    assert not any(optimizer.state for optimizer in trainer.optimizers)
+    return str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    ranks.run(fit_saving, folder)
+    return folder / "step=7.ckpt"
+
+
+@pytest.mark.parametrize("how", list(WRONG))
+def test_a_checkpoint_of_another_model_loads_nothing_and_says_what_differs(
+    ranks: Ranks, trained: Path, how: str
+) -> None:
+    for message in ranks.run(resume_other, how, trained):
+        assert str(trained) in message
+        for problem in WRONG[how]:
+            assert problem in message
+
+
+def resume_foreign(path: Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        make_trainer(make_strategy("megatron_ddp")).fit(AwkwardModule(), loader(), ckpt_path=path)
+    return str(raised.value)
+
+
+def test_a_trainer_says_what_is_wrong_with_a_file_on_every_rank(ranks: Ranks, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.ckpt").write_bytes(trained.read_bytes()[:1000])
+    torch.save(AwkwardModule().state_dict(), tmp_path / "weights.ckpt")
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    problems = {"short": "is cut off", "weights": "is no checkpoint of a Trainer", "list": "got a list"}
+    for name, problem in problems.items():
+        path = tmp_path / f"{name}.ckpt"
+        for message in ranks.run(resume_foreign, path):
+            assert message.startswith(str(path))
+            assert problem in message
+
+
+class Keeps(pl.Callback):
+    """What it is given by the checkpoint, for as long as it lives."""
+
+    best = torch.zeros(0)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["best"] = torch.ones(3)
+
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.best = checkpoint["best"]
+
+
+def is_mapped(tensor: Tensor, path: Path) -> bool:
+    """Whether the kernel knows the tensor's memory as a part of the file."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if start <= address < end:
+            return line.endswith(str(path))
+    raise AssertionError("no memory of this process")
+
+
+def resume_and_keep(path: Path, sharded: bool) -> None:
+    assert is_mapped(load_file(path)["state_dict"]["out.weight"], path), "the measure works"
+    keeper = Keeps()
+    strategy = make_strategy("megatron_ddp", use_distributed_optimizer=sharded)
+    trainer = make_trainer(strategy, callbacks=[keeper], max_epochs=1)  # of which the checkpoint is the end
+    trainer.fit(AwkwardModule(), loader(), ckpt_path=path)
+    states = [value for values in trainer.optimizers[0].state.values() for value in values.values()]
+    assert len(states) > (6 if sharded else 20)
+    assert torch.equal(keeper.best, torch.ones(3))
+    assert not any(is_mapped(tensor, path) for tensor in [keeper.best, *states, *trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_nothing_that_lives_on_after_loading_is_in_the_file(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
+    """A file that is removed by another machine, or overwritten in place, would end the process weeks later."""
+    ranks.run(fit_and_keep, tmp_path)
+    ranks.run(resume_and_keep, tmp_path / "step=7.ckpt", sharded)
+
+
+def fit_and_keep(folder: Path) -> None:
+    fit("megatron_ddp", callbacks=[saver(folder), Keeps()], enable_checkpointing=True, max_epochs=1)
+
+
+class TwoOptimizers(pl.LightningModule):
+    """The second optimizer has another parameter group where ``changed``."""
+
+    def __init__(self, changed: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.changed = changed
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, layer in zip(self.optimizers(), (self.first, self.second), strict=True):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            self.manual_backward(layer(batch[0]).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        weight, bias = self.second.parameters()
+        groups = [{"params": [weight]}, {"params": [bias]}] if self.changed else [weight, bias]
+        return torch.optim.AdamW(self.first.parameters()), torch.optim.AdamW(groups)
+
+
+def save_and_resume_two(folder: Path) -> str:
+    trainer = make_trainer(
+        make_strategy("megatron_ddp"),
+        callbacks=[saver(folder, every_n_train_steps=2 * BATCHES_PER_EPOCH)],
+        enable_checkpointing=True,
+        max_epochs=1,
+    )
+    trainer.fit(TwoOptimizers(changed=False), loader())
+    trainer = make_trainer(make_strategy("megatron_ddp"))
+    with pytest.raises(CheckpointError) as raised:
+        trainer.fit(TwoOptimizers(changed=True), loader(), ckpt_path=folder / f"step={2 * BATCHES_PER_EPOCH}.ckpt")
+    assert [len(optimizer.state) for optimizer in trainer.optimizers] == [0, 0]
+    return str(raised.value)
+
+
+def test_the_first_of_two_optimizers_is_not_loaded_where_the_second_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks.run(save_and_resume_two, tmp_path):
+        assert message.startswith(f"optimizer 1 in {tmp_path / 'step=14.ckpt'} is of another")
+
+
+def fabric_load(path: Path, sharded: bool) -> dict[str, str]:
+    """Problem -> message; in each case model and optimizer must be as they were."""
+    strategy = FabricStrategy(bucket_size=20, use_distributed_optimizer=sharded)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+
+    def make(num_inputs: int = 5, num_groups: int = 1) -> tuple[Any, Any]:
+        torch.manual_seed(num_inputs)
+        module = nn.Sequential(nn.Linear(num_inputs, 7), nn.Linear(7, 3))
+        params = list(module.parameters())
+        groups = [{"params": params[:1]}, {"params": params[1:]}][-num_groups:]
+        groups = groups if num_groups == 2 else [{"params": params}]
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(groups, lr=0.1))
+        fabric.backward(model(torch.ones(2, num_inputs)).square().mean())
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = make()
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 3})
+    messages = {}
+    for problem, (other, others_optimizer) in {"shape": make(num_inputs=6), "groups": make(num_groups=2)}.items():
+        weights = {name: value.clone() for name, value in other.state_dict().items()}
+        state = own_memory(others_optimizer.state_dict())
+        # the part that fits comes first, and must not be loaded either
+        objects = {"model": other, "optimizer": others_optimizer, "step": 0}
+        keys = ["step", "model", "optimizer"] if problem == "groups" else ["step", "optimizer", "model"]
+        asked = {key: objects[key] for key in keys}
+        with pytest.raises(CheckpointError) as raised:
+            fabric.load(path, asked)
+        messages[problem] = str(raised.value)
+        assert asked["step"] == 0
+        assert_same_tensors(other.state_dict(), weights)
+        assert str(others_optimizer.state_dict()) == str(state)
+    with pytest.raises(KeyError, match="has no 'scheduler'"):
+        fabric.load(path, {"model": model, "scheduler": 0})
+    rest = fabric.load(path, {"optimizer": optimizer})
+    assert rest["step"] == 3
+    states = [value for values in optimizer.state.values() for value in values.values()]
+    assert not any(is_mapped(tensor, path) for tensor in [*states, *rest["model"].values()])
+    return messages
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_fabric_loads_everything_or_nothing(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
+    path = tmp_path / "last.ckpt"
+    for messages in ranks.run(fabric_load, path, sharded):
+        assert str(path) in messages["shape"]
+        assert "'optimizer' in" in messages["groups"]
+        assert "it has 1 parameter group(s), the optimizer 2" in messages["groups"]
+
+
+class Renames(nn.Module):
+    """Reads checkpoints of a version in which its weight had another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Parameter(torch.zeros(2))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}old" in state_dict:
+            state_dict[f"{prefix}new"] = state_dict.pop(f"{prefix}old")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def forgive(module: nn.Module, incompatible: Any) -> None:
+    incompatible.missing_keys.clear()
+
+
+def test_modules_with_ways_of_their_own_to_load_are_left_alone() -> None:
+    """The check is only for what torch would refuse."""
+    forgiving = nn.Linear(2, 2)
+    forgiving.register_load_state_dict_post_hook(forgive)
+    check_module_state(forgiving, {}, True, "file")
+    forgiving.load_state_dict({})
+    model = nn.Sequential(Renames(), nn.Linear(2, 2))
+    state = model.state_dict()
+    state["0.old"] = state.pop("0.new")
+    check_module_state(model, state, True, "file")
+    model.load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"^file holds .*\n  '1.weight' is missing there$"):
+        check_module_state(model, {name: value for name, value in state.items() if name != "1.weight"}, True, "file")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_check_finds_what_torch_finds(strict: bool) -> None:
+    """Tied and lazily missing names, buffers, old scalars: torch itself says what is right."""
+
+    def make(**changes: Any) -> dict[str, Tensor]:
+        state = dict(AwkwardModule().state_dict())
+        state.update({name: value for name, value in changes.items() if value is not None})
+        return {name: value for name, value in state.items() if name not in changes or changes[name] is not None}
+
+    states = {
+        "itself": make(),
+        "old scalar": make(scale=torch.ones(1)),
+        "no counter": make(**{"norm.num_batches_tracked": None}),
+        "no buffer": make(**{"norm.running_mean": None}),
+        "no tied name": make(**{"head.weight": None}),
+        "extra": make(nothing=torch.ones(1)),
+        "shape": make(**{"out.bias": torch.ones(8)}),
+        "dtype": make(**{"out.bias": torch.ones(7, dtype=torch.float64)}),
+    }
+    for name, state in states.items():
+        theirs = ours = False
+        module = AwkwardModule()
+        try:
+            check_module_state(module, state, strict, "file")
+        except CheckpointError:
+            ours = True
+        try:
+            module.load_state_dict(state, strict)
+        except RuntimeError:
+            theirs = True
+        assert ours == theirs, name

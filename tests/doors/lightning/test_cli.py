@@ -1,0 +1,299 @@
+"""LightningCLI: the name, the class with its options in YAML and on the command line; and the signature it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pickle
+import sys
+from pathlib import Path
+from typing import Any, ForwardRef, Literal, get_args, get_type_hints
+
+import lightning.pytorch as pl
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+
+import megastrategy
+from megastrategy import DistributedDataParallelConfig, MegatronDDPStrategy
+from megastrategy_autoload import DOORS
+
+from ..fits import AwkwardModule, assert_same_tensors, loader, weights_of
+from ..rank_processes import Ranks
+
+# Lightning 2.6 calls jsonargparse 4.53 by a name that is going to change
+pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+
+CLASS = "megastrategy.MegatronDDPStrategy"
+TORCH_DDP_ARGUMENTS = {
+    "bucket_cap_mb": None,
+    "gradient_as_bucket_view": True,
+    "ddp_comm_hook": None,
+    "ddp_comm_wrapper": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_pytests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LightningCLI warns when a command line has two sources, and takes pytest's for one of them."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+class Module(AwkwardModule):
+    """One without arguments that a command line would have to know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class StrategyOfAUser(MegatronDDPStrategy):
+    """What a project may derive: an option of its own, the others passed on."""
+
+    def __init__(self, note: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.note = note
+
+
+def run_cli(*arguments: str, run: bool = False) -> LightningCLI:
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return LightningCLI(
+        Module,
+        pl.LightningDataModule if not run else Data,
+        run=run,
+        args=list(arguments),
+        trainer_defaults=defaults,
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+
+
+class Data(pl.LightningDataModule):
+    """The data of the other tests."""
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def strategy_of(*arguments: str) -> Any:
+    return run_cli(*arguments).trainer.strategy
+
+
+@pytest.mark.parametrize("name", ["megatron_ddp", "megatron_ddp_spawn", "megatron_ddp_all_reduce"])
+def test_the_name(name: str) -> None:
+    strategy = strategy_of("--trainer.strategy", name)
+    assert type(strategy) is MegatronDDPStrategy
+    assert strategy.config == DistributedDataParallelConfig(use_distributed_optimizer="all_reduce" not in name)
+    assert strategy._start_method == megastrategy.megastrategy_autoload.START_METHODS[name]
+
+
+def test_the_class_with_options_on_the_command_line() -> None:
+    strategy = strategy_of(
+        f"--trainer.strategy={CLASS}",
+        "--trainer.strategy.bucket_size=100",
+        "--trainer.strategy.overlap_grad_reduce=false",
+        "--trainer.strategy.process_group_backend=gloo",
+        "--trainer.strategy.start_method=fork",
+    )
+    assert type(strategy) is MegatronDDPStrategy
+    assert strategy.config == DistributedDataParallelConfig(bucket_size=100, overlap_grad_reduce=False)
+    assert strategy.process_group_backend == "gloo"
+    assert strategy._start_method == "fork"
+
+
+def test_the_class_with_options_in_yaml(tmp_path: Path) -> None:
+    """And what the command line says goes before what the file says."""
+    options = {"bucket_cap_mb": 2, "use_distributed_optimizer": False, "gradient_as_bucket_view": True}
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": {"class_path": CLASS, "init_args": options}}}))
+    expected = DistributedDataParallelConfig(bucket_size=2 * 2**20 // 4, use_distributed_optimizer=False)
+    assert strategy_of("--config", str(path)).config == expected
+    changed = strategy_of("--config", str(path), "--trainer.strategy.use_distributed_optimizer=true")
+    assert changed.config == dataclasses.replace(expected, use_distributed_optimizer=True)
+
+
+@pytest.mark.parametrize("door", ["lightning", "pytorch_lightning"])
+def test_each_packages_cli_takes_its_class_by_its_own_path(door: str) -> None:
+    package = {door: name for name, door in DOORS.items()}[f"megastrategy.{door}"]
+    cli = importlib.import_module(f"{package}.cli").LightningCLI
+    boring = importlib.import_module(f"{package}.demos.boring_classes")
+    arguments = [f"--trainer.strategy=megastrategy.{door}.MegatronDDPStrategy", "--trainer.strategy.bucket_size=9"]
+    defaults = {"accelerator": "cpu", "devices": 2, "logger": False, "enable_checkpointing": False}
+    made = cli(boring.BoringModel, run=False, args=arguments, trainer_defaults=defaults, seed_everything_default=False)
+    strategy = made.trainer.strategy
+    assert type(strategy) is importlib.import_module(f"megastrategy.{door}").MegatronDDPStrategy
+    assert strategy.config.bucket_size == 9
+
+
+def test_a_users_subclass_keeps_the_options() -> None:
+    strategy = strategy_of(
+        f"--trainer.strategy={__name__}.StrategyOfAUser",
+        "--trainer.strategy.note=mine",
+        "--trainer.strategy.static_graph=true",
+    )
+    assert type(strategy) is StrategyOfAUser
+    assert strategy.note == "mine"
+    assert strategy.config == DistributedDataParallelConfig(static_graph=True)
+
+
+def test_print_config_shows_every_option_and_can_be_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        run_cli(f"--trainer.strategy={CLASS}", "--trainer.strategy.bucket_size=100", "--print_config")
+    assert done.value.code == 0
+    printed = capsys.readouterr().out
+    strategy = yaml.safe_load(printed)["trainer"]["strategy"]
+    assert strategy["class_path"] == CLASS
+    expected = dataclasses.asdict(DistributedDataParallelConfig(bucket_size=100)) | TORCH_DDP_ARGUMENTS
+    assert {name: strategy["init_args"][name] for name in expected} == expected
+    path = tmp_path / "config.yaml"
+    path.write_text(printed)
+    assert strategy_of("--config", str(path)).config == DistributedDataParallelConfig(bucket_size=100)
+
+
+def test_help_shows_every_option_with_its_type(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_cli(f"--trainer.strategy.help={CLASS}")
+    text = " ".join(capsys.readouterr().out.split())
+    names = ("Optional[int]", "Union[int, null]", "int | null")  # the last since Python 3.14
+    assert any(f"--trainer.strategy.bucket_size BUCKET_SIZE (type: {name}, default: null)" in text for name in names)
+    for field in dataclasses.fields(DistributedDataParallelConfig):
+        assert f"--trainer.strategy.{field.name} " in text
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("bucket_sise=100", "Option 'bucket_sise' is not accepted"),
+        ("bucket_size=many", "bucket_size"),
+        ("overlap_grad_reduce=perhaps", "overlap_grad_reduce"),
+    ],
+)
+def test_a_wrong_option_is_named(capsys: pytest.CaptureFixture[str], option: str, said: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        run_cli(f"--trainer.strategy={CLASS}", f"--trainer.strategy.{option}")
+    assert refused.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_torchs_hook_for_sixteen_bits_becomes_an_option_in_a_file_too() -> None:
+    hooks = "torch.distributed.algorithms.ddp_comm_hooks"
+    hook = f"--trainer.strategy.ddp_comm_hook={hooks}.default_hooks.fp16_compress_hook"
+    cli = run_cli(f"--trainer.strategy={CLASS}", hook)
+    assert cli.trainer.strategy.config.grad_wire_dtype == "fp16"
+    hook = f"--trainer.strategy.ddp_comm_hook={hooks}.powerSGD_hook.powerSGD_hook"
+    with pytest.raises(ValueError, match=r"ddp_comm_hook=.*grad_wire_dtype='bf16'"):
+        run_cli(f"--trainer.strategy={CLASS}", hook)
+
+
+def test_a_value_that_the_config_refuses_has_the_configs_message() -> None:
+    with pytest.raises(ValueError, match="bucket_size=-1: expected a positive number of elements"):
+        run_cli(f"--trainer.strategy={CLASS}", "--trainer.strategy.bucket_size=-1")
+
+
+def fit_by_cli(*arguments: str) -> dict[str, Any]:
+    return weights_of(run_cli("fit", *arguments, run=True).model)
+
+
+def test_it_fits_as_ddp_does(ranks: Ranks) -> None:
+    """The subcommand and all: one line of a config differs."""
+    ddp = "lightning.pytorch.strategies.DDPStrategy"
+    theirs = ranks.run(fit_by_cli, f"--trainer.strategy={ddp}", "--trainer.strategy.find_unused_parameters=true")
+    ours = ranks.run(fit_by_cli, f"--trainer.strategy={CLASS}", "--trainer.strategy.bucket_size=100")
+    by_name = ranks.run(fit_by_cli, "--trainer.strategy=megatron_ddp")
+    untrained = weights_of(Module())
+    for theirs_of_rank, *ours_of_rank in zip(theirs, ours, by_name, strict=True):
+        assert not (theirs_of_rank["out.weight"] == untrained["out.weight"]).all()
+        for weights in ours_of_rank:
+            assert_same_tensors(weights, theirs_of_rank)
+
+
+# --- the signature ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", DOORS.values())
+def test_the_signature_is_that_of_the_package_and_the_config(door: str) -> None:
+    """Every name, default and type: of the package's DDPStrategy where it has it, of the config's field otherwise."""
+    strategy = importlib.import_module(door).MegatronDDPStrategy
+    base = next(base for base in strategy.__mro__ if base.__name__ == "DDPStrategy")
+    theirs = inspect.signature(base).parameters
+    types = get_type_hints(base.__init__) | get_type_hints(DistributedDataParallelConfig)
+    for name in TORCH_DDP_ARGUMENTS:  # Lightning's have a bare Callable
+        types.pop(name, None)
+    fields = {field.name: field.default for field in dataclasses.fields(DistributedDataParallelConfig)}
+
+    ours = inspect.signature(strategy).parameters
+    elsewhere = {"ddp_comm_state", "model_averaging_period", "kwargs", *TORCH_DDP_ARGUMENTS}  # refused, or behind ours
+    # under the names that FSDPStrategy and ModelParallelStrategy have for them
+    own: dict[str, Any] = {"state_dict_type": "full", "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    own["stage_order"] = None
+    if "fabric" in door:
+        own["parallelize_fn"] = None
+    assert list(ours) == [name for name in theirs if name not in elsewhere] + [*own, *fields, *TORCH_DDP_ARGUMENTS]
+    expected = {name: item.default for name, item in theirs.items()} | own | fields | TORCH_DDP_ARGUMENTS
+    assert {name: item.default for name, item in ours.items()} == {name: expected[name] for name in ours}
+    hints = get_type_hints(strategy.__init__)
+    assert {name: hints[name] for name in ours if name in types} == {
+        name: types[name] for name in ours if name in types
+    }
+    assert hints["state_dict_type"] == Literal["full", "sharded"]
+    assert hints["bucket_cap_mb"] == float | None
+    assert hints["gradient_as_bucket_view"] is bool
+    for name, item in ours.items():
+        assert item.annotation == hints[name]
+        assert not any(isinstance(part, str | ForwardRef) for part in (item.annotation, *get_args(hints[name]))) or (
+            name in {"start_method", "state_dict_type", "grad_buffer"}  # of strings, all three
+        ), f"{name} cannot be resolved"
+
+
+@pytest.mark.parametrize("door", DOORS.values())
+def test_what_the_signature_says_can_be_passed(door: str) -> None:
+    """All defaults at once, as a command line does; beside them the one that changes; positions are DDPStrategy's."""
+    strategy = importlib.import_module(door).MegatronDDPStrategy
+    defaults = {name: item.default for name, item in inspect.signature(strategy).parameters.items()}
+    assert strategy(**defaults).config == DistributedDataParallelConfig()
+    assert strategy(**defaults | {"bucket_size": 8}).config == DistributedDataParallelConfig(bucket_size=8)
+    assert strategy(**defaults | {"bucket_cap_mb": 1}).config.bucket_size == 2**18
+    assert strategy(None, ["first"]).parallel_devices == ["first"]
+    with pytest.raises(ValueError, match="did you mean 'bucket_size'"):
+        strategy(bucket_sise=8)
+
+
+@pytest.mark.parametrize("door", DOORS.values())
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("timeuot", "timeout"), ("start_metod", "start_method"), ("state_dict_typ", "state_dict_type")],
+)
+def test_an_argument_of_the_strategys_own_is_suggested_too(door: str, misspelt: str, meant: str) -> None:
+    """A user's subclass, too, which shows another signature."""
+    strategy = importlib.import_module(door).MegatronDDPStrategy
+
+    class Users(strategy):  # type: ignore[misc, valid-type]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+
+    for cls in (strategy, Users):
+        with pytest.raises(ValueError, match=rf"^unknown argument '{misspelt}': did you mean '{meant}'\?$"):
+            cls(**{misspelt: None})
+    with pytest.raises(ValueError, match=r"^unknown argument 'zzz': known are bucket_size, .*, timeout"):
+        strategy(zzz=1)
+
+
+def test_help_in_python_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    help(MegatronDDPStrategy.__init__)
+    assert "use_distributed_optimizer: bool = True" in capsys.readouterr().out
+
+
+def test_a_strategy_can_be_pickled() -> None:
+    """The launchers that spawn do it; the class's `__init__` is one made by a decorator."""
+    strategy = MegatronDDPStrategy(bucket_size=8)
+    assert pickle.loads(pickle.dumps(strategy)).config == strategy.config

@@ -1,0 +1,255 @@
+"""Checkpoints are those that ``"ddp"`` writes, and training goes on from them under either strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from megastrategy.lightning import MAIN_PARAMS_KEY
+
+from ..fits import BATCHES_PER_EPOCH, AwkwardModule, Fit, adamw, assert_same_fit, assert_same_tensors, fit
+from ..rank_processes import Ranks
+
+
+def sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def adagrad(params: Any) -> Optimizer:
+    """Has state before the first step."""
+    return torch.optim.Adagrad(params, lr=0.02, initial_accumulator_value=0.1)
+
+
+def amsgrad_in_groups(params: Any) -> Optimizer:
+    first, second, *rest = params
+    groups = [{"params": [second, first], "lr": 3e-3}, {"params": []}, {"params": rest}]
+    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+
+
+def plain_sgd(params: Any) -> Optimizer:
+    """Has no state at all."""
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def decay(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, half_every_five_steps)
+
+
+def half_every_five_steps(step: int) -> float:
+    return 0.5 ** (step // 5)
+
+
+def fit_and_save(
+    name: str, folder: str, optimizer: Callable[[Any], Optimizer] = adamw, *, every: int = 10, **options: Any
+) -> Fit:
+    """Two epochs with a checkpoint ``step=<n>.ckpt`` every few steps."""
+    saver = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=every, save_top_k=-1, save_on_train_epoch_end=False
+    )
+    module = AwkwardModule(optimizer, decay, "step")
+    return fit(name, module=module, callbacks=[saver], enable_checkpointing=True, **options)
+
+
+def resume(name: str, path: str, optimizer: Callable[[Any], Optimizer] = adamw, **options: Any) -> Fit:
+    return fit(name, module=AwkwardModule(optimizer, decay, "step"), ckpt_path=path, **options)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Also a test: a checkpoint holds plain types only."""
+    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
+    return checkpoint
+
+
+def assert_same_value(actual: Any, expected: Any, where: str) -> None:
+    """Equal in structure and type; tensors in dtype, shape, strides and bits. The order of keys may differ."""
+    assert type(actual) is type(expected), where
+    if isinstance(expected, dict):
+        assert set(actual) == set(expected), where
+        for key, value in expected.items():
+            assert_same_value(actual[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), where
+        for place, value in enumerate(expected):
+            assert_same_value(actual[place], value, f"{where}[{place}]")
+    elif isinstance(expected, Tensor):
+        assert actual.stride() == expected.stride(), where
+        assert actual.device == expected.device, where
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}"
+        )
+    else:
+        assert actual == expected, where
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("optimizer", [adamw, sgd, adagrad, amsgrad_in_groups, plain_sgd])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_checkpoint_is_what_ddp_writes(
+    ranks: Ranks, tmp_path: Path, optimizer: Callable[[Any], Optimizer], sharded: bool
+) -> None:
+    """Everything in the file, with the same types: whatever reads ddp's checkpoints reads ours."""
+    options = {"strategy_options": {"use_distributed_optimizer": sharded}}
+    ranks.run(fit_and_save, "megatron_ddp", str(tmp_path / "ours"), optimizer, **options)
+    ranks.run(fit_and_save, "ddp", str(tmp_path / "ddp"), optimizer)
+    ours, theirs = (load(tmp_path / folder / "step=10.ckpt") for folder in ("ours", "ddp"))
+    for checkpoint in (ours, theirs):
+        del checkpoint["callbacks"]  # ModelCheckpoint's paths, which differ
+    assert len(theirs["optimizer_states"]) == 1
+    if optimizer is not plain_sgd:
+        assert len(theirs["optimizer_states"][0]["state"]) >= 9
+    assert_same_value(ours, theirs, "checkpoint")
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_the_file_holds_its_tensors_and_nothing_else(ranks: Ranks, tmp_path: Path, sharded: bool) -> None:
+    """``torch.save`` of one view writes the whole storage: a buffer instead of a weight."""
+    options = {"strategy_options": {"use_distributed_optimizer": sharded}}
+    ranks.run(fit_and_save, "megatron_ddp", str(tmp_path / "ours"), **options)
+    ranks.run(fit_and_save, "ddp", str(tmp_path / "ddp"))
+    checkpoint = load(tmp_path / "ours" / "step=10.ckpt")
+    state = checkpoint["optimizer_states"][0]["state"]
+    tensors = [*checkpoint["state_dict"].values(), *(value for values in state.values() for value in values.values())]
+    assert len(tensors) > 30
+    for tensor in tensors:
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    ours, theirs = ((tmp_path / folder / "step=10.ckpt").stat().st_size for folder in ("ours", "ddp"))
+    assert abs(ours - theirs) < 200, "but for the paths in ModelCheckpoint's state, the files have one size"
+
+
+PAIRS = [
+    ("ddp", "sharded"),
+    ("sharded", "ddp"),
+    ("sharded", "sharded"),
+    ("ddp", "replicated"),
+    ("replicated", "sharded"),
+    ("sharded", "other_buckets"),
+]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_resuming_equals_training_without_interruption(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
+    """Losses after the interruption and final weights to the bit, whichever strategy wrote and whichever reads."""
+    whole = KINDS[first](ranks.run, fit_and_save)(str(tmp_path), every=BATCHES_PER_EPOCH)
+    resumed = KINDS[second](ranks.run, resume)(str(tmp_path / f"step={BATCHES_PER_EPOCH}.ckpt"))
+    for mine, expected in zip(resumed, whole, strict=True):
+        assert len(expected.losses) == 2 * BATCHES_PER_EPOCH
+        assert mine.losses == expected.losses[BATCHES_PER_EPOCH:]
+        assert_same_tensors(mine.weights, expected.weights)
+
+
+def test_resuming_within_an_epoch_equals_ddp(ranks: Ranks, tmp_path: Path) -> None:
+    """Lightning itself starts the data anew there, so the measure is what ddp makes of the same file."""
+    ranks.run(fit_and_save, "megatron_ddp", str(tmp_path))
+    path = str(tmp_path / "step=10.ckpt")
+    ours, theirs = (ranks.run(resume, name, path) for name in ("megatron_ddp", "ddp"))
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert 0 < len(mine.losses) < BATCHES_PER_EPOCH
+        assert_same_fit(mine, expected)
+
+
+def _kind(name: str, **strategy_options: Any) -> Callable[..., Callable[..., list[Fit]]]:
+    return lambda run, job: partial(run, job, name, strategy_options=strategy_options)
+
+
+KINDS = {
+    "ddp": _kind("ddp"),
+    "sharded": _kind("megatron_ddp"),
+    "replicated": _kind("megatron_ddp", use_distributed_optimizer=False),
+    "other_buckets": _kind("megatron_ddp", bucket_size=400),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "megatron_ddp"), ("megatron_ddp", "ddp")])
+def test_the_loss_scale_survives_a_change_of_strategy(ranks: Ranks, tmp_path: Path, first: str, second: str) -> None:
+    """The scaler's state is stored under the precision plugin's class name, and must be found again."""
+    whole = ranks.run(fit_and_save_half, first, str(tmp_path))
+    saved = load(tmp_path / "step=7.ckpt")["MixedPrecision"]
+    assert saved["scale"] == 16.0 * 2**2  # doubled after every third step
+    resumed = ranks.run(resume_half, second, str(tmp_path / "step=7.ckpt"))
+    for (mine, scale), (expected, last_scale) in zip(resumed, whole, strict=True):
+        assert scale == last_scale == 16.0 * 2**4
+        assert_same_tensors(mine.weights, expected.weights)
+
+
+def fit_and_save_half(name: str, folder: str) -> tuple[Fit, float]:
+    plugin = half_precision()
+    result = fit_and_save(name, folder, every=BATCHES_PER_EPOCH, plugins=[plugin])
+    assert plugin.scaler is not None
+    return result, plugin.scaler.get_scale()
+
+
+def resume_half(name: str, path: str) -> tuple[Fit, float]:
+    plugin = half_precision()
+    result = resume(name, path, plugins=[plugin])
+    assert plugin.scaler is not None
+    return result, plugin.scaler.get_scale()
+
+
+def half_precision() -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+    return MixedPrecision("16-mixed", "cpu", scaler=scaler)
+
+
+def test_bf16_weights_resume_without_losing_their_main_params(ranks: Ranks, tmp_path: Path) -> None:
+    """A bf16 weight alone forgets what its fp32 main param had gathered, and training would go on from elsewhere."""
+    options = {"precision": "bf16-true"}
+    whole = ranks.run(fit_and_save, "megatron_ddp", str(tmp_path), small_steps, every=BATCHES_PER_EPOCH, **options)
+    resumed = ranks.run(resume, "megatron_ddp", str(tmp_path / "step=7.ckpt"), small_steps, **options)
+    for mine, expected in zip(resumed, whole, strict=True):
+        assert_same_tensors(mine.weights, expected.weights)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_weights_that_are_sent_rounded_resume_to_the_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """With what was left out; a checkpoint whose remainders are lost goes on from the weights alone."""
+    rounded = {"grad_wire_dtype": "bf16", "param_wire_dtype": "bf16", "state_dict_type": kind}
+    options = {"strategy_options": rounded}
+    whole = ranks.run(fit_and_save, "megatron_ddp", str(tmp_path), small_steps, every=BATCHES_PER_EPOCH, **options)
+    file = tmp_path / "step=7.ckpt"
+    resumed = ranks.run(resume, "megatron_ddp", str(file), small_steps, **options)
+    for mine, expected in zip(resumed, whole, strict=True):
+        assert mine.losses == expected.losses[BATCHES_PER_EPOCH:]
+        assert_same_tensors(mine.weights, expected.weights)
+        assert_same_tensors(mine.weights, whole[0].weights)
+    if kind == "full":
+        saved = torch.load(file, weights_only=True)
+        assert any(value.any() for value in saved.pop(MAIN_PARAMS_KEY)[0].values())
+        torch.save(saved, file)
+        without = ranks.run(resume, "megatron_ddp", str(file), small_steps, **options)
+        assert not all(map(torch.equal, without[0].weights.values(), whole[0].weights.values()))
+        exact = ranks.run(resume, "ddp", str(file), small_steps)
+        for name, value in exact[0].weights.items():
+            torch.testing.assert_close(without[0].weights[name], value, rtol=0.05, atol=0.01)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_what_is_kept_in_sixteen_bits_resumes_to_the_bit(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """A file has it in fp32, as without."""
+    narrow = {"optimizer_state_dtype": "bf16", "store_param_remainders": True, "state_dict_type": kind}
+    options = {"strategy_options": narrow, "precision": "bf16-true"}
+    whole = ranks.run(fit_and_save, "megatron_ddp", str(tmp_path), small_steps, every=BATCHES_PER_EPOCH, **options)
+    resumed = ranks.run(resume, "megatron_ddp", str(tmp_path / "step=7.ckpt"), small_steps, **options)
+    for mine, expected in zip(resumed, whole, strict=True):
+        assert mine.losses == expected.losses[BATCHES_PER_EPOCH:]
+        assert_same_tensors(mine.weights, expected.weights)
+    if kind == "full":
+        saved = torch.load(tmp_path / "step=7.ckpt", weights_only=True)
+        kept = [value for values in saved["optimizer_states"][0]["state"].values() for value in values.values()]
+        assert {value.dtype for value in (*kept, *saved[MAIN_PARAMS_KEY][0].values())} == {torch.float32}
+
+
+def small_steps(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=5e-4, weight_decay=0.0)

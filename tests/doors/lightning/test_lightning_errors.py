@@ -1,0 +1,264 @@
+"""What cannot work says so: which option, which parameter, what to do; and no rank is left waiting for another."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms import Join
+
+from megastrategy import DistributedDataParallel, DistributedOptimizer
+from megastrategy._lightning.signature import ALL_REDUCE_OPTION
+from megastrategy.core.errors import DirectUseError
+from tests.doors.features.manual import LBFGS, Manual
+from tests.support.comparison import assert_equal
+
+from ..fabric_loops import make_fabric
+from ..fits import AwkwardModule, Fit, fit, loader, make_strategy, make_trainer
+from ..rank_processes import Failure, Ranks
+
+
+def fit_lbfgs(name: str, **options: Any) -> Fit:
+    return fit(name, module=LBFGS(), max_epochs=1, **options)
+
+
+def test_lbfgs_is_refused_by_the_sharded_optimizer_with_the_way_out(ranks: Ranks) -> None:
+    """Its step depends on inner products over all elements; on flat shards it would train something else in silence."""
+    for outcome in ranks.outcomes(fit_lbfgs, "megatron_ddp"):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "OptimizerNotShardableError"
+        assert "LBFGS" in outcome.message
+        assert ALL_REDUCE_OPTION in outcome.message, "in the words of a Trainer's user"
+
+
+class EndsItsMessageWithAStop(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ValueError("Whole matrices only.")
+
+
+def test_an_optimizers_own_words_are_quoted_within_a_sentence(ranks: Ranks) -> None:
+    job = functools.partial(AwkwardModule, optimizer=functools.partial(EndsItsMessageWithAStop, lr=0.1))
+    for outcome in ranks.outcomes(fit_of, job):
+        assert 'raised ValueError: Whole matrices only. Pass strategy="megatron_ddp_all_reduce" or' in outcome.message
+
+
+def fit_of(make_module: Any) -> Fit:
+    return fit("megatron_ddp", module=make_module())
+
+
+class StepsTheInnerOptimizer(Manual):
+    """Keeps what it made in ``configure_optimizers``, and steps that: under "ddp" it is what ``optimizers()`` wraps."""
+
+    def configure_optimizers(self) -> Any:
+        self.own = super().configure_optimizers()
+        return self.own
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.own.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.own.step()
+
+
+def test_stepping_the_inner_optimizer_names_the_right_one(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes(fit_of, StepsTheInnerOptimizer):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "DirectUseError"
+        assert "self.optimizers() in a LightningModule" in outcome.message
+
+
+def step_the_inner_optimizer() -> None:
+    fabric = make_fabric("megatron_ddp")
+    net = nn.Linear(3, 2)
+    inner = torch.optim.AdamW(net.parameters())
+    model, _ = fabric.setup(net, inner)
+    fabric.backward(model(torch.ones(1, 3)).sum())
+    with pytest.raises(DirectUseError, match=r"what fabric\.setup\(\) .*returned"):
+        inner.step()
+
+
+def test_stepping_the_inner_optimizer_in_fabric_names_what_setup_returned(ranks: Ranks) -> None:
+    ranks.run(step_the_inner_optimizer)
+
+
+def join_in_a_plain_loop() -> None:
+    make_fabric("ddp")  # for a process group
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+    for join in (model.join, lambda: Join([model, optimizer]), lambda: Join([optimizer])):
+        with pytest.raises(NotImplementedError, match=r"belongs to torch DDP.*DistributedSampler.*drop_last=True"):
+            join()
+    model.close()
+
+
+def test_join_of_torch_ddp_is_refused_with_the_way_out(ranks: Ranks) -> None:
+    ranks.run(join_in_a_plain_loop)
+
+
+class StrangersParameter(AwkwardModule):
+    """Its optimizer has a parameter that it has not, which gets gradients or none."""
+
+    def __init__(self, gets_gradients: bool) -> None:
+        super().__init__()
+        self.gets_gradients = gets_gradients
+        self.stranger = [nn.Parameter(torch.zeros(3, 5))]  # in a list, so that it is not registered
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if not self.gets_gradients:
+            return loss
+        return loss + ((self.global_rank + 1) * self.stranger[0] - 1).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.stranger], lr=0.1)
+
+
+def fit_stranger(name: str, gets_gradients: bool, **options: Any) -> tuple[Fit, Tensor]:
+    module = StrangersParameter(gets_gradients)
+    return fit(name, module=module, **options), module.stranger[0].detach()
+
+
+@pytest.mark.parametrize("gets_gradients", [True, False])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_parameter_that_is_not_the_modules_is_stepped_as_under_ddp(
+    ranks: Ranks, sharded: bool, gets_gradients: bool
+) -> None:
+    """Nobody reduces its gradient, and a warning says so."""
+    options = {"strategy_options": {"use_distributed_optimizer": sharded}}
+    ours = ranks.run(fit_stranger, "megatron_ddp", gets_gradients, **options)
+    theirs = ranks.run(fit_stranger, "ddp", gets_gradients)
+    for (fit_ours, stranger), (fit_theirs, its_stranger) in zip(ours, theirs, strict=True):
+        assert_equal(fit_ours.weights, fit_theirs.weights)
+        assert torch.equal(stranger, its_stranger)
+    assert torch.equal(ours[0][1], ours[1][1]) == (not gets_gradients)
+    told = [[text for text in result.warnings if "belong to no wrapped model" in text] for result, _ in ours]
+    assert [len(texts) for texts in told] == [int(gets_gradients), 0], "once, on rank 0"
+    assert all("parameter 11 of group 0, of shape (3, 5)" in text for text in told[0])
+
+
+class OthersParameters(LBFGS):
+    """An optimizer of its own for what the module has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.stranger = [nn.Parameter(torch.ones(3))]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        loss = super().training_step(batch, batch_idx) + (self.stranger[0] * batch[0].mean()).square().sum()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(self.parameters(), lr=0.1), torch.optim.Adam(self.stranger, lr=0.1)]
+
+
+def fit_others(name: str) -> tuple[Fit, Tensor]:
+    module = OthersParameters()
+    return fit(name, module=module, max_epochs=1), module.stranger[0].detach()
+
+
+def test_an_optimizer_of_which_the_module_has_nothing_is_left_as_it_is(ranks: Ranks) -> None:
+    ours, theirs = (ranks.run(fit_others, name) for name in ("megatron_ddp", "ddp"))
+    for (fit_ours, stranger), (fit_theirs, its_stranger) in zip(ours, theirs, strict=True):
+        assert_equal(fit_ours.weights, fit_theirs.weights)
+        assert torch.equal(stranger, its_stranger)
+    told = [[text for text in result.warnings if "belong to no wrapped model" in text] for result, _ in ours]
+    assert [len(texts) for texts in told] == [1, 0]
+
+
+def test_an_unused_parameter_against_a_promise_is_named(ranks: Ranks) -> None:
+    """Under ddp that is an error in the next forward, without a name; here it comes at once, on both ranks."""
+    for outcome in ranks.outcomes(fit, "megatron_ddp", strategy_options={"find_unused_parameters": False}):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == "UnusedParameterError"
+        assert "'side.weight'" in outcome.message
+
+
+class RaisesOnRank1(LBFGS):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 1 and batch_idx == 3:
+            raise ZeroDivisionError("on purpose, on rank 1")
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def fit_raising() -> None:
+    trainer = make_trainer(make_strategy("megatron_ddp"))
+    trainer.fit(RaisesOnRank1(), loader())
+
+
+def test_an_error_on_one_rank_ends_the_other_with_a_reason(ranks: Ranks) -> None:
+    """The other rank waits in a reduction then; it must not wait for the process group's timeout of half an hour."""
+    waiting, raising = ranks.outcomes(fit_raising)
+    assert isinstance(raising, Failure)
+    assert (raising.kind, raising.message) == ("ZeroDivisionError", "on purpose, on rank 1")
+    assert isinstance(waiting, Failure)
+    assert waiting.kind == "CollectiveError"
+    assert "rank 0 of 2" in waiting.message
+    assert "another rank ended" in waiting.message
+    assert waiting.seconds < 30
+
+
+def full_grad_outside_a_fit() -> None:
+    strategy = make_strategy("megatron_ddp")
+    module = AwkwardModule()
+    make_trainer(strategy, max_epochs=1, limit_train_batches=1).fit(module, loader())
+    with pytest.raises(RuntimeError, match="during a fit"):
+        strategy.full_grad(module.scale)  # type: ignore[attr-defined]
+
+
+def test_full_grad_outside_a_fit_is_an_error(ranks: Ranks) -> None:
+    """There is no engine then to ask."""
+    ranks.run(full_grad_outside_a_fit)
+
+
+class Averaging(torch.optim.Optimizer):
+    """Around another optimizer, whose attributes it shows, as NeMo's averages of weights."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.copies = inner, [param.detach().clone() for param in inner.param_groups[0]["params"]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = self.inner.step(closure)
+        torch._foreach_lerp_(self.copies, [param.detach() for param in self.inner.param_groups[0]["params"]], 0.1)
+        return result
+
+
+class AroundTheTrainers(pl.Callback):
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers = [Averaging(optimizer) for optimizer in trainer.optimizers]
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for number, copy in enumerate(trainer.optimizers[0].copies):  # type: ignore[attr-defined]
+            pl_module.register_buffer(f"average_{number}", copy)
+
+
+def fit_with_an_optimizer_around(name: str, **options: Any) -> Fit:
+    return fit(name, callbacks=[AroundTheTrainers()], strategy_options=options)
+
+
+def test_an_optimizer_around_the_trainers_is_refused_with_the_way_out(ranks: Ranks) -> None:
+    expected = ranks.run(fit_with_an_optimizer_around, "ddp")
+    for outcome in ranks.outcomes(fit_with_an_optimizer_around, "megatron_ddp"):
+        assert isinstance(outcome, Failure)
+        assert "this Averaging steps a DistributedOptimizer, its attribute 'inner'" in outcome.message
+        assert "assigned to trainer.optimizers: assign none, and average" in outcome.message
+        assert ALL_REDUCE_OPTION in outcome.message
+    actual = ranks.run(fit_with_an_optimizer_around, "megatron_ddp", use_distributed_optimizer=False)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert_equal(mine.weights, theirs.weights)

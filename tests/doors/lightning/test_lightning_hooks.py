@@ -1,0 +1,183 @@
+"""Gradients as hooks see and change them, where more than equality with ``"ddp"`` is to be shown."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tests.doors.features.hooks import (
+    DropsGradients,
+    DropsGradientsLater,
+    OwnBackward,
+    ScalesLocalGradients,
+    WritesGradients,
+    ZeroesInPlace,
+    changed,
+)
+
+from ..fits import AwkwardModule, Fit, fit, loader, make_strategy, make_trainer
+from ..matrix import MODES
+from ..rank_processes import Failure, Ranks
+
+EITHER_MODE = pytest.mark.parametrize("mode", MODES)
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+NORM_TYPES: list[float | str] = [1, 2.0, 3.5, "inf"]
+
+
+class RecordNorms(pl.Callback):
+    """``strategy.grad_norm`` beside norms of ``full_grad`` in fp64, in both hooks."""
+
+    def __init__(self, norm_type: float | str) -> None:
+        self.norm_type = norm_type
+        self.found: list[dict[str, Tensor]] = []
+        self.expected: list[dict[str, Tensor]] = []
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._record(trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._record(trainer, pl_module)
+
+    def _record(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        order = float(self.norm_type)
+        grads = {name: strategy.full_grad(p) for name, p in pl_module.named_parameters() if p.requires_grad}
+        present = {name: grad.double() for name, grad in grads.items() if grad is not None}
+        expected = {f"grad_{order}_norm/{name}": grad.norm(order) for name, grad in present.items()}
+        together = torch.cat([grad.reshape(-1) for grad in present.values()])
+        expected[f"grad_{order}_norm_total"] = together.norm(order)
+        self.expected.append(expected)
+        self.found.append(strategy.grad_norm(self.norm_type))
+
+
+def record_norms(strategy_options: dict[str, Any], norm_type: float | str) -> RecordNorms:
+    recorder = RecordNorms(norm_type)
+    fit("megatron_ddp", strategy_options=strategy_options, callbacks=[recorder], max_epochs=1)
+    return recorder
+
+
+@pytest.mark.sample(2)
+@EITHER_MODE
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_grad_norm_is_the_norm_of_each_whole_gradient_and_of_all(
+    ranks: Ranks, norm_type: float | str, mode: str
+) -> None:
+    """Tied weights count once, frozen and unused ones not at all, and every rank has the same bits."""
+    first, second = ranks.run(record_norms, MODES[mode], norm_type)
+    assert len(first.found) == 2 * 7
+    for batch, (found, expected) in enumerate(zip(first.found, first.expected, strict=True)):
+        assert list(found) == list(expected)
+        assert len(found) == (10 if batch // 2 % 2 else 9)  # the branch is used in odd batches
+        for name, value in expected.items():
+            assert found[name].dtype == torch.float32
+            torch.testing.assert_close(found[name].double(), value, rtol=1e-6, atol=1e-12, msg=name)
+            assert torch.equal(found[name], second.found[batch][name])
+
+
+def check_errors_of_grad_norm() -> None:
+    strategy: Any = make_strategy("megatron_ddp")
+    trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=1)
+    with pytest.raises(RuntimeError, match=r"grad_norm\(\) is there during a fit"):
+        strategy.grad_norm()
+    trainer.fit(AwkwardModule(), loader())
+    with pytest.raises(RuntimeError, match=r"grad_norm\(\) is there during a fit"):
+        strategy.grad_norm()
+    for wrong in (0, -1.0):
+        with pytest.raises(ValueError, match="expected a positive number, or 'inf'"):
+            strategy.grad_norm(wrong)
+        with pytest.raises(ValueError, match="must be a positive number or 'inf'"):
+            grad_norm(AwkwardModule(), wrong)
+
+
+def test_grad_norm_says_what_it_wants(ranks: Ranks) -> None:
+    ranks.run(check_errors_of_grad_norm)
+
+
+# --- what hooks change -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "kind", [DropsGradients, DropsGradientsLater, WritesGradients, ScalesLocalGradients, OwnBackward, ZeroesInPlace]
+)
+def test_what_the_matrix_compares_changes_the_weights(ranks: Ranks, kind: type[AwkwardModule]) -> None:
+    """A hook that did nothing would be equal under every strategy."""
+    options = {"accumulate_grad_batches": 3} if kind is ScalesLocalGradients else {}
+    with_hook = ranks.run(changed, "ddp", {}, kind=kind, **options)[0]
+    without = ranks.run(changed, "ddp", {}, kind=AwkwardModule, **options)[0]
+    changes = [not torch.equal(value, without.weights[name]) for name, value in with_hook.weights.items()]
+    assert any(changes)
+
+
+class FreezesItsLastLayer(AwkwardModule):
+    """DINO's recipe: gradients of the last layer are dropped while the first steps are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[Tensor] = []
+
+    def on_after_backward(self) -> None:
+        if self.global_step < 3:
+            for param in self.out.parameters():
+                param.grad = None
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        for param in self.out.parameters():
+            dropped = self.trainer.strategy.full_grad(param) is None  # type: ignore[attr-defined]
+            assert dropped == (self.global_step < 3)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.outs.append(self.out.weight.detach().clone())
+
+
+def fit_freezing(strategy_options: dict[str, Any]) -> list[Tensor]:
+    module = FreezesItsLastLayer()
+    before = module.out.weight.detach().clone()
+    fit("megatron_ddp", strategy_options=strategy_options, module=module, max_epochs=1)
+    return [before, *module.outs]
+
+
+@EITHER_MODE
+def test_a_gradient_set_to_none_in_a_hook_is_left_out_of_the_step(ranks: Ranks, mode: str) -> None:
+    """Under reduce-scatter ``.grad`` was None already, and the assignment says something nevertheless."""
+    outs = ranks.run(fit_freezing, MODES[mode])[0]
+    assert all(torch.equal(out, outs[0]) for out in outs[:4])
+    assert all(not torch.equal(*pair) for pair in itertools.pairwise(outs[3:]))
+
+
+# --- anomalies -------------------------------------------------------------------------------------------------------
+
+
+class NanBackward(AwkwardModule):
+    """The derivative of a square root at zero, times zero, on rank 1."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_rank == 1 and batch_idx == 2:
+            loss = loss + (self.scale * 0.0).sqrt() * 0.0
+        return loss
+
+
+def fit_with_nan(**strategy_options: Any) -> Fit:
+    return fit("megatron_ddp", module=NanBackward(), strategy_options=strategy_options, detect_anomaly=True)
+
+
+@EITHER_MODE
+def test_detect_anomaly_names_the_function_and_ends_both_ranks(ranks: Ranks, mode: str) -> None:
+    """torch raises inside backward, with reductions on their way; the other rank must hear of it."""
+    waiting, raising = ranks.outcomes(fit_with_nan, **MODES[mode])
+    assert isinstance(raising, Failure)
+    assert "SqrtBackward0" in raising.message
+    assert "nan" in raising.message
+    assert isinstance(waiting, Failure)
+    assert waiting.kind == "CollectiveError"
+    assert waiting.seconds < 30

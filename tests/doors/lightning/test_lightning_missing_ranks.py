@@ -1,0 +1,122 @@
+"""A rank that leaves out a batch or a collective: all notice, and nobody waits for the process group's timeout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megastrategy.core.errors import CollectiveError
+from tests.doors.features.manual import Manual, manual
+
+from ..failing_fits import BATCH
+from ..fits import AwkwardModule, assert_same_fit, assert_same_tensors, fit
+from ..rank_processes import Ranks
+
+
+class LeavesOut(Manual):
+    """``training_step`` returns None before the backward in batch 3, on one rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        if batch_idx == BATCH and self.trainer.global_rank == self.rank:
+            return
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def fit_leaving_out(rank: int, sharded: bool) -> str:
+    with pytest.raises(CollectiveError) as raised:
+        fit("megatron_ddp", module=LeavesOut(rank), strategy_options={"use_distributed_optimizer": sharded})
+    again = fit("megatron_ddp", strategy_options={"use_distributed_optimizer": sharded})
+    assert_same_tensors(again.weights, fit("ddp").weights)
+    return str(raised.value)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_left_out_by_one_rank_is_noticed_by_all(ranks: Ranks, rank: int, sharded: bool) -> None:
+    """It waits before the next batch, the other one for its gradients; so they do under "ddp", for half an hour."""
+    for message in ranks.run(fit_leaving_out, rank, sharded):
+        assert "the ranks wait for each other: rank 0 waits " in message
+        assert f"rank {rank} waits for all ranks, before the next batch or " in message
+        assert f"rank {1 - rank} waits for gradients or weights" in message
+        assert "loss * 0.0" in message
+
+
+class ForRankZeroOnly(AwkwardModule):
+    """Code that is not for all ranks, although it waits for all."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def on_fit_start(self) -> None:
+        if self.what == "reduce" and self.global_rank == 0:
+            self.trainer.strategy.reduce(torch.ones(1))
+
+    def on_train_epoch_end(self) -> None:
+        if self.what == "log" and self.global_rank == 0:
+            self.log("number", 1.0, sync_dist=True)
+
+
+REDUCES, ENDS = "calls reduce() of the strategy", "comes to its next batch, or to the end of its fit"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("log", [f"this rank {REDUCES}, and another {ENDS}", f"this rank {ENDS}, and another {REDUCES}"]),
+        (
+            "reduce",
+            [
+                f"this rank calls {mine}() of the strategy, and another calls {theirs}() of the strategy"
+                for mine, theirs in (("reduce", "barrier"), ("barrier", "reduce"))
+            ],
+        ),
+    ],
+)
+def test_a_collective_for_one_rank_only_is_noticed_by_all(ranks: Ranks, what: str, said: list[str]) -> None:
+    """Under "ddp" it is taken for whichever comes next on the other rank: that ends the processes, or both wait."""
+    for expected, message in zip(said, ranks.run(fit_for_rank_zero_only, what), strict=True):
+        assert expected in message
+        assert "sync_dist=True" in message
+
+
+def fit_for_rank_zero_only(what: str) -> str:
+    with pytest.raises(CollectiveError) as raised:
+        fit("megatron_ddp", module=ForRankZeroOnly(what))
+    assert_same_tensors(fit("megatron_ddp").weights, fit("ddp").weights)
+    return str(raised.value)
+
+
+class NothingToLearnOnRank1(Manual):
+    """One rank has a batch without anything to learn from.
+
+    To return early there leaves the other rank alone in its backward, and in Lightning 2.6 both wait, under "ddp" too:
+    one in the backward, one in what Lightning broadcasts before the next batch.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        if batch_idx == BATCH and self.global_rank == 1:
+            loss = loss * 0.0
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_rank_with_nothing_to_learn_takes_part_with_a_loss_of_zero(ranks: Ranks, sharded: bool) -> None:
+    ddp = ranks.run(manual, "ddp", {}, NothingToLearnOnRank1)
+    ours = ranks.run(manual, "megatron_ddp", {"use_distributed_optimizer": sharded}, NothingToLearnOnRank1)
+    for actual, expected in zip(ours, ddp, strict=True):
+        assert_same_fit(actual, expected)

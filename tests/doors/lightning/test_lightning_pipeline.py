@@ -1,0 +1,200 @@
+"""``MegatronDDPStrategy(pipeline_parallel_size=2)``: a module with a Pipeline in it trains, saves and resumes as in one
+process, by automatic optimization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from megastrategy import MegatronDDPStrategy, Pipeline
+from megastrategy.core import OpenDirectory
+from tests.support.pipelines import SAMPLES, SEQUENCE, VOCAB, Case, loss_of, make_layers
+from tests.support.tensor_parallel import adamw
+
+from ..rank_processes import Ranks
+from .test_lightning_tensor_parallel import assert_close, read
+
+CASE = Case((2, 4), frozen="middle", tied=True)
+BATCH_SIZE = SAMPLES // 2
+
+
+class LitModel(pl.LightningModule):
+    def __init__(self, split: tuple[int, ...] = (2, 4)) -> None:
+        super().__init__()
+        self.split, self.net = split, None
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            mesh, cut_over = self.device_mesh, None
+            if mesh is not None and "tensor_parallel" in mesh.mesh_dim_names:
+                mesh, cut_over = mesh["pipeline_parallel", "tensor_parallel"], mesh["tensor_parallel"]
+            elif mesh is not None:
+                mesh = mesh["pipeline_parallel"]
+            self.net = Pipeline(make_layers(CASE, cut_over), self.split, loss=loss_of, microbatches=2, mesh=mesh)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.net is not None
+        tokens, targets = batch
+        loss: Tensor = self.net(tokens, target=targets)
+        self.losses.append(loss.item())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        assert self.net is not None
+        tokens, targets = batch
+        self.log("val_loss", self.net(tokens, target=targets), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        assert self.net is not None
+        logits: Tensor = self.net(batch[0])
+        return logits.argmax(-1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.parameters())
+
+
+def loader(batch_size: int, samples: int = 16) -> DataLoader[Any]:
+    tokens = torch.randint(VOCAB, (samples, SEQUENCE), generator=torch.Generator().manual_seed(5))
+    return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=batch_size)
+
+
+def fit(
+    strategy: Any, devices: int, batch_size: int, folder: str, epochs: int, resume: str | None, **options: Any
+) -> dict[str, Any]:
+    """Trains, and saves a checkpoint called after the number of devices and epochs."""
+    module = LitModel()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_epochs=epochs,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(folder, f"{devices} devices, {{epoch}}", save_top_k=-1)],
+        **options,
+    )
+    evaluated_on = loader(batch_size, samples=8)
+    trainer.fit(module, loader(batch_size), evaluated_on, ckpt_path=resume)
+    trainer.save_checkpoint(f"{folder}/{devices} devices, {epochs} epochs.ckpt")
+    predicted = trainer.predict(module, evaluated_on)
+    return {
+        "losses": module.losses,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "predicted": torch.cat(predicted),  # type: ignore[arg-type] # there are some
+    }
+
+
+def fit_on_mesh(folder: str, epochs: int, resume: str | None, order: list[int] | None) -> dict[str, Any]:
+    strategy = MegatronDDPStrategy(pipeline_parallel_size=2, stage_order=order)
+    return fit(strategy, 4, BATCH_SIZE, folder, epochs, resume)
+
+
+@pytest.mark.parametrize("order", [None, pytest.param([1, 0], marks=pytest.mark.long)])
+def test_stages_train_save_and_resume_as_one_process_does(
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path, order: list[int] | None
+) -> None:
+    folder = str(tmp_path)
+    [alone] = one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 1, None)
+    together = mesh.run(fit_on_mesh, folder, 1, None, order)
+    for rank, own in enumerate(together):
+        assert own["losses"] == together[rank % 2]["losses"], "one batch, and one loss, for the stages"
+        assert own["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert torch.equal(own["predicted"], alone["predicted"][rank % 2 :: 2]), "by a Trainer that only evaluates"
+    assert together[0]["losses"] != together[1]["losses"], "another batch for each data-parallel rank"
+    means = [sum(pair) / 2 for pair in zip(together[0]["losses"], together[1]["losses"], strict=True)]
+    assert means == pytest.approx(alone["losses"], rel=1e-5)
+    # the file is what one process wrote
+    expected, four = read(tmp_path / "1 devices, 1 epochs.ckpt"), read(tmp_path / "4 devices, 1 epochs.ckpt")
+    assert list(four["state_dict"]) == list(expected["state_dict"])
+    for part in ("state_dict", "optimizer_states"):
+        assert_close(four[part], expected[part], part)
+    # each goes on from the other's
+    one_rank.run(fit, "ddp", 1, 2 * BATCH_SIZE, folder, 2, f"{folder}/4 devices, 1 epochs.ckpt")
+    mesh.run(fit_on_mesh, folder, 2, f"{folder}/1 devices, 1 epochs.ckpt", order)
+    expected, four = read(tmp_path / "1 devices, 2 epochs.ckpt"), read(tmp_path / "4 devices, 2 epochs.ckpt")
+    assert_close(four["state_dict"], expected["state_dict"], "resumed")
+
+
+def fit_on_tensor_ranks(folder: str, epochs: int, resume: str | None, kind: Any) -> dict[str, Any]:
+    strategy = MegatronDDPStrategy(pipeline_parallel_size=2, tensor_parallel_size=2, state_dict_type=kind)
+    return fit(strategy, 4, BATCH_SIZE, folder, epochs, resume)
+
+
+@pytest.mark.long
+def test_stages_whose_layers_are_cut_resume_from_a_directory_and_from_a_file(
+    one_rank: Ranks, mesh: Ranks, tmp_path: Path
+) -> None:
+    folder, names = str(tmp_path), ("state_dict", "optimizer_states")
+    [alone] = one_rank.run(fit, "ddp", 1, BATCH_SIZE, folder, 2, None)
+    expected = {epochs: read(tmp_path / f"1 devices, epoch={epochs - 1}.ckpt") for epochs in (1, 2)}
+    first = mesh.run(fit_on_tensor_ranks, folder, 1, None, "sharded")
+    written = tmp_path / "4 devices, 1 epochs.ckpt"
+    assert written.is_dir()
+    assert_close(OpenDirectory(written).read("model"), expected[1]["state_dict"], "a directory")
+    second = mesh.run(fit_on_tensor_ranks, folder, 2, str(written), "full")
+    for before, after in zip(first, second, strict=True):
+        assert before["losses"] + after["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert after["metrics"] == second[0]["metrics"] == pytest.approx(alone["metrics"], rel=1e-5)
+        assert torch.equal(after["predicted"], alone["predicted"])
+    four = read(tmp_path / "4 devices, 2 epochs.ckpt")
+    for name in names:
+        assert_close(four[name], expected[2][name], name)
+    one_rank.run(fit, "ddp", 1, BATCH_SIZE, folder, 3, str(tmp_path / "4 devices, 2 epochs.ckpt"))
+    three = read(tmp_path / "1 devices, 3 epochs.ckpt")["state_dict"]
+    one_rank.run(fit, "ddp", 1, BATCH_SIZE, folder, 3, str(tmp_path / "1 devices, 2 epochs.ckpt"))
+    assert_close(three, read(tmp_path / "1 devices, 3 epochs.ckpt")["state_dict"], "in one process")
+
+
+def fit_refused(strategy: Any, **options: Any) -> None:
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    trainer.fit(LitModel(), loader(BATCH_SIZE))
+
+
+def refused(**options: Any) -> str:
+    sizes = {name: options.pop(name) for name in list(options) if name in ("accumulate_grad_batches", "precision")}
+    if options.pop("averages", False):
+        sizes["callbacks"] = [EMAWeightAveraging()]
+    with pytest.raises(ValueError, match=r".") as caught:
+        fit_refused(MegatronDDPStrategy(pipeline_parallel_size=2, **options), **sizes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accumulate_grad_batches": 3}, "Let a batch be 3 times as large, and have 3 times as many microbatches"),
+        ({"averages": True}, "those of the other stages would be lost"),
+        ({"stage_order": [0, 2]}, "expected each number from 0 to 1 once"),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size=2 times pipeline_parallel_size=2 does not divide the 2 ranks",
+        ),
+    ],
+)
+def test_what_a_pipeline_leaves_no_room_for_is_refused(options: dict[str, Any], said: str) -> None:
+    ranks = Ranks(2)
+    try:
+        assert all(said in text for text in ranks.run(refused, **options))
+    finally:
+        ranks.close()

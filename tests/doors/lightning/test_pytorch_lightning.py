@@ -1,0 +1,223 @@
+"""``pytorch_lightning`` beside ``lightning.pytorch``: the same fits, in either, in both, and from one to the other.
+
+The jobs import ``pytorch_lightning`` themselves: nobody else should pay for a second Lightning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megastrategy_autoload import DOORS
+
+from ..fits import assert_same_tensors, loader
+from ..rank_processes import Ranks
+
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+OTHER = dict(zip(PACKAGES, reversed(PACKAGES), strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A fit: in which package, under which strategy.
+
+    Args:
+        package: of the Trainer, the module and the strategy.
+        strategy: a name, or options for the package's ``MegatronDDPStrategy``.
+        epochs: ``max_epochs``.
+        resume: a checkpoint to go on from.
+        save: where to write one at the end.
+        no_optimizer: ``configure_optimizers`` returns None.
+        options: for the Trainer.
+    """
+
+    package: str
+    strategy: str | dict[str, Any]
+    epochs: int = 2
+    resume: str | None = None
+    save: str | None = None
+    no_optimizer: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Result:
+    """What it left: the weights, all losses, what was logged last; and which classes took part."""
+
+    weights: dict[str, Tensor]
+    losses: list[float]
+    metrics: dict[str, float]
+    strategy: str
+    optimizer: str
+
+
+def make_module(pl: Any, no_optimizer: bool) -> Any:
+    """A module of the package ``pl`` with a tied weight, BatchNorm and odd sizes."""
+
+    class Module(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inputs = nn.Linear(5, 13)
+            self.norm = nn.BatchNorm1d(13)
+            self.out = nn.Linear(13, 7)
+            self.embed = nn.Embedding(11, 7)
+            self.head = nn.Linear(7, 11, bias=False)
+            self.head.weight = self.embed.weight
+            self.losses: list[float] = []
+
+        def loss(self, batch: Any) -> Tensor:
+            features, tokens, targets = batch
+            hidden = torch.relu(self.norm(self.inputs(features.to(self.out.weight.dtype))))
+            return F.cross_entropy(self.head(self.out(hidden) + self.embed(tokens)).float(), targets)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            if no_optimizer:
+                return None
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+    return Module()
+
+
+def fit_each(*runs: Run) -> list[Result]:
+    """One after the other in this process."""
+    return [fit_one(run) for run in runs]
+
+
+def fit_one(run: Run) -> Result:
+    pl = importlib.import_module(run.package)
+    strategy: Any = run.strategy
+    if isinstance(strategy, dict):
+        strategy = importlib.import_module(DOORS[run.package]).MegatronDDPStrategy(**strategy)
+    module = make_module(pl, run.no_optimizer)
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=run.epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **run.options,
+    )
+    trainer.fit(module, loader(), loader(), ckpt_path=run.resume)
+    if run.save is not None:
+        trainer.save_checkpoint(run.save)
+    return Result(
+        weights={name: value.clone() for name, value in module.state_dict().items()},
+        losses=module.losses,
+        metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
+        strategy=class_path(trainer.strategy),
+        optimizer=class_path(trainer.optimizers[0]),
+    )
+
+
+def class_path(instance: object) -> str:
+    return f"{type(instance).__module__}.{type(instance).__qualname__}"
+
+
+def assert_same_result(actual: Result, expected: Result) -> None:
+    assert actual.losses == expected.losses
+    assert actual.metrics == expected.metrics
+    assert_same_tensors(actual.weights, expected.weights)
+
+
+@pytest.fixture(scope="module")
+def under_ddp(ranks: Ranks) -> list[Result]:
+    """pytorch_lightning's own "ddp", by rank."""
+    results = [results[0] for results in ranks.run(fit_each, Run("pytorch_lightning", "ddp"))]
+    assert [result.strategy for result in results] == ["pytorch_lightning.strategies.ddp.DDPStrategy"] * 2
+    assert len(results[0].losses) == 14
+    return results
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "strategy",
+    ["megatron_ddp", {"bucket_size": 50}, {"bucket_size": 50, "use_distributed_optimizer": False}],
+    ids=["name", "reduce-scatter", "all-reduce"],
+)
+def test_a_fit_equals_ddp_to_the_bit(ranks: Ranks, under_ddp: list[Result], strategy: str | dict[str, Any]) -> None:
+    """Weights, statistics, losses and metrics, after two epochs with validation and a scheduler."""
+    for [ours], theirs in zip(ranks.run(fit_each, Run("pytorch_lightning", strategy)), under_ddp, strict=True):
+        assert ours.strategy == "megastrategy.pytorch_lightning.MegatronDDPStrategy"
+        assert_same_result(ours, theirs)
+
+
+def test_accumulated_and_clipped_it_equals_ddp_too(ranks: Ranks) -> None:
+    """What goes through the package's own loops and precision plugin."""
+    options = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+    run = Run("pytorch_lightning", "ddp", options=options)
+    unclipped = dataclasses.replace(run, options={"accumulate_grad_batches": 3})
+    ours = dataclasses.replace(run, strategy={"bucket_size": 50})
+    for mine, theirs, without in ranks.run(fit_each, ours, run, unclipped):
+        assert_same_result(mine, theirs)
+        assert theirs.losses != without.losses, "nothing was clipped"
+
+
+def test_without_an_optimizer_it_equals_ddp_too(ranks: Ranks) -> None:
+    """The package puts a mock of its own there, which is nothing to shard. Statistics are collected all the same."""
+    theirs = Run("pytorch_lightning", "ddp", epochs=1, no_optimizer=True)
+    ours = dataclasses.replace(theirs, strategy="megatron_ddp")
+    for mine, other in ranks.run(fit_each, ours, theirs):
+        assert_same_result(mine, other)
+        assert mine.optimizer == other.optimizer == "pytorch_lightning.core.optimizer._MockOptimizer"
+        assert other.weights["norm.num_batches_tracked"] == 7
+
+
+def test_both_packages_in_one_process(ranks: Ranks, under_ddp: list[Result]) -> None:
+    """One after the other and back, and neither changes what the other's "ddp" does."""
+    order = [Run(package, strategy) for strategy in ("megatron_ddp", "ddp") for package in (*PACKAGES, PACKAGES[0])]
+    for results, alone in zip(ranks.run(fit_each, *order), under_ddp, strict=True):
+        for result in results:
+            assert_same_result(result, alone)
+        assert [result.strategy for result in results[:3]] == [
+            f"{DOORS[run.package]}.MegatronDDPStrategy" for run in order[:3]
+        ]
+
+
+@pytest.mark.parametrize("written_in", PACKAGES)
+def test_a_checkpoint_of_one_package_resumes_in_the_other(
+    ranks: Ranks, under_ddp: list[Result], tmp_path: Path, written_in: str
+) -> None:
+    """An epoch in one and one in the other are the two epochs of "ddp" in one."""
+    path = str(tmp_path / "epoch.ckpt")
+    first = Run(written_in, {"bucket_size": 50}, epochs=1, save=path)
+    second = Run(OTHER[written_in], {"bucket_size": 70}, resume=path)
+    for [before, after], whole in zip(ranks.run(fit_each, first, second), under_ddp, strict=True):
+        assert before.losses == whole.losses[:7]
+        assert after.losses == whole.losses[7:]
+        assert_same_tensors(after.weights, whole.weights)
+        assert after.metrics == whole.metrics
+
+
+def test_main_params_of_16_bit_weights_pass_from_one_package_to_the_other(ranks: Ranks, tmp_path: Path) -> None:
+    """A run in bf16 that changes the package half-way is to the bit the run that does not."""
+    path = str(tmp_path / "epoch.ckpt")
+    options = {"precision": "bf16-true"}
+    whole = Run("pytorch_lightning", "megatron_ddp", options=options)
+    first = Run("pytorch_lightning", "megatron_ddp", epochs=1, save=path, options=options)
+    second = Run("lightning.pytorch", "megatron_ddp", resume=path, options=options)
+    for uninterrupted, _, after in ranks.run(fit_each, whole, first, second):
+        assert after.losses == uninterrupted.losses[7:]
+        assert_same_tensors(after.weights, uninterrupted.weights)
+        assert after.weights["inputs.weight"].dtype is torch.bfloat16
+    assert "megatron_ddp_main_params" in torch.load(path, weights_only=True)

@@ -1,0 +1,334 @@
+"""Signals that find ranks in evaluation, where nothing makes them compare notes batch by batch.
+
+Batches take 0.1 s there and are a hundred, so whoever waits for the end takes ten seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.scripts import Done, run_script
+
+from ..fits import BUCKET_SIZE, make_strategy, make_trainer
+from ..rank_processes import Failure, Ranks
+from .test_slurm_requeue import slurm_job
+
+LIMIT_S = 3.0
+"""From the first signal to the end of the last rank. A second of it is how often a rank that waits looks around."""
+
+BATCH_S = 0.1
+NUM_BATCHES = 100
+SENT_IN = 3
+"""The batch in which the signal comes."""
+
+STAGES = ["training", "sanity", "validation", "validate", "test", "predict"]
+
+
+class Slow(pl.LightningModule):
+    """Sends a signal in one stage, on one rank or on all (None).
+
+    Args:
+        stage: one of ``STAGES``; none of them: no signal.
+        rank: who gets the signal; nobody if there is no such rank.
+        directory: where every rank that gets it writes down when.
+        fast: a rank that needs no time for a batch of evaluation; it is done long before the others.
+        at_the_end: what ranks do together when a validation ends.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        rank: int | None,
+        directory: Path,
+        number: int = signal.SIGTERM,
+        fast: int | None = None,
+        at_the_end: str = "log",
+    ) -> None:
+        super().__init__()
+        self.layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+        self.stage, self.rank, self.directory, self.number = stage, rank, directory, number
+        self.fast, self.at_the_end = fast, at_the_end
+        self.num_evaluated = 0
+        self.saved_at: list[tuple[int, int]] = []
+
+    def _send(self, stage: str, batch_idx: int) -> None:
+        at = self.directory / f"sent_{self.global_rank}"
+        if stage == self.stage and batch_idx == SENT_IN and self.rank in (None, self.global_rank) and not at.exists():
+            at.write_text(f"{time.time()}")
+            os.kill(os.getpid(), self.number)
+
+    def _evaluate(self, stage: str, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.fast != self.global_rank and self.stage == stage and self.trainer.current_epoch == 0:
+            time.sleep(BATCH_S)
+        self._send(stage, batch_idx)
+        self.num_evaluated = batch_idx + 1
+        return self.layer(batch[0]).mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.stage == "training":
+            time.sleep(BATCH_S)
+        self._send("training", batch_idx)
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.trainer.state.fn == "validate":
+            stage = "validate"
+        else:
+            stage = "sanity" if self.trainer.sanity_checking else "validation"
+        loss = self._evaluate(stage, batch, batch_idx)
+        if self.at_the_end == "log":
+            self.log("loss", loss, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.at_the_end == "all_reduce":  # as torchmetrics does it, past the strategy
+            torch.distributed.all_reduce(torch.zeros(1))
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", self._evaluate("test", batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self._evaluate("predict", batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved_at.append((self.trainer.global_step, self.num_evaluated))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def data(num_batches: int = NUM_BATCHES) -> DataLoader[Any]:
+    samples = torch.randn(2 * 2 * num_batches, 8, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(samples), batch_size=2)
+
+
+def run(stage: str, rank: int | None, directory: Path, devices: int = 2, **options: Any) -> str:
+    """Fits with the signal, and lets what it raises out."""
+    model = Slow(stage, rank, directory, **options)
+    saves = model.at_the_end != "all_reduce"  # it would wait for the others for long
+    trainer = make_trainer(
+        make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE),
+        devices=devices,
+        max_epochs=2,
+        num_sanity_val_steps=-1 if stage == "sanity" else 0,
+        enable_checkpointing=saves,
+        callbacks=[ModelCheckpoint(dirpath=directory / "saved", save_on_exception=True, save_top_k=0)] if saves else [],
+    )
+    validation = data() if stage in ("validation", "sanity") else data(2)
+    if stage in ("training", "validation", "sanity"):
+        trainer.fit(model, data(NUM_BATCHES if stage == "training" else 5), validation)
+    elif stage == "predict":
+        trainer.predict(model, data())
+    else:
+        getattr(trainer, stage)(model, data(), verbose=False)
+    return f"ended by itself at step {trainer.global_step}"
+
+
+def since_the_first(directory: Path) -> float:
+    """Seconds since the first rank got the signal."""
+    return time.time() - min(float(path.read_text()) for path in directory.glob("sent_*"))
+
+
+def assert_ended_for_sigterm(outcomes: list[Any], directory: Path) -> None:
+    took_s = since_the_first(directory)
+    for outcome in outcomes:
+        assert isinstance(outcome, Failure), outcome
+        assert outcome.kind == SIGTERMException.__name__, outcome.traceback
+    assert took_s < LIMIT_S
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_sigterm_ends_all_ranks_soon_in_every_stage(ranks: Ranks, tmp_path: Path, stage: str, rank: int | None) -> None:
+    assert_ended_for_sigterm(ranks.outcomes(run, stage, rank, tmp_path, timeout_s=40), tmp_path)
+    if stage == "validation":
+        [path] = (tmp_path / "saved").glob("*.ckpt")
+        assert torch.load(path, weights_only=True)["global_step"] == 5
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("at_the_end", ["log", "all_reduce", "nothing"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_at_the_end_of_a_validation_ends_too(
+    ranks: Ranks, tmp_path: Path, rank: int, at_the_end: str
+) -> None:
+    """It waits in a reduction of the Trainer's, in one that nobody watches, or before its next batch."""
+    options: dict[str, Any] = {"fast": 1 - rank, "at_the_end": at_the_end, "timeout_s": 40}
+    outcomes = ranks.outcomes(run, "validation", rank, tmp_path, **options)
+    if at_the_end == "all_reduce" and rank == 0:
+        # What ends the other's wait is the end of rank 0, and with it the store that says why; "ddp" ends so, too.
+        assert [outcome.kind for outcome in outcomes] == [SIGTERMException.__name__, "RuntimeError"]
+        assert since_the_first(tmp_path) < LIMIT_S + 5, "rank 0 waits for the other that long"
+    else:
+        assert_ended_for_sigterm(outcomes, tmp_path)
+
+
+# --- to save and queue again -----------------------------------------------------------------------------------------
+
+NUM_EVALUATED = 40
+
+
+def fit_in_a_job(
+    directory: Path, job: dict[str, str], stage: str, rank: int | None = None, fast: int | None = None
+) -> tuple[list[tuple[int, int]], int]:
+    """Where it saved (steps, batches of the validation), and the steps when it ended."""
+    local_rank = os.environ["LOCAL_RANK"]
+    with mock.patch.dict(os.environ, {**job, "SLURM_PROCID": local_rank, "SLURM_LOCALID": local_rank}):
+        model = Slow(stage, rank, directory, signal.SIGUSR1, fast)
+        trainer = make_trainer(
+            make_strategy("megatron_ddp", bucket_size=BUCKET_SIZE),
+            plugins=[SLURMEnvironment()],
+            num_sanity_val_steps=0,
+            default_root_dir=directory,
+        )
+        trainer.fit(model, data(5), data(NUM_EVALUATED))
+    return model.saved_at, trainer.global_step
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("rank", "fast"), [(None, None), (0, None), (1, None), (1, 0), (0, 1)])
+def test_all_ranks_save_in_a_validation_and_the_job_resumes(
+    ranks: Ranks, tmp_path: Path, rank: int | None, fast: int | None
+) -> None:
+    """A rank that waits at its end cannot come; all save then before the next batch of training."""
+    job = slurm_job(tmp_path, num_tasks=2)
+    evaluated = []
+    for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "validation", rank, fast):
+        [(step, num_evaluated)] = saved_at
+        assert (step, steps) == (5, 10)
+        evaluated.append(num_evaluated)
+    if fast is not None:
+        assert set(evaluated) == {NUM_EVALUATED}
+    else:  # nothing keeps ranks together here: one may be batches behind the one that got the signal first
+        assert SENT_IN < max(evaluated) < NUM_EVALUATED
+    assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
+    checkpoint = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 5
+    assert {state["step"].item() for state in checkpoint["optimizer_states"][0]["state"].values()} == {5}
+    for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "none"):
+        assert (saved_at, steps) == ([], 10)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_all_ranks_save_before_the_same_batch_of_training(ranks: Ranks, tmp_path: Path, rank: int | None) -> None:
+    job = slurm_job(tmp_path, num_tasks=2)
+    for saved_at, steps in ranks.run(fit_in_a_job, tmp_path, job, "training", rank):
+        assert (saved_at, steps) == ([(SENT_IN + 1, 0)], 10)
+    assert (tmp_path / "requeued").read_text().splitlines() == ["requeue 4711"]
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == SENT_IN + 1
+
+
+# --- between two fits ------------------------------------------------------------------------------------------------
+
+TWO_FITS = """
+import functools
+import os
+import pathlib
+import signal
+import sys
+import time
+
+from tests.doors.lightning.test_signals_in_evaluation import run
+
+fit = functools.partial(run, "validation", -1, devices=int(sys.argv[1]), fast=int(os.environ["RANK"]))
+fit(pathlib.Path("first"))
+print("SENT", time.time(), flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+fit(pathlib.Path("second"))
+"""
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sigterm_between_two_fits_ends_the_process_at_once(tmp_path: Path, devices: int) -> None:
+    """As without any Trainer: a fit gives back the handlers that it found."""
+    (tmp_path / "script.py").write_text(TWO_FITS)
+    launched = {"TORCHELASTIC_RUN_ID": "fits"}
+    done = run_script(tmp_path / "script.py", devices, cwd=tmp_path, ranks=devices, environment=launched)
+    assert_died_of_sigterm_at_once(done, devices)
+
+
+def assert_died_of_sigterm_at_once(done: Done, num_ranks: int) -> None:
+    """Called when they have ended. Each has said when the signal was sent."""
+    ended_at = time.time()
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    sent_at = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("SENT")]
+    assert len(sent_at) == num_ranks
+    assert ended_at - min(sent_at) < LIMIT_S
+
+
+# --- without a Trainer -----------------------------------------------------------------------------------------------
+
+LOOP = """
+import importlib
+import os
+import signal
+import sys
+import time
+
+import torch
+
+accelerator = importlib.import_module(sys.argv[1]).Accelerator(cpu=True)
+assert accelerator.num_processes == int(os.environ["WORLD_SIZE"])
+net = torch.nn.Linear(8, 8)
+net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+for batch in range(100):
+    accelerator.backward(net(torch.ones(4, 8)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if batch == 3:
+        print("SENT", time.time(), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("module", ["accelerate", "megastrategy.accelerate"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_sigterm_ends_an_accelerate_loop_at_once(tmp_path: Path, size: int, module: str) -> None:
+    """Nobody handles it there: a process that gets it ends, with accelerate's own class as with ours."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    assert_died_of_sigterm_at_once(run_script(tmp_path / "loop.py", module, cwd=tmp_path, ranks=size), size)
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------
+
+ONE_RANK = """
+import pathlib
+import time
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from tests.doors.lightning.test_signals_in_evaluation import STAGES, run
+
+for stage in STAGES:
+    (folder := pathlib.Path(stage)).mkdir()
+    try:
+        print("ENDED", run(stage, None, folder, devices=1))
+    except SIGTERMException:
+        print("STAGE", stage, time.time() - float((folder / "sent_0").read_text()))
+"""
+
+
+def test_sigterm_ends_one_rank_soon_in_every_stage(tmp_path: Path) -> None:
+    """One after the other in one process, so that none leaves anything to the next."""
+    (tmp_path / "script.py").write_text(ONE_RANK)
+    done = run_script(tmp_path / "script.py", cwd=tmp_path, ranks=1)
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith(("STAGE", "ENDED"))]
+    assert [line[:2] for line in lines] == [["STAGE", stage] for stage in STAGES]
+    assert max(float(line[2]) for line in lines) < LIMIT_S

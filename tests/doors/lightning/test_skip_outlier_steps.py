@@ -1,0 +1,129 @@
+"""``SkipOutlierSteps``: what stands out changes nothing, on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from megastrategy import SkipOutlierSteps
+
+from ..rank_processes import Ranks
+from ..skipping_fits import Skipping, fit_skipping
+
+NUM_STEPS = 18  # three epochs of 36 samples, batches of 3 on 2 ranks
+SPIKES = {9: 1e4, 13: 1e5}
+
+
+def outliers(norms: list[float], sigmas: float, window: int) -> list[int]:
+    """By the definition."""
+    found = []
+    for step, norm in enumerate(norms):
+        before = norms[max(0, step - window) : step]
+        if len(before) >= window // 2 and norm > statistics.mean(before) + sigmas * statistics.stdev(before):
+            found.append(step)
+    return found
+
+
+def on_both(ranks: Ranks, factors: dict[int, float], **options: Any) -> list[Skipping]:
+    """What our ranks trained: alike, and as under "ddp"."""
+    ddp = ranks.run(fit_skipping, "ddp", factors, max_epochs=3, **options)
+    ours = ranks.run(fit_skipping, "megatron_ddp", factors, max_epochs=3, **options)
+    for one, expected in zip(ours, ddp, strict=True):
+        assert one.skipped == ddp[0].skipped
+        assert one.num_skipped == expected.num_skipped == len(one.skipped)
+        assert torch.equal(one.weights, expected.weights)
+        assert one.norms == pytest.approx(expected.norms, rel=1e-5, nan_ok=True)
+        assert one.norms == pytest.approx(ours[0].norms, rel=0, abs=0, nan_ok=True), "to the bit"
+    assert ddp[0].num_updates == NUM_STEPS - len(ddp[0].skipped), "nor has the optimizer's state changed"
+    return ours
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_a_norm_over_the_limit(ranks: Ranks, sharded: bool) -> None:
+    options = {"strategy_options": None if sharded else {"use_distributed_optimizer": False}}
+    rule = {"max_norm": 100.0, "sigmas": None}
+    ddp = ranks.run(fit_skipping, "ddp", SPIKES, max_epochs=3, rule=rule)
+    ours = ranks.run(fit_skipping, "megatron_ddp", SPIKES, max_epochs=3, rule=rule, **options)
+    for one, expected in zip(ours, ddp, strict=True):
+        assert one.skipped == expected.skipped == [9, 13]
+        assert torch.equal(one.weights, expected.weights)
+    assert ddp[0].num_updates == NUM_STEPS - 2
+
+
+def test_one_that_stands_out(ranks: Ranks) -> None:
+    """The second spike does not, beside the first: until that has left the window."""
+    [one, _] = on_both(ranks, SPIKES, rule={"sigmas": 4.0, "window": 8})
+    assert one.skipped == outliers(one.norms, 4.0, 8)
+    assert 9 in one.skipped
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_that_is_not_finite_on_one_rank(ranks: Ranks, bad: float) -> None:
+    [one, _] = on_both(ranks, {9: bad}, bad_rank=1, rule={"sigmas": 50.0, "window": 8})
+    assert one.skipped == [9]
+    assert not math.isfinite(one.norms[9])
+
+
+def test_clipping_and_accumulation(ranks: Ranks) -> None:
+    rule = {"max_norm": 100.0, "sigmas": None}
+    options = {"max_epochs": 3, "gradient_clip_val": 0.01, "accumulate_grad_batches": 3, "rule": rule}
+    ddp = ranks.run(fit_skipping, "ddp", {2: 1e5}, **options)
+    ours = ranks.run(fit_skipping, "megatron_ddp", {2: 1e5}, **options)
+    for one, expected in zip(ours, ddp, strict=True):
+        assert one.num_skipped == expected.num_skipped == 1
+        torch.testing.assert_close(one.weights, expected.weights, rtol=1e-5, atol=1e-7)
+
+
+def test_a_resumed_run_skips_what_the_whole_run_does(ranks: Ranks, tmp_path: Path) -> None:
+    rule = {"sigmas": 4.0, "window": 8}
+    whole = ranks.run(fit_skipping, "megatron_ddp", SPIKES, max_epochs=3, rule=rule)
+    path = str(tmp_path / "half.ckpt")
+    half = ranks.run(fit_skipping, "megatron_ddp", SPIKES, max_epochs=1, rule=rule, save=path)
+    rest = ranks.run(fit_skipping, "megatron_ddp", SPIKES, max_epochs=3, rule=rule, resume=path)
+    for first, second, expected in zip(half, rest, whole, strict=True):
+        assert first.norms + second.norms == expected.norms
+        assert second.num_skipped == expected.num_skipped > 0
+        assert torch.equal(second.weights, expected.weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"max_norm": 0.0}, "max_norm=0.0"), ({"sigmas": -1.0}, "sigmas=-1.0"), ({"window": 3}, "window=3")],
+)
+def test_what_makes_no_sense(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SkipOutlierSteps(**options)
+
+
+class Manual(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        raise AssertionError("not reached")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_manual_optimization_decides_itself() -> None:
+    trainer = pl.Trainer(
+        callbacks=[SkipOutlierSteps()],
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    with pytest.raises(MisconfigurationException, match="decides itself"):
+        trainer.fit(Manual(), torch.utils.data.DataLoader(torch.ones(2, 2)))

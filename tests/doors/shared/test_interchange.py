@@ -1,0 +1,367 @@
+"""A Trainer's checkpoint from any strategy and number of ranks resumes under any other: two optimizers, schedulers,
+loss scale and counters come along, tensor by tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from megastrategy.lightning import MAIN_PARAMS_KEY
+from tests.doors.lightning.test_lightning_checkpoints import assert_same_value, load
+
+from ..fabric_loops import AwkwardNet, adamw, make_data, make_fabric
+from ..fits import AwkwardModule, assert_same_tensors, loader, make_strategy, weights_of
+from ..rank_processes import Ranks
+
+SAVED_AFTER = 4  # batches, of 5 and more an epoch; two steps each
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Who writes or reads: a strategy with its options, on so many processes."""
+
+    name: str
+    size: int
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return "-".join([self.name, str(self.size), *(f"{key}={value}" for key, value in self.options)])
+
+    def make_trainer(self, **options: Any) -> pl.Trainer:
+        """ "auto" is what a Trainer does on one device without being told anything."""
+        strategy = "auto" if self.name == "auto" else make_strategy(self.name, **dict(self.options))
+        return pl.Trainer(
+            strategy=strategy,
+            devices=self.size,
+            accelerator="cpu",
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            **options,
+        )
+
+
+WORLDS = [
+    World("auto", 1),
+    World("megatron_ddp", 1, (("bucket_size", 1),)),
+    World("ddp", 2),
+    World("megatron_ddp", 2),
+    World("megatron_ddp", 2, (("use_distributed_optimizer", False),)),
+    World("megatron_ddp", 3, (("bucket_size", 10_000),)),
+]
+
+
+class TwoOptimizers(AwkwardModule):
+    """AMSGrad in groups with equal hyper-parameters, SGD with momentum, and a scheduler of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        params = dict(self.named_parameters())
+        heads = [params.pop(name) for name in ("scale", "out.weight", "out.bias")]
+        others = list(params.values())
+        groups = [{"params": others[::2]}, {"params": []}, {"params": others[1::2]}]
+        adam = torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+        sgd = torch.optim.SGD(heads, lr=0.05, momentum=0.9)
+        plateau = ReduceLROnPlateau(sgd, factor=0.5, patience=1)
+        return [adam, sgd], [LambdaLR(adam, halve_every_step), {"scheduler": plateau, "monitor": "train_loss"}]
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
+        features, tokens, targets = batch
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            loss = F.cross_entropy(self(features, tokens, use_side=batch_idx % 2 == 1), targets)
+            self.manual_backward(loss)
+            optimizer.step()
+            for each in optimizers:
+                each.zero_grad()
+            self.losses.append(loss.item())
+        lambda_lr, plateau = self.lr_schedulers()
+        lambda_lr.step()
+        plateau.step(1.0)  # no improvement
+
+
+def halve_every_step(step: int) -> float:
+    return 0.5**step
+
+
+class SaveAndStop(pl.Callback):
+    """Saves when so many batches are done, or before the first one, and ends the fit."""
+
+    def __init__(self, path: str, after: int | None) -> None:
+        self.path, self.after = path, after
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.after is None:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> int | None:
+        return -1 if self.after is None else None  # skip what is left of the epoch
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.after:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def half_precision() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3))
+
+
+def write(world: World, path: str) -> None:
+    trainer = world.make_trainer(callbacks=[SaveAndStop(path, SAVED_AFTER)], plugins=[half_precision()])
+    trainer.fit(TwoOptimizers(), loader())
+
+
+def read_and_write(world: World, paths: Sequence[tuple[str, str]]) -> list[dict[str, Tensor]]:
+    """Resumes from each first path and saves at once to the second; the weights that this rank started with."""
+    weights = []
+    for source, target in paths:
+        trainer = world.make_trainer(callbacks=[SaveAndStop(target, None)], plugins=[half_precision()])
+        module = TwoOptimizers()
+        trainer.fit(module, loader(), ckpt_path=source)
+        assert not module.losses, "nothing was trained in between"
+        weights.append(weights_of(module))
+    return weights
+
+
+@pytest.fixture(scope="module")
+def worlds(ranks: Ranks) -> Iterator[dict[int, Ranks]]:
+    """Rank processes by their number."""
+    pools = {1: Ranks(1), 2: ranks, 3: Ranks(3)}
+    yield pools
+    pools[1].close()
+    pools[3].close()
+
+
+@pytest.fixture(scope="module")
+def files(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> dict[World, Path]:
+    """What each world writes after the same number of batches."""
+    folder = tmp_path_factory.mktemp("written")
+    paths = {world: folder / f"{world}.ckpt" for world in WORLDS}
+    for world, path in paths.items():
+        worlds[world.size].run(write, world, str(path))
+    return paths
+
+
+def kept(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Without the callbacks' own, and the loops' counters of what was begun."""
+    return {key: value for key, value in checkpoint.items() if key not in ("callbacks", "loops")}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("reader", WORLDS, ids=str)
+def test_what_is_resumed_is_what_was_saved(
+    worlds: dict[int, Ranks], files: dict[World, Path], tmp_path: Path, reader: World
+) -> None:
+    """From every writer: weights on every rank, and all that is saved again before the first batch."""
+    copies = {writer: tmp_path / f"{writer}.ckpt" for writer in WORLDS}
+    by_rank = worlds[reader.size].run(
+        read_and_write, reader, [(str(files[writer]), str(copies[writer])) for writer in WORLDS]
+    )
+    for place, writer in enumerate(WORLDS):
+        saved, again = load(files[writer]), load(copies[writer])
+        assert_same_value(kept(again), kept(saved), str(writer))
+        for weights in by_rank:
+            assert_same_tensors(weights[place], dict(saved["state_dict"]))
+
+
+def test_the_files_have_everything_to_lose(files: dict[World, Path]) -> None:
+    """Two optimizers, two schedulers, the loss scale, all of them changed by training; other weights from each number
+    of ranks."""
+    contents = {world: load(path) for world, path in files.items()}
+    for content in contents.values():
+        adam, sgd = content["optimizer_states"]
+        assert [len(group["params"]) for group in adam["param_groups"]] == [4, 0, 4]
+        assert {values["step"].item() for values in adam["state"].values()} == {2, 4}, "the branch of odd batches"
+        assert {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"} == set(adam["state"][0])
+        assert len(sgd["state"]) == 3
+        assert sgd["state"][0]["momentum_buffer"].shape == ()
+        assert adam["param_groups"][0]["lr"] == 1e-2 * 0.5**SAVED_AFTER
+        assert sgd["param_groups"][0]["lr"] < 0.05
+        assert [state["_last_lr"] for state in content["lr_schedulers"]] == [
+            [group["lr"] for group in optimizer["param_groups"]] for optimizer in (adam, sgd)
+        ]
+        assert content["MixedPrecision"]["scale"] > 16.0
+        assert content["global_step"] == 2 * SAVED_AFTER
+    weights = {world.size: content["state_dict"]["out.weight"] for world, content in contents.items()}
+    assert len({value.sum().item() for value in weights.values()}) == 3
+
+
+def train_on(world: World, path: str) -> tuple[list[float], dict[str, Tensor]]:
+    """An epoch more; this rank's losses and weights."""
+    module = AwkwardModule()
+    trainer = world.make_trainer(plugins=[])
+    trainer.fit(module, loader(), ckpt_path=path)
+    return module.losses, weights_of(module)
+
+
+def write_first_epoch(world: World, path: str) -> None:
+    trainer = world.make_trainer(callbacks=[SaveAfterFirstEpoch(path)])
+    trainer.fit(AwkwardModule(), loader())
+
+
+class SaveAfterFirstEpoch(pl.Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("writer", [World("ddp", 2), World("megatron_ddp", 2)], ids=str)
+@pytest.mark.parametrize("size", [1, 3])
+def test_training_goes_on_on_other_numbers_of_ranks_as_under_ddp(
+    worlds: dict[int, Ranks], tmp_path: Path, writer: World, size: int
+) -> None:
+    """Two ranks wrote; on one the next epoch is ddp's to the bit, on three sums have another order."""
+    path = tmp_path / "first.ckpt"
+    worlds[2].run(write_first_epoch, writer, str(path))
+    ours = worlds[size].run(train_on, World("megatron_ddp", size), str(path))
+    theirs = worlds[size].run(train_on, World("ddp", size), str(path))
+    for (losses, weights), (their_losses, their_weights) in zip(ours, theirs, strict=True):
+        assert len(losses) == len(their_losses) > 0
+        if size == 1:
+            assert losses == their_losses
+            assert_same_tensors(weights, their_weights)
+        else:
+            assert losses == pytest.approx(their_losses, abs=1e-4)
+            assert losses[0] == their_losses[0], "before the first step everything is equal"
+
+
+# --- 16-bit weights --------------------------------------------------------------------------------------------------
+
+
+def resume_in_bf16(world: World, source: str, target: str) -> tuple[dict[str, Tensor], list[str]]:
+    """Resumes with bf16 weights and saves at once; the weights, and the texts of all warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = world.make_trainer(callbacks=[SaveAndStop(target, None)], precision="bf16-true")
+        module = TwoOptimizers()
+        trainer.fit(module, loader(), ckpt_path=source)
+    return weights_of(module), [str(warning.message) for warning in caught]
+
+
+def write_in_bf16(world: World, path: str) -> None:
+    trainer = world.make_trainer(callbacks=[SaveAndStop(path, SAVED_AFTER)], precision="bf16-true")
+    trainer.fit(TwoOptimizers(), loader())
+
+
+BF16_READERS = [World("megatron_ddp", 1), World("megatron_ddp", 2), World("megatron_ddp", 3)]
+
+
+@pytest.mark.parametrize("reader", BF16_READERS, ids=str)
+def test_an_fp32_checkpoint_resumed_in_bf16_keeps_its_weights_as_main_params(
+    worlds: dict[int, Ranks], files: dict[World, Path], tmp_path: Path, reader: World
+) -> None:
+    """Lightning casts the module; the fp32 values are in the file still."""
+    for writer in (World("ddp", 2), World("megatron_ddp", 2)):
+        again_path = tmp_path / f"{writer}.ckpt"
+        worlds[reader.size].run(resume_in_bf16, reader, str(files[writer]), str(again_path))
+        saved, again = load(files[writer]), load(again_path)
+        main_params = {name: value for part in again[MAIN_PARAMS_KEY] for name, value in part.items()}
+        trained = [name for name, param in TwoOptimizers().named_parameters() if param.requires_grad]
+        assert sorted(main_params) == sorted(trained)
+        for name, value in main_params.items():
+            assert_same_value(value, saved["state_dict"][name], name)
+        assert_same_value(again["optimizer_states"], saved["optimizer_states"], "optimizer_states")
+
+
+@pytest.mark.parametrize("reader", BF16_READERS, ids=str)
+def test_bf16_checkpoints_move_between_numbers_of_ranks(
+    worlds: dict[int, Ranks], tmp_path: Path, reader: World
+) -> None:
+    """Main params and fp32 state included."""
+    first, again = tmp_path / "first.ckpt", tmp_path / "again.ckpt"
+    worlds[2].run(write_in_bf16, World("megatron_ddp", 2), str(first))
+    worlds[reader.size].run(resume_in_bf16, reader, str(first), str(again))
+    saved = load(first)
+    assert saved["state_dict"]["out.weight"].dtype == torch.bfloat16
+    assert len(saved[MAIN_PARAMS_KEY]) == 2
+    assert_same_value(kept(load(again)), kept(saved), "checkpoint")
+
+
+def test_ddp_goes_on_from_the_16_bit_weights_of_ours(ranks: Ranks, tmp_path: Path) -> None:
+    """Without main params, and with the state in the weights' dtype: that is what "ddp" has in bf16-true."""
+    first, again = tmp_path / "first.ckpt", tmp_path / "again.ckpt"
+    ranks.run(write_in_bf16, World("megatron_ddp", 2), str(first))
+    ranks.run(resume_in_bf16, World("ddp", 2), str(first), str(again))
+    saved, resumed = load(first), load(again)
+    assert MAIN_PARAMS_KEY not in resumed
+    assert_same_tensors(dict(resumed["state_dict"]), dict(saved["state_dict"]))
+    for state, before in zip(resumed["optimizer_states"], saved["optimizer_states"], strict=True):
+        for number, values in before["state"].items():
+            for key, value in values.items():
+                rounded = value if key == "step" else value.bfloat16()
+                assert_same_value(state["state"][number][key], rounded, f"{key} of parameter {number}")
+
+
+def test_ddp_says_that_it_leaves_the_main_params_behind(ranks: Ranks, tmp_path: Path) -> None:
+    first = tmp_path / "first.ckpt"
+    ranks.run(write_in_bf16, World("megatron_ddp", 2), str(first))
+    texts = {
+        name: ranks.run(resume_in_bf16, World(name, 2), str(first), str(tmp_path / f"{name}.ckpt"))[0][1]
+        for name in ("ddp", "megatron_ddp")
+    }
+    assert sum("main params" in text for text in texts["ddp"]) == 1
+    assert not any("main params" in text for text in texts["megatron_ddp"])
+
+
+# --- Fabric ----------------------------------------------------------------------------------------------------------
+
+
+def write_with_fabric(path: str) -> None:
+    fabric = make_fabric("ddp", {})
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, adamw(net.parameters()))
+    for number, (features, tokens, targets) in enumerate(make_data(fabric)):
+        fabric.backward(F.cross_entropy(model(features, tokens, number % 2 == 1), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+
+
+def resume_with_fabric_in_bf16(source: str, target: str, sharded: bool) -> None:
+    options = {"use_distributed_optimizer": sharded}
+    fabric = make_fabric("megatron_ddp", options, precision="bf16-true")
+    net = AwkwardNet()
+    model, optimizer = fabric.setup(net, adamw(net.parameters()))
+    state = {"model": model, "optimizer": optimizer}
+    fabric.load(source, state)
+    fabric.save(target, state)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_fp32_checkpoint_loaded_by_fabric_in_bf16_keeps_its_weights_as_main_params(
+    ranks: Ranks, tmp_path: Path, sharded: bool
+) -> None:
+    """The module is bf16 already when the file's fp32 weights come."""
+    first, again = tmp_path / "first.ckpt", tmp_path / "again.ckpt"
+    ranks.run(write_with_fabric, str(first))
+    ranks.run(resume_with_fabric_in_bf16, str(first), str(again), sharded)
+    saved, resumed = load(first), load(again)
+    main_params = resumed[MAIN_PARAMS_KEY]["optimizer"]
+    trained = [name for name, param in AwkwardNet().named_parameters() if param.requires_grad]
+    assert sorted(main_params) == sorted(trained)
+    for name, value in main_params.items():
+        assert_same_value(value, saved["model"][name], name)

@@ -1,0 +1,326 @@
+"""Averages by tokens through every door: two ranks train as one process that has all of their tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from megastrategy.errors import LossTokensError
+from tests.support.ragged_tokens import VOCABULARY, TokenModel, assert_close, batch, count, token_model, train_on_all
+
+from ..accelerate_loops import Worlds, make_accelerator, weights_of
+from ..fabric_loops import make_fabric
+from ..fits import make_strategy, make_trainer
+from ..matrix import MODES
+from ..rank_processes import Ranks
+from ..transformers_fits import accelerators_of
+
+STEPS, ACCUMULATE = 4, 3
+BOTH = pytest.mark.parametrize("accumulate", [1, ACCUMULATE])
+EVERY_MODE = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+
+
+def adamw(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.02, eps=1e-2)
+
+
+def expected(size: int, accumulate: int, **options: Any) -> dict[str, Tensor]:
+    return train_on_all(size, [accumulate] * STEPS, adamw, **options)
+
+
+class Ragged(IterableDataset[tuple[Tensor, Tensor]]):
+    """All microbatches of one rank."""
+
+    def __init__(self, rank: int, accumulate: int) -> None:
+        self.rank, self.accumulate = rank, accumulate
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (batch(self.rank, step, number) for step in range(STEPS) for number in range(self.accumulate))
+
+
+# --- Lightning -------------------------------------------------------------------------------------------------------
+
+
+class Counting(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = token_model()
+
+    def shared_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        ids, labels = batch
+        self.trainer.strategy.loss_tokens((labels != -100).sum())
+        loss: Tensor = self.model(ids, labels, self.global_rank)
+        return loss
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.shared_step(batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("loss", self.shared_step(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self.model)
+
+
+class CountingByHand(Counting):
+    """Manual optimization, with the loss that is not the wrapped forward's output."""
+
+    def __init__(self, accumulate: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.accumulate = accumulate
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        last = (batch_idx + 1) % self.accumulate == 0
+        with contextlib.nullcontext() if last else self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.shared_step(batch) / self.accumulate)
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def fit(mode: dict[str, Any], accumulate: int, *, by_hand: bool = False, **options: Any) -> dict[str, Tensor]:
+    module = CountingByHand(accumulate) if by_hand else Counting()
+    if not by_hand:
+        options["accumulate_grad_batches"] = accumulate
+    trainer = make_trainer(make_strategy("megatron_ddp", **mode), max_epochs=1, **options)
+    data = DataLoader(Ragged(trainer.global_rank, accumulate), batch_size=None)
+    trainer.fit(module, data, data)
+    weights = weights_of(module.model)
+    trainer.validate(module, data, verbose=False)
+    return weights
+
+
+@BOTH
+@EVERY_MODE
+def test_a_trainer(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
+    for weights in ranks.run(fit, mode, accumulate):
+        assert_close(weights, expected(2, accumulate), 1e-6)
+
+
+@EVERY_MODE
+def test_a_trainer_with_manual_optimization(ranks: Ranks, mode: dict[str, Any]) -> None:
+    for weights in ranks.run(fit, mode, ACCUMULATE, by_hand=True):
+        assert_close(weights, expected(2, ACCUMULATE), 1e-6)
+
+
+def test_a_trainer_that_clips(ranks: Ranks) -> None:
+    for weights in ranks.run(fit, {}, ACCUMULATE, gradient_clip_val=0.05):
+        assert_close(weights, expected(2, ACCUMULATE, clip_norm=0.05), 1e-6)
+
+
+def test_a_trainer_on_one_rank(one_rank: Ranks) -> None:
+    [weights] = one_rank.run(fit, {}, ACCUMULATE)
+    assert_close(weights, expected(1, ACCUMULATE), 1e-6)
+
+
+# --- Fabric ----------------------------------------------------------------------------------------------------------
+
+
+def fabric_loop(mode: dict[str, Any], accumulate: int, clip_norm: float | None = None) -> dict[str, Tensor]:
+    fabric = make_fabric("megatron_ddp", mode)
+    module = token_model()
+    model, optimizer = fabric.setup(module, adamw(module))
+    for step in range(STEPS):
+        for number in range(accumulate):
+            ids, labels = batch(fabric.global_rank, step, number)
+            with fabric.no_backward_sync(model, enabled=number < accumulate - 1):
+                loss = model(ids, labels, fabric.global_rank) / accumulate
+                fabric.strategy.loss_tokens(count(labels))
+                fabric.backward(loss)
+        if clip_norm is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(module)
+
+
+@BOTH
+@EVERY_MODE
+def test_fabric(ranks: Ranks, mode: dict[str, Any], accumulate: int) -> None:
+    for weights in ranks.run(fabric_loop, mode, accumulate, 0.05):
+        assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
+
+
+def fabric_backward_of_the_loss(weighs: bool) -> tuple[str, dict[str, Tensor]]:
+    """``loss.backward()`` in place of ``fabric.backward(loss)``, with the loss weighed or only announced."""
+    fabric = make_fabric("megatron_ddp", {})
+    module = token_model()
+    model, optimizer = fabric.setup(module, adamw(module))
+    error = ""
+    for step in range(STEPS):
+        ids, labels = batch(fabric.global_rank, step, 0)
+        loss = model(ids, labels, fabric.global_rank)
+        if weighs:
+            fabric.strategy.weigh_by_tokens(loss, count(labels)).backward()
+        else:
+            fabric.strategy.loss_tokens(count(labels))
+            with pytest.raises(LossTokensError) as raised:
+                loss.backward()
+            error = str(raised.value)
+        optimizer.step()
+        optimizer.zero_grad()
+    return error, weights_of(module)
+
+
+def test_fabric_with_backward_of_the_loss_itself(ranks: Ranks) -> None:
+    for error, weights in ranks.run(fabric_backward_of_the_loss, True):
+        assert not error
+        assert_close(weights, expected(2, 1), 1e-6)
+    for error, _ in ranks.run(fabric_backward_of_the_loss, False):
+        assert "and then backward() of the loss itself" in error
+
+
+# --- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+class CheckpointedModel(TokenModel):
+    """A re-entrant checkpoint, whose backward is one inside of another."""
+
+    def logits(self, ids: Tensor, rank: int) -> Tensor:
+        hidden = torch.utils.checkpoint.checkpoint(self.twice, self.embedding(ids), use_reentrant=True)
+        hidden = torch.tanh(self.twice(torch.tanh(hidden)))
+        if rank == 0:
+            hidden = hidden + self.rank_zero(hidden)
+        return self.head(hidden).flatten(0, 1)
+
+
+def accelerate_loop(mode: dict[str, Any], accumulate: int, *, checkpointed: bool = False) -> dict[str, Tensor]:
+    accelerator = make_accelerator("megatron_ddp", mode, gradient_accumulation_steps=accumulate)
+    rank = accelerator.process_index
+    module = CheckpointedModel() if checkpointed else token_model()
+    module.load_state_dict(token_model().state_dict())
+    model, optimizer = accelerator.prepare(module, adamw(module))
+    for step in range(STEPS):
+        for number in range(accumulate):
+            ids, labels = batch(rank, step, number)
+            with accelerator.accumulate(model):
+                loss = model(ids, labels, rank)
+                accelerator.loss_tokens(count(labels))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = weights_of(module)
+    accelerator.free_memory()
+    if accelerator.num_processes == 1:
+        assert not any(param._post_accumulate_grad_hooks for param in module.parameters()), "the user's own again"
+    return weights
+
+
+@BOTH
+@EVERY_MODE
+def test_accelerate(worlds: Worlds, mode: dict[str, Any], accumulate: int) -> None:
+    for weights in worlds.run(accelerate_loop, mode, accumulate):
+        assert_close(weights, expected(2, accumulate, clip_norm=0.05), 1e-6)
+
+
+def accelerate_loop_beside_another(mode: dict[str, Any]) -> dict[str, Tensor]:
+    """After another Accelerator's, whose model is still there, and may not be counted any more."""
+    another = make_accelerator("megatron_ddp", {"find_unused_parameters": False})
+    module = torch.nn.Linear(3, 1)
+    model, _ = another.prepare(module, adamw(module))
+    another.backward(model(torch.ones(2, 3)).sum())
+    weights = accelerate_loop(mode, 1)
+    model.close()
+    return weights
+
+
+def test_accelerate_beside_another_accelerators_model(worlds: Worlds) -> None:
+    for weights in worlds.run(accelerate_loop_beside_another, {}):
+        assert_close(weights, expected(2, 1, clip_norm=0.05), 1e-6)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_accelerate_in_one_process(worlds: Worlds, checkpointed: bool) -> None:
+    """Where models are not wrapped, and microbatches are ragged all the same."""
+    [weights] = worlds.run(accelerate_loop, {}, ACCUMULATE, size=1, checkpointed=checkpointed)
+    assert_close(weights, expected(1, ACCUMULATE, clip_norm=0.05), 1e-6)
+
+
+# --- Transformers ----------------------------------------------------------------------------------------------------
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sentences of a fixed length with ragged labels: four steps of six microbatches in one process."""
+
+    def __len__(self) -> int:
+        return 2 * 6 * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids, labels = batch(0, index, 0)
+        return {"input_ids": ids.flatten(), "labels": labels.flatten()}
+
+
+class Logits(nn.Module):
+    """Leaves the loss to ``compute_loss_func``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = token_model()
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.model.logits(input_ids, 0)}
+
+
+def make_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(3)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 40, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+
+
+def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | None = None) -> Tensor:
+    return F.cross_entropy(outputs["logits"], labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+def train_with_transformers(kind: str, mode: dict[str, Any], folder: Path, microbatches: int) -> dict[str, Tensor]:
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
+    with accelerators_of("megatron_ddp", mode):
+        module = make_gpt2() if kind == "gpt2" else Logits()
+        arguments = TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=microbatches,
+            average_tokens_across_devices=True,
+            num_train_epochs=1,
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            optim="sgd",
+            save_strategy="no",
+            remove_unused_columns=False,
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to=[],
+        )
+        options = {} if kind == "gpt2" else {"compute_loss_func": loss_of}
+        trainer = Trainer(module, arguments, train_dataset=Samples(), **options)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        assert trainer.state.global_step == STEPS
+        return weights_of(module)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "compute_loss_func"])
+@EVERY_MODE
+def test_transformers_averages_by_tokens_itself(
+    worlds: Worlds, mode: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    """It divides by ``num_items_in_batch`` of all processes, and multiplies by their number: nobody calls us."""
+    [alone] = worlds.run(train_with_transformers, kind, {}, tmp_path, 6, size=1)
+    for weights in worlds.run(train_with_transformers, kind, mode, tmp_path, 3):
+        assert_close(weights, alone, 1e-6)

@@ -1,0 +1,131 @@
+"""Loops with Fabric and with Accelerate that are cut train each sample of an epoch once, on any number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megastrategy.data import ResumableSampler
+
+from ..accelerate_loops import Worlds
+from ..rank_processes import Failure, Ranks
+from ..resumed_fits import BATCH_SIZE, SEED, Part, Pools, by_epoch, samples
+from ..resumed_loops import place_in, with_accelerate, with_fabric
+
+SIZE = 36
+ONCE = Counter(range(SIZE))
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+def assert_same(first: list[Part], second: list[Part], whole: list[Part]) -> None:
+    for begun, ended, expected in zip(first, second, whole, strict=True):
+        assert begun.trained + ended.trained == expected.trained
+        assert begun.losses + ended.losses == expected.losses
+
+
+def first_of(epoch: int, number: int) -> Counter[int]:
+    """The samples with which an epoch is filled up."""
+    sampler = ResumableSampler(samples(SIZE), seed=SEED, num_replicas=1, rank=0)
+    sampler.set_epoch(epoch)
+    return Counter(list(sampler)[:number])
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("cut", [2, 6, 9])
+@pytest.mark.parametrize("options", [{}, {"sharded": True}, {"batch_sampler": True}], ids=str)
+def test_fabric_goes_on(ranks: Ranks, tmp_path: Path, cut: int, options: dict[str, Any]) -> None:
+    """The last batch is short: 19 samples a rank, 7 batches."""
+    file = str(tmp_path / "checkpoint")
+    whole = ranks.run(with_fabric, 38, file, **options)
+    first = ranks.run(with_fabric, 38, file, cut=cut, **options)
+    second = ranks.run(with_fabric, 38, file, resume=True, **options)
+    assert {epoch: len(part) for epoch, part in by_epoch([whole]).items()} == {0: 38, 1: 38}
+    assert_same(first, second, whole)
+
+
+def test_fabric_goes_on_on_other_numbers_of_ranks(pools: Pools, tmp_path: Path) -> None:
+    file = str(tmp_path / "checkpoint")
+    cuts: list[tuple[int, int | None]] = [(2, 2), (1, 4), (3, 3), (4, None)]
+    parts = [
+        pools.run(num_ranks, with_fabric, SIZE, file, cut=cut, resume=number > 0)
+        for number, (num_ranks, cut) in enumerate(cuts)
+    ]
+    # 12 on two ranks, 12 on one, 12 on three, and 9 of the next epoch; four ranks lack one for the 27 that are left
+    assert by_epoch(parts) == {0: ONCE, 1: ONCE + first_of(1, 1)}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("cut", [2, 7, 9])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sharded": True},
+        {"batch_sampler": True},
+        {"options": {"step_scheduler_with_optimizer": False}, "drop_last": True},
+    ],
+    ids=str,
+)
+def test_accelerate_goes_on(worlds: Worlds, tmp_path: Path, cut: int, options: dict[str, Any]) -> None:
+    """The last batch is filled up from the epoch's beginning, and so it is after a cut."""
+    folder = str(tmp_path / "state")
+    whole = worlds.run(with_accelerate, 38, folder, **options)
+    first = worlds.run(with_accelerate, 38, folder, cut=cut, **options)
+    second = worlds.run(with_accelerate, 38, folder, resume=True, **options)
+    assert_same(first, second, whole)
+    num_batches = 6 if options.get("drop_last") else 7
+    assert len(whole[0].trained) == 2 * num_batches
+
+
+def test_accelerate_goes_on_on_other_numbers_of_processes(worlds: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    parts = []
+    for number, (size, cut) in enumerate([(2, 2), (1, 4), (3, 2), (4, None)]):
+        parts.append(worlds.run(with_accelerate, SIZE, folder, size=size, cut=cut, resume=number > 0))
+    # 12 on two ranks, 12 on one, and 12 in two batches of 9 on three: the second is filled up, and ends the epoch
+    assert by_epoch(parts) == {0: ONCE + first_of(0, 6), 1: ONCE}
+
+
+def test_scripts_that_skip_by_themselves_skip_once(worlds: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path / "state")
+    whole = worlds.run(with_accelerate, SIZE, folder)
+    first = worlds.run(with_accelerate, SIZE, folder, cut=2)
+    [place] = place_in(folder)
+    assert (place["epoch"], place["consumed"]) == (0, 2 * 2 * BATCH_SIZE)
+    second = worlds.run(with_accelerate, SIZE, folder, resume=True, skip=2)
+    assert_same(first, second, whole)
+
+
+def test_a_skip_from_a_checkpoint_without_the_place_is_refused(worlds: Worlds, tmp_path: Path) -> None:
+    outcomes = worlds.outcomes(with_accelerate, SIZE, str(tmp_path), skip=2)
+    for outcome in outcomes:
+        assert isinstance(outcome, Failure)
+        assert "skips by itself after accelerator.load_state" in outcome.message
+
+
+@pytest.mark.parametrize("option", ["dispatch_batches", "use_stateful_dataloader"])
+def test_other_readers_are_refused(worlds: Worlds, tmp_path: Path, option: str) -> None:
+    if option == "use_stateful_dataloader":
+        pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    outcomes = worlds.outcomes(refused, str(tmp_path), option)
+    for outcome in outcomes:
+        assert isinstance(outcome, Failure)
+        assert f"DataLoaderConfiguration({option}=True)" in outcome.message
+
+
+def refused(folder: str, option: str) -> None:
+    from accelerate import DataLoaderConfiguration
+
+    warnings.simplefilter("ignore")  # torchdata's
+    with_accelerate(SIZE, folder, options={"dataloader_config": DataLoaderConfiguration(**{option: True})})

@@ -1,0 +1,111 @@
+"""A package that is too old is refused by its name and version, whichever way a strategy is asked for."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megastrategy._versions import ACCELERATE, LIGHTNING, RAY
+from megastrategy_autoload import DOORS
+
+from ..python_processes import run_python
+
+OLDER = ("1.9.5", "2.1.4", "2.4.0", "2.5.6")
+ASK = """
+import importlib, sys
+
+def refused(ask, *words):
+    try:
+        ask()
+    except ImportError as error:
+        assert type(error) is ImportError, repr(error)
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"{missing} not in {error}"
+    else:
+        raise AssertionError(f"nothing refused {words}")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+@pytest.mark.parametrize(("package", "door"), DOORS.items())
+def test_a_name_and_an_import_refuse_an_old_lightning(tmp_path: Path, package: str, door: str) -> None:
+    """The installed one with an old version's number: what it lacks must not be what is complained about."""
+    code = f"""
+        import torch  # the names are there, and nothing was said
+        top = importlib.import_module({package!r}.partition(".")[0])
+        api = importlib.import_module({package!r})
+        user = getattr(api, "Trainer", None) or api.Fabric
+        present = top.__version__
+        for version in {OLDER!r}:
+            top.__version__ = version
+            words = ({package!r} + " " + version, "{LIGHTNING} or later", "pip install '", ">={LIGHTNING}'")
+            refused(lambda: user(strategy="megatron_ddp", accelerator="cpu", devices=2), *words)
+            refused(lambda: user(strategy="megatron_ddp_notebook", accelerator="cpu", devices=2), *words)
+            refused(lambda: importlib.import_module({door!r}), *words)
+            user(strategy="ddp", accelerator="cpu", devices=2)  # is no business of ours
+        for version in ("{LIGHTNING}", "2.10.0.dev20270101", "3.0", present):
+            top.__version__ = version
+            sys.modules.pop({door!r}, None)
+            importlib.import_module({door!r})
+    """
+    run_python("-c", ASK + textwrap.dedent(code), cwd=tmp_path, autoload=True)
+
+
+@pytest.mark.fresh
+def test_a_lightning_too_old_to_be_imported_is_refused_by_version_too(tmp_path: Path) -> None:
+    """2.1 and 1.9 want pkg_resources, which a new setuptools has not; that would not say what to do."""
+    for name, version in (("lightning", "2.1.4"), ("pytorch_lightning", "1.9.5")):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").write_text("import pkg_resources_that_is_gone\n")
+        metadata = tmp_path / f"{name}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    code = """
+        sys.path.insert(0, sys.argv[1])
+        import megastrategy
+        refused(lambda: megastrategy.MegatronDDPStrategy, "lightning.pytorch 2.1.4", ">=2.6'")
+        refused(lambda: importlib.import_module("megastrategy.fabric"), "lightning.fabric 2.1.4")
+        for door in ("pytorch_lightning", "lightning_fabric"):
+            words = (f"{door} 1.9.5", "pip install 'pytorch-lightning>=2.6'")
+            refused(lambda: importlib.import_module(f"megastrategy.{door}"), *words)
+    """
+    run_python("-c", ASK + textwrap.dedent(code), str(tmp_path), cwd=tmp_path)
+
+
+@pytest.mark.fresh
+def test_an_old_accelerate_is_refused(tmp_path: Path) -> None:
+    code = """
+        import accelerate
+        accelerate.__version__ = "1.14.0"
+        words = ("accelerate 1.14.0", "1.15 or later", "pip install 'accelerate>=1.15'")
+        import megastrategy.accelerate  # as tools do, which need the launcher's options and no Accelerator
+        refused(lambda: megastrategy.accelerate.Accelerator, *words)
+        accelerate.__version__ = "1.15.0"
+        megastrategy.accelerate.Accelerator
+    """
+    run_python("-c", ASK + textwrap.dedent(code), cwd=tmp_path)
+
+
+def test_the_metadata_has_the_same_minima() -> None:
+    """And no extra asks for less."""
+    content = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    extras = content["project"]["optional-dependencies"]
+    assert f"lightning>={LIGHTNING}" in extras["lightning"]
+    assert f"accelerate>={ACCELERATE}" in extras["accelerate"]
+    assert f"ray[train]>={RAY}" in extras["ray"]
+
+    def release(version: str) -> list[int]:
+        return [int(number) for number in version.split(".")]
+
+    asked = [
+        re.match(r"(lightning|pytorch-lightning|accelerate)>=([\d.]+)$", item) for e in extras.values() for item in e
+    ]
+    assert len(list(filter(None, asked))) >= 6
+    for found in filter(None, asked):
+        assert release(found[2]) >= release(ACCELERATE if found[1] == "accelerate" else LIGHTNING), found[0]

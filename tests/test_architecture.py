@@ -1,0 +1,377 @@
+"""The structure is a promise: who imports whom, how long things are, and that nothing hides in modules."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "megastrategy"
+CORE = PACKAGE / "core"
+FILES = sorted(PACKAGE.rglob("*.py"))
+FILES_OF_CORE = sorted(CORE.rglob("*.py"))
+FILES_OF_DOORS = [path for path in FILES if path not in FILES_OF_CORE]  # and of tools
+
+# The rooms: what each may import, besides itself. A name stands for a folder, or for a file at the top; one with a dot
+# for that file alone.
+MAY_IMPORT = {
+    "core": set(),
+    "errors": {"core"},
+    "events": {"core"},
+    "_param_groups": set(),
+    "_versions": set(),
+    "_verdicts": set(),
+    "data": set(),
+    "_prepared_models": {"core"},
+    "_whole_optimizers": {"core"},
+    "_faults": {"core"},
+    "_checkpoints": {"core", "_faults"},
+    "pipeline": {"core", "errors", "tools.plan.cards", "tools.plan.partitions"},
+    "_lightning": {
+        "core",
+        "_faults",
+        "_checkpoints",
+        "_prepared_models",
+        "_verdicts",
+        "_whole_optimizers",
+        "data",
+        "pipeline",
+    },
+    "lightning": {"_lightning", "_checkpoints", "_versions"},
+    "pytorch_lightning": {"_lightning", "_checkpoints", "_versions"},
+    "fabric": {"_lightning", "_checkpoints", "_versions"},
+    "lightning_fabric": {"_lightning", "_checkpoints", "_versions"},
+    "ray": {"lightning", "pytorch_lightning", "_checkpoints", "_versions"},
+    "accelerate": {"core", "_faults", "_checkpoints", "_prepared_models", "_whole_optimizers", "_versions", "data"},
+    "launch": {"accelerate"},
+    "__main__": {"tools"},
+    "tools": {
+        "core",
+        "_verdicts",
+        "_checkpoints.files",
+        "_checkpoints.not_tensors",
+        "_checkpoints.paths",
+        "accelerate.launch_config",
+        "__version__",
+    },
+    "__init__": {"core", "lightning", "_param_groups", "_versions", "pipeline", "tools.plan.partitions"},
+}
+
+# Core's folders: what of core each may import, besides itself and the ground. The files beside them, the faces of the
+# engine, may use every folder, and no folder imports them.
+GROUND = {"errors", "events", "devices", "config", "wire"}
+ROOMS_OF_CORE = {
+    "trials": set(),
+    "layout": set(),
+    "collectives": {"layout"},
+    "module": {"layout", "collectives"},
+    "buffers": {"layout", "module"},
+    "sync": {"layout", "collectives", "module", "buffers"},
+    "shards": {"layout", "collectives", "module", "buffers", "trials"},
+    "engine": {"layout", "collectives", "module", "buffers", "sync", "trials"},
+    "optimizer": {"layout", "collectives", "module", "buffers", "sync", "shards", "engine", "trials"},
+    "checkpoint": {"layout", "collectives", "module", "shards", "optimizer", "trials"},
+}
+
+
+def module(path: Path) -> str:
+    """Its dotted name below core; a folder's ``__init__`` by the name of the folder."""
+    return ".".join(path.relative_to(CORE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def resolved(path: Path, name: str) -> str:
+    """A relative import of the file, as a dotted name below the package."""
+    dots = len(name) - len(name.lstrip("."))
+    folder = path.parent.relative_to(PACKAGE).parts
+    assert dots <= len(folder) + 1, f"{path}: {name} is outside of the package"
+    return ".".join([*folder[: len(folder) - dots + 1], name[dots:]])
+
+
+def room(path: Path) -> str:
+    """The name in ``MAY_IMPORT`` for the file."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, *, for_types: bool = False) -> set[str]:
+    """Returns what the file imports when it runs: absolute names, and relative ones with their dots.
+
+    ``for_types``: also what a type checker sees alone.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not for_types and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in ast.walk(node):
+                child.typing_only = True  # type: ignore[attr-defined]
+        if getattr(node, "typing_only", False):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            dots = "." * node.level
+            found |= {dots + node.module} if node.module else {dots + alias.name for alias in node.names}
+    return found
+
+
+def test_no_file_imports_itself_by_way_of_others_also_for_types_alone() -> None:
+    """A circle that a type checker alone sees is one of the reader's all the same."""
+    files = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in FILES}
+    files |= {name.removesuffix(".__init__"): path for name, path in files.items()}
+    edges: dict[Path, set[Path]] = {}
+    for path in FILES:
+        names = (resolved(path, name) for name in imports(path, for_types=True) if name.startswith("."))
+        edges[path] = {files[name] for name in names if name in files} - {path}
+    graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, with the circle
+
+
+@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
+def test_core_imports_torch_the_standard_library_and_what_its_room_may(path: Path) -> None:
+    own = module(path).split(".")[0]
+    for name in imports(path):
+        if name.startswith("."):
+            target = resolved(path, name).split(".")
+            assert target[0] == "core", f"{name}: core does not look out of itself"
+            if own in ROOMS_OF_CORE:
+                assert target[1] in {own} | ROOMS_OF_CORE[own] | GROUND, f"{own} may not import {name}"
+            elif own in GROUND:
+                assert target[1] in GROUND, f"{own} may not import {name}"
+        else:
+            top = name.split(".")[0]
+            assert top in {"torch", "__future__"} or top in sys.stdlib_module_names, name
+
+
+def test_every_folder_of_core_says_what_it_may_import() -> None:
+    assert {path.parent.name for path in FILES_OF_CORE if path.parent != CORE} == ROOMS_OF_CORE.keys()
+    rows = re.findall(r"^\| `(\w+)` \|", (CORE / "README.md").read_text(), re.MULTILINE)
+    assert set(rows) == ROOMS_OF_CORE.keys()
+    order = {folder: number for number, folder in enumerate(rows)}
+    assert all(order[lower] < order[folder] for folder in rows for lower in ROOMS_OF_CORE[folder])
+
+
+def test_folders_of_core_know_the_public_names_of_each_other_and_export_no_more() -> None:
+    """A folder's ``__init__`` is its border. Functions, and types, may import a file itself, which costs much."""
+    used: dict[str, set[str]] = {folder: set() for folder in ROOMS_OF_CORE}
+    for path in FILES_OF_CORE:
+        own = path.relative_to(CORE).parts[0]
+        tree = ast.parse(path.read_text())
+        apart = (ast.FunctionDef, ast.If)
+        inside = {id(node) for each in ast.walk(tree) if isinstance(each, apart) for node in ast.walk(each)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            target = resolved(path, "." * node.level + (node.module or "")).split(".")
+            if len(target) < 2 or target[1] == own or target[1] not in ROOMS_OF_CORE:
+                continue
+            assert len(target) == 2 or id(node) in inside, f"{path}:{node.lineno} imports a file of {target[1]}"
+            used[target[1]] |= {alias.name for alias in node.names}
+    for folder, names in used.items():
+        tree = ast.parse((CORE / folder / "__init__.py").read_text())
+        exported = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign))
+        assert set(exported) <= names, f"no folder uses {set(exported) - names} of {folder}"
+
+
+def test_only_collectives_talk_to_torch_distributed() -> None:
+    """Types aside (ProcessGroup in signatures), nobody else calls it."""
+    for path in FILES_OF_CORE:
+        if path.parent.name == "collectives":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed":
+                assert {alias.name for alias in node.names} == {"ProcessGroup"}, path.stem
+            elif isinstance(node, ast.Attribute):
+                assert not ast.unparse(node).startswith("torch.distributed."), path.stem
+
+
+@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
+def test_core_does_without_numpy(path: Path) -> None:
+    """torch is installed without it, and then ``Tensor.numpy()`` raises."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert not [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "numpy"]
+
+
+def test_only_buffers_assign_data_and_grad_of_parameters() -> None:
+    for path in FILES_OF_CORE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for target in targets:
+                if isinstance(target, ast.Attribute) and target.attr in {"data", "grad", "grad_dtype"}:
+                    owner = ast.unparse(target.value)
+                    # shards are the optimizer's own tensors; the probe steps tensors that it made
+                    stepped = {("sharded_step", "shard.main"), ("sharded_step", "tensor"), ("flat_run", "tensor")}
+                    stepped |= {
+                        ("whole_params", "self.main"),
+                        ("state_storage", "self.main"),
+                        ("step_memory", "tensor"),
+                    }
+                    tried = {
+                        ("trial", "param"),
+                        ("known_params", "param"),
+                        ("method_trial", "tensor"),
+                        ("optimizer_double", "copied[id(old)]"),
+                    }
+                    own = (path.stem, owner) in stepped | tried | {("extra_params", "tensor")}
+                    # other kinds of gradient buffers hand gradients to autograd and take them away, and no more
+                    kinds = {"contiguous_buffers", "flattened_buffers", "pooled_buffers"}
+                    own |= target.attr == "grad" and path.stem in kinds
+                    own |= target.attr == "data" and path.stem == "param_buffers"
+                    assert path.stem == "grad_buffers" or own, f"{path.name}:{node.lineno}: {ast.unparse(target)}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if CORE not in path.parents], ids=lambda path: str(path.relative_to(PACKAGE))
+)
+def test_a_room_imports_its_own_and_what_it_may(path: Path) -> None:
+    """Core by its public names: no door knows its files. No door imports another, but for the launcher, which opens
+    Accelerate's to a script that does not know it, and Ray's, which is Lightning's for its workers; nobody imports
+    tools, but for ``megastrategy.plan``."""
+    for name in imports(path):
+        if name.startswith("."):
+            target = resolved(path, name).split(".")
+            allowed = {room(path)} | MAY_IMPORT[room(path)]
+            assert allowed & {target[0], ".".join(target)}, f"it imports {name}"
+            public = room(path) in ("errors", "events") and target == ["core", room(path)]
+            assert target[0] != "core" or len(target) == 1 or public, f"{name} is no public name of core"
+
+
+def test_every_room_says_what_it_may_import() -> None:
+    assert {room(path) for path in FILES} == MAY_IMPORT.keys()
+
+
+FRAMEWORKS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray"}
+
+
+def test_only_addresses_import_a_framework() -> None:
+    """What they share serves mirrored packages alike (lightning_utilities belongs to none of them). The room for
+    Accelerate has two files that do, and its other files are read without; tools has one, for accelerate's launcher."""
+    addresses = {"lightning", "pytorch_lightning", "fabric", "lightning_fabric", "ray", "launch"}
+    others = {PACKAGE / "accelerate" / "accelerator.py", PACKAGE / "accelerate" / "replacement.py"}
+    others |= {PACKAGE / "tools" / "launching.py"}
+    for path in FILES:
+        if room(path) not in addresses and path not in others:
+            assert not FRAMEWORKS & {name.split(".")[0] for name in imports(path)}, path
+
+
+def code_lines(text: str) -> int:
+    """Returns the number of lines without blank lines, comments and docstrings."""
+    documentation = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            documentation |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(
+        bool(line.strip()) and not line.lstrip().startswith("#") and number not in documentation
+        for number, line in lines
+    )
+
+
+@pytest.mark.parametrize("folder", ["megastrategy", "tests", "benchmarks", "examples"])
+def test_files_and_functions_are_short(folder: str) -> None:
+    too_long = []
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
+        text = path.read_text()
+        if (lines := code_lines(text)) > 400:
+            too_long.append(f"{path}: {lines} lines of code")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno >= 80:
+                    too_long.append(f"{path}:{node.lineno}: {node.name}")
+    assert not too_long
+
+
+def test_one_line_in_25_of_core_is_a_comment() -> None:
+    """Code says what; a hazard, its consequence and a proof have to be said. Marks for tools and rulers count not."""
+    lines, comments = 0, 0
+    for path in FILES_OF_CORE:
+        lines += len(path.read_text().splitlines())
+        with path.open("rb") as file:
+            found = [token.string for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+        comments += sum(not re.match("# (noqa|type: ignore|---)", text) for text in found)
+    assert comments * 25 >= lines, f"{comments} of {lines} lines"
+
+
+@pytest.mark.parametrize("folder", ["megastrategy", "benchmarks", "examples"])
+def test_docstrings_begin_with_their_subject_or_verb(folder: str) -> None:
+    """Those of modules, classes, functions, and of the constants and fields that they stand under."""
+    begin_otherwise = [
+        f"{path}: {node.value.value}"
+        for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if node.value.value.split()[0] in ("What", "Of", "Where", "How")
+    ]
+    assert not begin_otherwise
+
+
+@pytest.mark.parametrize("path", FILES_OF_CORE, ids=module)
+def test_core_has_no_mutable_module_state_and_no_environment(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            types = {"Listener", "Box", "Span", "State", "Contents", "Keys", "Kind", "Packed"}
+            types |= {"Directory", "Prehook", "Spans", "States", "Steppable", "GiveBack"}
+            is_constant = name == "__all__" or name.lstrip("_").isupper() or name in types
+            assert is_constant, f"module variable {name}"
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    assert "environ" not in path.read_text()
+    assert "getenv" not in path.read_text()
+
+
+def test_public_names() -> None:
+    import megastrategy
+
+    assert megastrategy.__all__ == [
+        "CommunicationMonitor",
+        "DistributedDataParallel",
+        "DistributedDataParallelConfig",
+        "DistributedOptimizer",
+        "GradScaler",
+        "MegatronDDPStrategy",
+        "Pipeline",
+        "SaveOnStop",
+        "SkipOutlierSteps",
+        "__version__",
+        "no_decay_groups",
+        "plan",
+    ]
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        megastrategy.Nothing  # noqa: B018 - the access is the test
+    for name in megastrategy.core.__all__:
+        assert name.isupper() or getattr(megastrategy.core, name).__doc__
+
+
+def test_every_error_and_what_a_listener_needs_are_public() -> None:
+    import megastrategy.errors
+    import megastrategy.events
+    from megastrategy.core import errors
+
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert set(megastrategy.errors.__all__) == raised
+    assert megastrategy.errors.__all__ == sorted(raised)
+    assert all(getattr(megastrategy.errors, name) is getattr(errors, name) for name in raised)
+    assert megastrategy.events.__all__ == ["Event", "EventKind", "Listener"]
+
+
+@pytest.mark.fresh
+def test_importing_it_imports_no_framework() -> None:
+    names = ("lightning", "pytorch_lightning", "megastrategy.data", "megastrategy.pipeline", "megastrategy.tools")
+    names += ("fsspec", "torch.distributed.checkpoint")
+    code = f"import sys, megastrategy; print([m for m in {names} if m in sys.modules], megastrategy.data.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] megastrategy.data"
+
+
+def test_public_docstrings() -> None:
+    """Every public class and function of core says what it is."""
+    for path in FILES_OF_CORE:
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), path.stem
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path.stem}.{node.name}"
