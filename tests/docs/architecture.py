@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from html import escape
 
-from ..unit.test_architecture import CORE, MAY_IMPORT, ROOMS_OF_CORE
+from ..test_architecture import CORE, MAY_IMPORT, ROOMS_OF_CORE
 from . import ROOT
 
 PICTURE = ROOT / "docs" / "design" / "architecture.svg"

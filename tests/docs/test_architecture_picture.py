@@ -6,7 +6,7 @@ import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 
-from ..unit.test_architecture import ROOMS_OF_CORE
+from ..test_architecture import ROOMS_OF_CORE
 from . import ROOT, architecture
 
 
