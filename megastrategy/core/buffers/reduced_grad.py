@@ -60,8 +60,6 @@ class ReducedGrad(Tensor):
 
     Args:
         spec: the parameter's; the stand-in has its shape and stride, and the gradient's dtype.
-        device: the parameter's.
-        stood_for: the gradient.
         all_reduce_option: how whoever set the engine up asks it for whole gradients.
 
     Attributes:

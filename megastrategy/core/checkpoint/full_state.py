@@ -79,7 +79,6 @@ def load_own_state(
         optimizer: with the model's Parameters in its groups.
         groups: the saved hyper-parameters, group by group.
         values_of: the state of a parameter, cut to this rank's shard; asked only for those that have one here.
-        params_by_id, shards: where the parameters are.
         groups_of_shards: puts the shards into the optimizer's groups.
         stays_here: names what is not to come to the device.
         others: state of no parameter.

@@ -62,7 +62,6 @@ def sharded_state_dict(
         optimizer: its state is keyed by what ``stepped`` returns.
         names: of its parameters, by ``id``.
         stepped: what is stepped in a parameter's place on this rank; None if all of it is elsewhere.
-        params_by_id, shards, layout: where the parameters are.
         known: names of what has one number for each element; None if nobody knows them.
         tensor_parts: which parameters the tensor ranks have in part.
     """

@@ -26,7 +26,6 @@ def join_parts(
     Args:
         values: by parameter and name, in host memory. Equal keys and names on all tensor ranks.
         cut: by parameter, those that are cut. What is kept of one in other shapes than its part's is the first rank's.
-        ranks: the tensor ranks.
 
     Raises:
         CheckpointError: on all of them, if they keep other things.

@@ -40,7 +40,6 @@ class HostStagedCollectives(Collectives):
 
     Args:
         real: the collectives of host memory; closed with these.
-        device: of all tensors.
         streams: ``Stream``, ``Event``, ``stream`` and ``current_stream`` of the device.
         staging: whose thread, stream and memory to share; instances of the optimizer take those of all ranks, so that
             everything a rank starts goes in one order.

@@ -209,7 +209,6 @@ class Collectives(ABC):
         first backward, when memory is at its peak. Collective.
 
         Args:
-            device: of the buckets.
             exchanges: whether :meth:`reduce_scatter_into` will be used.
         """
 

@@ -170,7 +170,6 @@ class RollCall:
 
     Args:
         store: of the group, seen by all its ranks.
-        rank, size: in the group.
         timeout: of the group's collectives.
 
     Attributes:

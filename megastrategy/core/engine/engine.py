@@ -73,10 +73,8 @@ class Engine:
 
     Args:
         wrapper: the wrapper, which has this object. Its ``module`` is asked for anew each time, since users replace it.
-        config: the options.
         process_group: the data-parallel ranks; None for all. The engine makes a group of its own over the same ranks.
         collectives: how to send instead of what fits the group.
-        listener: called with every :class:`~megastrategy.core.events.Event`.
         should_sync: asked when a backward starts whether it is synchronised; see
             :meth:`DistributedDataParallel.should_sync <megastrategy.DistributedDataParallel.should_sync>`.
         all_reduce_option: how the user asks for an all-reduce instead, for errors whose way out it is.
@@ -403,7 +401,6 @@ class Engine:
         """Changes to another layout of the same parameters where this rank owns shards.
 
         Args:
-            layout: the new plan.
             reduced: by parameter, this rank's part of the reduced gradient in ``layout``, flat.
         """
         before = self.grad_buffers

@@ -27,7 +27,6 @@ def launch_cost(layout: BufferLayout, arrival: Sequence[int]) -> int:
     a scalar that has a bucket of its own at the wrong end is not worth a move.
 
     Args:
-        layout: the buckets.
         arrival: by parameter, how many elements have arrived when its gradient has.
     """
     cost = launched = 0
@@ -48,8 +47,6 @@ def better_layout_order(
     the present order, and so do frozen ones.
 
     Args:
-        layout: the present one.
-        config: what it was built with.
         arrived: parameters in the order in which their gradients arrived in a backward.
         needed: by parameter, whether its bucket waits for its gradient.
     """

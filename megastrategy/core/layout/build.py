@@ -75,8 +75,6 @@ def build_layout(
 
     Args:
         specs: trainable parameters, tied ones once, in order of registration.
-        config: the options.
-        dp_size: number of data-parallel ranks.
         order: every index into ``specs`` once, the first to be complete in a backward first; None for the reverse of
             registration.
 

@@ -45,7 +45,6 @@ def memory_use(
     """Counts what this engine holds for the trainable parameters, to the byte, in tensors with a number an element.
 
     Args:
-        layout: the plan.
         dp_rank: the rank (shards are cut at bucket borders, so ranks differ by padding and rounding).
         state_tensors: how many numbers optimizers keep for each element (Adam: 2), in the dtype of what they step
             unless the plan says another; or by parameter. Factors, as Adafactor keeps, are not counted.
@@ -106,7 +105,6 @@ def sent_bytes(layout: BufferLayout, *, rounded: bool = True) -> int:
     """Counts what a rank sends in a step of one microbatch for gradients and new weights, inside its instance.
 
     Args:
-        layout: the plan.
         rounded: as it is sent, or as it would be without the wire's dtypes.
     """
     nbytes = 0
@@ -136,8 +134,6 @@ def describe_setup(
     """The lines printed at the start of a fit: what is reduced, how, and the bytes a rank beside torch DDP's.
 
     Args:
-        layout: the plan.
-        dp_rank: this rank.
         overlap: whether buckets are sent while backward runs.
         state_tensors: as for :func:`memory_use`; None if nobody knows.
         receives_apart: whether what is exchanged comes into memory of its own.

@@ -21,7 +21,6 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
     """Raises ValueError for a submodule that is a wrapper: torch DDP's, or one of this engine that is not closed.
 
     Args:
-        module: to be wrapped.
         own: the class of this engine's wrappers.
     """
     for name, child in module.named_modules():

@@ -23,7 +23,6 @@ class ShownState(MutableMapping[Any, Any]):
     """The optimizer's own state, which is changed through it; see [Note: state that nobody misses in silence].
 
     Args:
-        state: the optimizer's.
         why_not: says in words why there is nothing under a tensor; None for one that is stepped itself.
     """
 

@@ -88,7 +88,6 @@ class FlatRun:
         from it before. Counters (``step``) are equal in all shards, as :meth:`has_one_history` saw: one is kept.
 
         Args:
-            state: the optimizer's.
             names: of what the optimizer keeps for each element, where that is known.
             chunk_numel: the most elements of one tensor.
         """
@@ -287,8 +286,6 @@ def build_runs(
         times: as a run's, by parameter.
         apart: numbers of groups whose shards are not joined.
         stepping: the parameters that have a gradient now; a run's shards step together or not at all.
-        layout: where they lie.
-        param_flats: the parameters' buffers.
         reduced: the reduced gradients in a bucket, from one element of its buffer to another.
         state, names: as for :meth:`FlatRun.join_state`.
     """

@@ -188,8 +188,6 @@ def agreed_keys(everybody: Sequence[Described], layout: BufferLayout, all_reduce
 
     Args:
         everybody: what each owner of a part of the buckets has, in their order.
-        layout: whose parameters they are.
-        all_reduce_option: how the user asks for whole parameters.
 
     Raises:
         CheckpointError: if one owner of a parameter keeps what another does not. The whole is made of both, and what

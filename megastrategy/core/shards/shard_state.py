@@ -174,7 +174,6 @@ def groups_as_saved(optimizer: torch.optim.Optimizer, names: Mapping[int, int | 
     rates are tensors, and numbers in a file).
 
     Args:
-        optimizer: left untouched.
         names: what stands for its parameters, by ``id``.
     """
     groups = saved = optimizer.param_groups

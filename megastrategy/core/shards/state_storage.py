@@ -103,9 +103,7 @@ class KeptState:
     """The state of one optimizer's shards; see [Note: kept state].
 
     Args:
-        optimizer: the user's.
         dtype: in which its state is kept; None for fp32.
-        device: of the shards.
         offloads: whether its state is kept in the host's memory.
     """
 
@@ -135,7 +133,6 @@ class KeptState:
         """Plans a step in pieces, and starts to bring what the first ones need.
 
         Args:
-            runs: all of them.
             order: that in which their buckets are stepped.
             cuts: by group, whether a run of it may be stepped in parts.
             names: of what the optimizer keeps for each element, where that is known.
@@ -205,7 +202,6 @@ class KeptState:
         Args:
             stepped: pieces, and what is stepped as it is.
             names: of what the optimizer keeps for each element, where that is known.
-            layout: where the runs lie.
         """
         pieces = [piece for piece in stepped if isinstance(piece, StepPiece)]
         if self._offload is not None:

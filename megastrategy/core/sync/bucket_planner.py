@@ -25,8 +25,6 @@ class BucketPlanner:
     time.
 
     Args:
-        config: the options.
-        collectives: the data-parallel ranks.
         tensor_ranks: the ranks that hold the parts of a tensor-parallel model, and have one layout.
     """
 
@@ -52,7 +50,6 @@ class BucketPlanner:
         """Whether buckets could be launched earlier in the order in which gradients arrived on this rank.
 
         Args:
-            layout: the present one.
             deferred: parameters whose bucket waits for the end of backward.
             needed: by parameter, whether its bucket waits for its gradient.
         """
@@ -68,7 +65,6 @@ class BucketPlanner:
         backward have ended. Collective if ``moves``.
 
         Args:
-            layout: the present one.
             moves: whether any rank wants another order; then all go by what rank 0 wants, which may be nothing.
         """
         if not moves:

@@ -34,12 +34,6 @@ from ..wire import add_changes_, wire_span
 class ParamGather:
     """All-gathers the parameter buckets, in place in ``buffers`` (which belong to the wrapped model).
 
-    Args:
-        buffers: the parameters.
-        collectives: how buckets are sent.
-        module: the wrapped module.
-        listener: gets every event, or None.
-
     Attributes:
         missing: the buckets whose last gather failed, and of which other ranks' shards may be those before the step.
     """
@@ -69,7 +63,6 @@ class ParamGather:
         The last buckets hold the first layers, which the next forward needs first: start them first.
 
         Args:
-            bucket: its number.
             spans: what each rank has of it; None for equal parts, of which each has its own.
             exact: whether weights are sent also where changes of them would be.
         """

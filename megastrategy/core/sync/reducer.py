@@ -51,14 +51,9 @@ class Reducer:
     """Reduces the gradients of one wrapped module.
 
     Args:
-        layout: the plan; equal on all ranks.
-        params: trainable parameters in the layout's order.
-        buffers: where gradients accumulate.
         collectives: all ranks, which agree on what was used.
         shard_collectives: how buckets are reduced.
-        config: the options.
         should_sync: asked when a backward starts, with what forwards have prepared.
-        listener: gets every event, or None.
         backwards: reports where backwards begin and end, to the engine.
         planner: watches the first synchronised backward for better buckets; None where none are wanted.
         tensor_ranks: the ranks that hold the parts of a tensor-parallel model; they refuse a backward together.

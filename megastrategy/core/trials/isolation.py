@@ -114,10 +114,6 @@ def _communicates(called: str) -> str:
 class Isolation:
     """The part of the program that an optimizer's steps can reach, as it was; see [Note: traces of trial steps].
 
-    Args:
-        optimizer: the user's.
-        device: on which it steps.
-
     Attributes:
         may_communicate: whether its code names torch.distributed, so that steps of shards have to be watched.
     """

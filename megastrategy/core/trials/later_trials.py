@@ -33,13 +33,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class LaterTrials:
-    """Remembers what a wrapped optimizer was tried with; the same on all ranks if they set the same options.
-
-    Args:
-        optimizer: as it was tried, and left untouched.
-        findings: of its trials at the wrap.
-        device: of the shards that it steps.
-    """
+    """Remembers what a wrapped optimizer was tried with; the same on all ranks if they set the same options."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, findings: Findings, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device

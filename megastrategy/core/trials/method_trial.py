@@ -47,9 +47,6 @@ class Effect(enum.Enum):
 def looks_at_tensors(optimizer: Optimizer, call: Call, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a call looks at parameters or their state at all: ``train()`` in training does not. No copy is stepped.
 
-    Args:
-        optimizer, device, dtype: as for :func:`try_call`.
-
     Raises:
         NotForShardsError: if that cannot be found out.
     """

@@ -54,7 +54,6 @@ class PerParameterProbe(GroupProbe):
     """Trials with the options of one parameter group, on tensors together and on each of them alone.
 
     Args:
-        optimizer: left untouched.
         numbers: of groups with these options; the first one's are used.
         device, dtype: of the tensors that it will step.
         arguments: what its ``step`` is called with, but for a closure.

@@ -195,11 +195,7 @@ def of_file(where: str, file: Any) -> Place | None:
 
 
 class Muted(io.TextIOBase, logging.Filter):
-    """Keeps one thread from printing and logging, and counts what it would; see [Note: what steps print].
-
-    Args:
-        loggers: to be watched.
-    """
+    """Keeps one thread from printing and logging, and counts what it would; see [Note: what steps print]."""
 
     def __init__(self, loggers: Sequence[logging.Logger]) -> None:
         io.TextIOBase.__init__(self)
