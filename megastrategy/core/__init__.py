@@ -26,12 +26,10 @@ from .events import Event, EventKind, one_listener
 from .layout import (
     Bucket,
     BufferLayout,
-    MemoryUse,
     ParamSpec,
     better_layout_order,
     build_layout,
     memory_use,
-    memory_use_of_ddp,
 )
 from .module import (
     Copies,
@@ -48,7 +46,6 @@ from .shards import gather_whole, to_host
 from .sync import norms_over_owners, scale_to_norm_, total_grad_norm
 from .torch_ddp_surface import (
     DDP_FUNCTIONS,
-    NOT_USED,
     OF_TORCHS_REDUCER,
     SHOWN,
     config_from_arguments,
@@ -61,7 +58,6 @@ __all__ = [
     "DDP_FUNCTIONS",
     "EXTRA_FILE",
     "MARKER",
-    "NOT_USED",
     "OF_TORCHS_REDUCER",
     "SHOWN",
     "Bucket",
@@ -81,7 +77,6 @@ __all__ = [
     "GradScaler",
     "KnownFindings",
     "LoneCollectives",
-    "MemoryUse",
     "NotOnAllRanksError",
     "OpenDirectory",
     "ParamSpec",
@@ -108,7 +103,6 @@ __all__ = [
     "materialise",
     "may_see_shards",
     "memory_use",
-    "memory_use_of_ddp",
     "names_elsewhere",
     "norms_over_owners",
     "one_listener",

@@ -221,7 +221,8 @@ class ContiguousGradBuffers(GradBuffers):
                 flat[shard_end : place.end].zero_()
                 flat[shard_start:shard_end].mul_(self.layout.num_shards)
         else:
-            self._mark_stale(place.params)
+            for index in place.params:
+                self._stale[index] = True
         self._zero_stale(bucket)
         self._reduced[bucket] = False
 
@@ -356,20 +357,6 @@ class ContiguousGradBuffers(GradBuffers):
         assert view is not None
         return view
 
-    def _zero_stale(self, bucket: int) -> None:
-        params = self.layout.buckets[bucket].params
-        stale = [index for index in params if self._stale[index]]
-        filled = [index for index in stale if index in self._large]
-        if len(stale) == len(params) and filled:
-            super()._zero_bucket(bucket)
-            torch._foreach_zero_(self._between(bucket, filled))
-        else:
-            super()._zero_stale(bucket)
-            filled = []
-        self._unfilled.update(filled)
-        for index in stale:
-            self._stale[index] = self.has_grad[index] = False
-
     def _between(self, bucket: int, params: Sequence[int]) -> list[Tensor]:
         """The bucket without these parameters of it: what is sent with them, if it were only zeros."""
         place = self.layout.buckets[bucket]
@@ -386,10 +373,8 @@ class ContiguousGradBuffers(GradBuffers):
         self._unfilled.discard(param)
         self._zero_sums(param)
 
-    def _mark_stale(self, params: Iterable[int]) -> None:
-        for index in params:
-            self._stale[index] = True
-
     def _zero_bucket(self, bucket: int) -> None:
-        self.bucket(bucket).zero_()
         super()._zero_bucket(bucket)
+        filled = [index for index in self.layout.buckets[bucket].params if index in self._large]
+        torch._foreach_zero_(self._between(bucket, filled))
+        self._unfilled.update(filled)

@@ -13,7 +13,7 @@ from .layout import (
     ParamSpec,
     Spans,
 )
-from .memory import MemoryUse, describe_setup, memory_use, memory_use_of_ddp
+from .memory import describe_setup, memory_use
 from .owners import Owners, Part
 from .strides import contiguous_stride, dense_stride
 from .weight_chunks import ChunkPlace, weight_chunks
@@ -27,7 +27,6 @@ __all__ = [
     "Bucket",
     "BufferLayout",
     "ChunkPlace",
-    "MemoryUse",
     "Owners",
     "ParamSpec",
     "Part",
@@ -38,6 +37,5 @@ __all__ = [
     "dense_stride",
     "describe_setup",
     "memory_use",
-    "memory_use_of_ddp",
     "weight_chunks",
 ]

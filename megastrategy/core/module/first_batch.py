@@ -33,7 +33,8 @@ def check_first_batch(
         BatchMismatchError: on all of them, with the path of the first tensor that differs.
     """
     one, kind = ("stages", "stage") if of_stages else ("a tensor group", "tensor rank")
-    own = {path: _fingerprint(tensor) for path, tensor in _tensors(args, kwargs)}
+    named = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
+    own = {path: _fingerprint(tensor) for name, value in named.items() for path, tensor in _walk(name, value)}
     everybody = ranks.all_gather_objects((own, _random_states(device)))
     expected, expected_states = everybody[0]
     for rank, (theirs, _) in enumerate(everybody):
@@ -79,13 +80,6 @@ def _random_states(device: torch.device) -> dict[str, str]:
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return {kind: digest_of(state) for kind, state in states.items()}
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for number, value in enumerate(args):
-        yield from _walk(f"argument {number}", value)
-    for name, value in kwargs.items():
-        yield from _walk(name, value)
 
 
 def _walk(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from megastrategy.core import NOT_USED, OF_TORCHS_REDUCER, SHOWN
+from megastrategy.core.torch_ddp_surface import NOT_USED, OF_TORCHS_REDUCER, SHOWN
 from tests.support.comparison import assert_equal
 
 from ..accelerate_comparison import both_modes, inputs, net_of, with_mode
