@@ -103,14 +103,13 @@ class Reducer:
         """Counted by whoever runs the training loop, if it can; gradients of different microbatches are never mixed."""
         self.num_reductions: list[int] = []
         """Reductions of each parameter's gradient so far; the same on all ranks, whatever they do to ``.grad``."""
-        self._has_local_grads = False
+        # has_synced: where a batch has several synchronised backwards, one has been
+        self._has_local_grads = self._has_agreed = self._has_synced = False
         self._ends_window = True  # whether the last backward's gradients are final when they are reduced
-        self._has_agreed = False
         self.tokens = LossTokens(name_of(collectives, tensor_ranks))
         self._needed: list[bool] = []  # which parameters required gradients in the last backward
         self._static_used: list[bool] | None = None
         self._static_local: list[bool] = []
-        self._has_synced = False  # where a batch has several synchronised backwards, one has been
         self._hooks = GradHooks(self)
         self._accumulators = GradAccumulators()
         self.extend(layout, params)
