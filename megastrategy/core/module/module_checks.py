@@ -38,17 +38,26 @@ def check_module(module: nn.Module, own: type[nn.Module]) -> None:
             )
 
 
-_MARKS_OF_EXPERTS = {"allreduce": False, "is_expert": True, "expert": True, "skip_allreduce": True}
+_MARKS_OF_EXPERTS = {
+    "allreduce": False,
+    "is_expert": True,
+    "expert": True,
+    "skip_allreduce": True,
+    "expert_model_parallel": True,
+}
 """The attributes by which Megatron-LM and DeepSpeed, Megatron-LM's layers, fairscale and Tutel mark the parameters of
-experts, which differ between ranks."""
+experts, which differ between ranks. DeepSpeed reads ``not param.allreduce``, so that a 0 is a mark."""
 
 
 def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
     """Raises ValueError for a parameter that is marked as an expert's, and is no DTensor: rank 0's would replace it on
     all ranks, and gradients of different experts would be averaged."""
     for name, param in named.items():
+        given = {mark: getattr(param, mark, None) for mark in _MARKS_OF_EXPERTS}
         found = [
-            f"{mark} = {value}" for mark, value in _MARKS_OF_EXPERTS.items() if getattr(param, mark, None) is value
+            f"{mark} = {value}"
+            for mark, value in given.items()
+            if isinstance(value, int) and bool(value) is _MARKS_OF_EXPERTS[mark]
         ]
         if not found or parts.of(param) is not param:
             continue

@@ -356,7 +356,18 @@ def marked_as_tutel_does(param: Any) -> None:
     param.skip_allreduce = True
 
 
-MARKS = [marked_as_deepspeed_does, marked_as_megatron_does, marked_as_fairscale_does, marked_as_tutel_does]
+def marked_by_a_number(param: Any) -> None:
+    param.allreduce = 0
+
+
+def marked_by_its_parallelism(param: Any) -> None:
+    param.expert_model_parallel = True
+
+
+MARKS = [
+    *(marked_as_deepspeed_does, marked_as_megatron_does, marked_as_fairscale_does, marked_as_tutel_does),
+    *(marked_by_a_number, marked_by_its_parallelism),
+]
 
 
 @pytest.mark.parametrize("mark", MARKS, ids=lambda mark: mark.__name__)
