@@ -145,6 +145,11 @@ def test_core_imports_torch_the_standard_library_and_what_its_room_may(path: Pat
             assert top in {"torch", "__future__"} or top in sys.stdlib_module_names, name
 
 
+def test_every_folder_of_core_has_its_tests() -> None:
+    tests = PACKAGE.parent / "tests" / "core"
+    assert {path.parent.name for path in tests.glob("*/test_*.py")} == ROOMS_OF_CORE.keys() | {"properties"}
+
+
 def test_every_folder_of_core_says_what_it_may_import() -> None:
     assert {path.parent.name for path in FILES_OF_CORE if path.parent != CORE} == ROOMS_OF_CORE.keys()
     rows = re.findall(r"^\| `(\w+)` \|", (CORE / "README.md").read_text(), re.MULTILINE)

@@ -67,9 +67,10 @@ def test_the_block_of_a_page_runs(tmp_path: Path, page: str) -> None:
     assert (done.stdout + done.stderr).count(text) == times
 
 
-@pytest.mark.long
 @pytest.mark.fresh
-@pytest.mark.parametrize("page", LAUNCHERS)
+@pytest.mark.parametrize(
+    "page", [page if page == "plain_loop.md" else pytest.param(page, marks=pytest.mark.long) for page in LAUNCHERS]
+)
 def test_the_block_of_a_page_runs_as_the_page_starts_it(tmp_path: Path, page: str) -> None:
     text, times = PRINTED[page]
     assert run([sys.executable, *LAUNCHERS[page], script(page, tmp_path).name], tmp_path).count(text) == times

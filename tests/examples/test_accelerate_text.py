@@ -29,7 +29,6 @@ def test_it_learns_and_resumes(tmp_path: Path) -> None:
     assert float(epochs(resumed)[-1][1]) > 85
 
 
-@pytest.mark.long
 @pytest.mark.fresh
 def test_accelerates_own_launcher_starts_it(tmp_path: Path) -> None:
     options = ("--epochs", "1", "--engine", "accelerate", "--out", "launched")
