@@ -54,7 +54,12 @@ and waits for the file, unless it saves in the background; the loop saves after 
 PROTOCOLS = {with_store: PROTOCOL, with_store_in_background: PROTOCOL, with_s3: "s3"}
 """Of the jobs that save into a store."""
 
-REASONS = ("Most often another rank ended with an error, was killed", "Connection closed by peer", "reset by peer")
+REASONS = (
+    "Most often another rank ended with an error, was killed",
+    "Connection closed by peer",
+    "reset by peer",
+    "have ended",
+)
 
 
 def losses_of(folder: Path, num_steps: int) -> list[dict[int, float]]:
