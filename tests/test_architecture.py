@@ -261,6 +261,28 @@ def test_only_addresses_import_a_framework() -> None:
             assert not FRAMEWORKS & {name.split(".")[0] for name in imports(path)}, path
 
 
+def test_a_note_that_is_cited_is_in_the_module_that_is_named() -> None:
+    """``module's [Note: title]``, so that a reader finds it with one search."""
+    root = PACKAGE.parent
+    texts = {
+        path: re.sub(r"\s+(# )?", " ", path.read_text())
+        for folder in ("megastrategy", "benchmarks", "tests")
+        for path in (root / folder).rglob("*.py")
+    }
+    told: dict[str, str] = {}
+    for path, text in texts.items():
+        stem = path.parent.name if path.stem == "__init__" else path.stem
+        told[stem] = told.get(stem, "") + text
+    cited = [
+        (path, module.rpartition(".")[2], title)
+        for path, text in texts.items()
+        if path != Path(__file__)
+        for module, title in re.findall(r"([\w.]+)(?:'s|') \[Note: ([^\]]+)\]", text)
+    ]
+    assert len(cited) > 30
+    assert not [each for each in cited if f"[Note: {each[2]}]" not in told.get(each[1], "")]
+
+
 def code_lines(text: str) -> int:
     """Returns the number of lines without blank lines, comments and docstrings."""
     documentation = set()

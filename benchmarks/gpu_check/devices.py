@@ -1,4 +1,4 @@
-"""The device that is checked, behind one interface: see the package's [Note: the same lines on the host]."""
+"""The device that is checked, behind one interface: see gpu_check's [Note: the same lines on the host]."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class DistributedDataParallel(nn.Module):
 
     With the distributed optimizer the parameters' memory moves into a contiguous buffer that this object owns;
     :meth:`close` gives it back. At the end of the first synchronised backward it may move once more (see
-    rebucketing.planner's [Note: buckets in the order seen]): what was taken of it before (``p.data``,
+    bucket_planner's [Note: buckets in the order seen]): what was taken of it before (``p.data``,
     ``p.detach()``, an address) is then not the parameter's any more. With ``overlap_grad_reduce=False`` it never
     moves.
 

@@ -7,9 +7,9 @@ view. That takes a call from Python for each parameter, so smaller ones are zero
 whose gradient does not come is zeroed when its bucket is sealed.
 
 [Note: what is held until its bucket is sealed]
-A gradient that may be a sum over tensor ranks (dtensor_parts' [Note: gradients of replicated parameters]) accumulates
-in autograd's own tensor, which ``.grad`` is, from zero on. Where the view has something already, as after a reduction
-whose result was not dropped, torch adds to the view as to all others.
+A gradient that may be a sum over tensor ranks (tensor_parallel's [Note: gradients of replicated parameters])
+accumulates in autograd's own tensor, which ``.grad`` is, from zero on. Where the view has something already, as after a
+reduction whose result was not dropped, torch adds to the view as to all others.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ class BufferLayout:
 
     @property
     def steps_in_pieces(self) -> bool:
-        """Whether what optimizers step, or the state of it, is made for the step; see kept_state's note."""
+        """Whether what optimizers step, or the state of it, is made for the step; see state_storage's note."""
         keeps_bits = any(buffer.keeps_main_bits for buffer in self.buffers)
         return self.state_dtype is not None or self.offloads_state or keeps_bits
 

@@ -1,7 +1,7 @@
 """Keeps what the user's optimizer steps on this rank, shards and whole parameters, and the state of both.
 
 Between steps each shard has its own state, as checkpoints want it; in a step neighbours are one tensor
-(step_tensors' [Note: runs]). When the layout changes, what was cut moves with it; a whole parameter stays at its owner.
+(flat_run's [Note: runs]). When the layout changes, what was cut moves with it; a whole parameter stays at its owner.
 """
 
 from __future__ import annotations

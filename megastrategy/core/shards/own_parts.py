@@ -1,7 +1,7 @@
 """The parts of an optimizer's state that one rank has, and what the owners of one parameter tell each other of theirs.
 
 [Note: pieces]
-In a step neighbouring shards are one flat tensor, and so is their state (step_tensors' [Note: runs]). It is described
+In a step neighbouring shards are one flat tensor, and so is their state (flat_run's [Note: runs]). It is described
 and copied as it lies: a model of 6,000 parameters has a few such pieces, and thousands of copies would cost more than
 all bytes that are sent.
 """

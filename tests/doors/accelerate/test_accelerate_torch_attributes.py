@@ -1,5 +1,5 @@
 """What a prepared model answers where the attributes of torch's DDP are asked for, all of them; see
-_torch_ddp_by_name's [Note: torch's attributes]."""
+torch_ddp_by_name's [Note: torch's attributes]."""
 
 from __future__ import annotations
 
