@@ -1,7 +1,6 @@
 """Writes checkpoints that are directories: every rank its part, with torch.distributed.checkpoint.
 
-Every tensor in the directory is whole for whoever reads it: on another number of ranks, under FSDP, or with a
-consolidation tool.
+Every tensor in the directory is whole for its readers: another number of ranks, FSDP, or a consolidation tool.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def save_directory(
             but for parts that a rank does not have. Of what several ranks have it does not matter who writes it.
         extra: plain types and tensors, saved by rank 0.
         path: of the directory; the same on all ranks, on a file system that all share.
-        collectives: over the ranks, on a gloo group that torch.distributed knows and nobody else uses meanwhile.
-        is_apart: ``path`` is another one on each rank, on a disk, which has this rank's files alone. The union of all
-            is the checkpoint, and somebody else makes it.
+        collectives: over the ranks, on a gloo group that torch.distributed knows and that has no other use meanwhile.
+        is_apart: ``path`` is another one on each rank, on a disk, which has only this rank's files. The union of all
+            is the checkpoint, and the caller makes it.
 
     Raises:
         CheckpointError: on all ranks if any of them could not write; what was at ``path`` is as it was.
@@ -97,7 +96,7 @@ def _save_on_disk(
                 replace_path(staged, path)
                 # And the rename itself, without which the old one may be back.
                 sync_directory(path.parent)
-            # Ctrl-C too: gigabytes that nobody will look for.
+            # Ctrl-C too: the user does not expect gigabytes here.
             except BaseException:
                 remove_path(staged)
                 raise

@@ -239,7 +239,7 @@ def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = 
 
     Args:
         arguments: by name.
-        beside: further names that whoever calls knows, one of which a misspelt argument may mean.
+        beside: further names that the caller knows, for the hint at a misspelt argument.
 
     Raises:
         ValueError: for an unknown argument, with the nearest known name, or for one that torch DDP knows and this
@@ -252,7 +252,7 @@ def config_from_arguments(arguments: Mapping[str, Any], beside: Iterable[str] = 
         chosen["broadcast_buffers"] = arguments["forward_sync_buffers"]
     cap = arguments.get("bucket_cap_mb")
     if cap is not None:
-        # Neither is more recent than the other, so nobody can say which the user meant.
+        # Neither is more recent than the other, so either could be meant.
         if chosen.get("bucket_size") is not None:
             raise ValueError("bucket_cap_mb and bucket_size both set the size of a bucket: pass one of the two")
         chosen["bucket_size"] = _bucket_size_from_mib(cap)
@@ -303,7 +303,7 @@ def translate_comm_hook(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: if the arguments ask for an all-reduce, or for another ``grad_wire_dtype``, as well.
     """
     hook, wrapper = arguments.get("ddp_comm_hook"), arguments.get("ddp_comm_wrapper")
-    # By name: importing them takes a tenth of a second, which nobody without a hook shall wait for.
+    # By name: importing them takes a tenth of a second, also for users without a hook.
     if (
         not _is_known(hook)
         or not (wrapper is None or _is_known(wrapper))

@@ -1,7 +1,7 @@
 """Reads checkpoints that are directories, into which every rank wrote its part with torch.distributed.checkpoint.
 
-Every tensor in the directory is whole for whoever reads it: on another number of ranks, under FSDP, or with a
-consolidation tool. What an optimizer has in it is in :mod:`.sharded_optimizer`.
+Every tensor in the directory is whole for its readers: another number of ranks, FSDP, or a consolidation tool.
+:mod:`.sharded_optimizer` describes an optimizer's entries in it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class OpenDirectory:
             if str(place[1]) in elsewhere:
                 return None
             param = params.get(str(place[1]))
-            # One of another shape is told of by whoever loads the state, with its name.
+            # load_state_dict() names one of another shape.
             if param is None or len(place) > 2 or tuple(saved.size) != tuple(param.shape):
                 return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             return empty_like_part(param, saved.properties.dtype)

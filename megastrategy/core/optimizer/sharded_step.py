@@ -238,7 +238,7 @@ class ShardedStep(OptimizerShards):
             finally:
                 if self.kept_state is not None:
                     self.kept_state.end_step(self.engine.collectives)
-        # Somebody's wrapper may have left the step out: then none has begun, and none is counted.
+        # A wrapper of user code may have left the step out: then none has begun, and none is counted.
         self.num_steps_done = self.num_steps_begun
         if self._later_trials is not None:
             self._later_trials.end_step()

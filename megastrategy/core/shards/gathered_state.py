@@ -209,6 +209,6 @@ def _describe_everywhere(parts: OwnParts, gather: Gather) -> tuple[dict[int, dic
         everybody.append(described)
     sharded = agreed_keys(everybody, parts.layout, parts.all_reduce_option)
     scalars: dict[int, dict[str, Any]] = {}
-    for described in everybody if gather.is_root else ():  # elsewhere nobody needs the thousands of tensors
+    for described in everybody if gather.is_root else ():  # other ranks do not need the thousands of tensors
         scalars = dict(described.values()) | scalars  # of several owners the lowest rank's word holds
     return scalars, sharded

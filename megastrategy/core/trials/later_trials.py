@@ -95,7 +95,7 @@ class LaterTrials:
         return findings
 
     def end_step(self) -> None:
-        """Notes the attributes and entries that a step leaves: what it changes itself, nobody has set."""
+        """Notes the attributes and entries that a step leaves: what it changes itself, the user has not set."""
         if self._is_torchs:
             return
         self._attributes = {name: value for name, value in vars(self._optimizer).items() if type(value) in _PLAIN}
