@@ -180,6 +180,8 @@ def test_folders_of_core_know_the_public_names_of_each_other_and_export_no_more(
         tree = ast.parse((CORE / folder / "__init__.py").read_text())
         exported = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign))
         assert set(exported) <= names, f"no folder uses {set(exported) - names} of {folder}"
+        hidden = set(exported) & {path.stem for path in (CORE / folder).glob("*.py")}
+        assert not hidden, f"from {folder} import {hidden} would mean the file or the name, by what was imported first"
 
 
 def test_only_collectives_talk_to_torch_distributed() -> None:

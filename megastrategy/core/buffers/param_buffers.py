@@ -24,8 +24,9 @@ class ParamBuffers:
     """Contiguous parameters, so that a bucket of updated shards can be gathered in place.
 
     The parameters' memory moves into ``flats`` (1-D, same layout as the gradients) when this is made; their values,
-    shapes and strides stay. Weights in a chunk share a storage there (weight_chunks' [Note: weights in one chunk]), and
-    every other parameter has one of its own. Where changes are sent in their place, ``changes`` has memory for those,
+    shapes and strides stay. Weights in a chunk share a storage there
+    (recurrent_weights' [Note: weights in one chunk]), and every other parameter has one of its own. Where changes are
+    sent in their place, ``changes`` has memory for those,
     of the same layout, in which everything is :data:`.wire.NOTHING` but what is on its way. ``bitmaps`` are of
     this rank's shards, one after the other, where main_bits keeps some. ``restore`` gives
     parameters memory of their own again, and leaves those alone that were moved out of here from outside

@@ -2,6 +2,7 @@
 
 from .completeness import describe_hole, describe_missing_part
 from .directory import own_share, read_share
+from .directory_reader import OpenDirectory, is_directory_checkpoint, open_directory
 from .full_state import load_full_state_dict
 from .model_parallel import (
     as_on_rank_zero,
@@ -13,7 +14,6 @@ from .model_parallel import (
     whole_main_params,
     whole_state,
 )
-from .open_directory import OpenDirectory, is_directory_checkpoint, open_directory
 from .pipeline_stages import is_staged
 from .remote_directory import EXTRA_FILE, MARKER, Directory, RemoteDirectory, extra_name, own_prefix
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # see open_directory
+if TYPE_CHECKING:  # see directory_reader
     from torch.distributed.checkpoint.metadata import Metadata
 
 

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from ..errors import CheckpointError
 from ..optimizer import ShardedStep
 from ..shards import REMAINDER, FlatShard
+from .directory_reader import OpenDirectory
 from .full_state import load_own_state
-from .open_directory import OpenDirectory
 from .pipeline_stages import is_staged, main_params_of_stage, own_options, whole_groups
 from .sharded_optimizer import TensorParts, check_same_groups, read_optimizer, sharded_state_dict
 

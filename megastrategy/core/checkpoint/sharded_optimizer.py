@@ -23,10 +23,10 @@ from ..layout import BufferLayout, ParamSpec
 from ..module import CutParam
 from ..shards import REMAINDER, FlatShard, ParamShard, as_saved, groups_as_saved, per_element_keys, saved_name
 from ..trials import is_per_element
-from .open_directory import OpenDirectory
+from .directory_reader import OpenDirectory
 from .remote_directory import Directory
 
-if TYPE_CHECKING:  # see open_directory
+if TYPE_CHECKING:  # see directory_reader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 

@@ -15,8 +15,8 @@ from .layout import (
 )
 from .memory import describe_setup, memory_use
 from .owners import Owners, Part
+from .recurrent_weights import ChunkPlace, weight_chunks
 from .strides import contiguous_stride, dense_stride
-from .weight_chunks import ChunkPlace, weight_chunks
 
 __all__ = [
     "CHUNKS",

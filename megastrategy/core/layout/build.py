@@ -32,7 +32,7 @@ from .layout import (
     bucket_alignment,
     round_up,
 )
-from .weight_chunks import in_units
+from .recurrent_weights import in_units
 
 WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 

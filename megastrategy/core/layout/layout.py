@@ -10,7 +10,7 @@ compare a digest before the first collective. Rules, after Megatron-LM's ``_Para
 * a parameter starts on a multiple of 64 elements, and so does every shard; a bucket ends on a multiple of
   ``lcm(dp_size, 128)``, so that its shards have the same size;
 * weights of a recurrent layer that are one chunk stay one, which starts so
-  (:mod:`~megastrategy.core.layout.weight_chunks`);
+  (:mod:`~megastrategy.core.layout.recurrent_weights`);
 * with the distributed optimizer rank r owns the r-th of ``dp_size`` equal parts of every bucket, otherwise all of it;
 * with n instances of it the ranks are n times ``num_shards`` consecutive ones, and rank r owns the
   ``r % num_shards``-th of ``num_shards`` parts: every part has n owners, which hold the same bits.
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ..wire import wire_nbytes
-from .weight_chunks import ChunkPlace
+from .recurrent_weights import ChunkPlace
 
 # 128 bytes in 16 bits: every view starts on a cache line, as kernels that load vectors expect. And a block of
 # wire's, which two parameters, or two owners, would else share.
@@ -60,7 +60,7 @@ class ParamSpec:
 
     ``stride`` (elements) is the parameter's own if its memory is dense, so that channels_last stays channels_last;
     a parameter that overlaps itself or has holes gets contiguous strides. ``chunk``: its place among weights that stay
-    together; see weight_chunks' [Note: weights in one chunk]. ``room``: the elements that are set aside for it; see
+    together; see recurrent_weights' [Note: weights in one chunk]. ``room``: the elements that are set aside for it; see
     local_parts' [Note: one layout on all tensor ranks]. ``is_alone``: it has a bucket of its own.
     """
 

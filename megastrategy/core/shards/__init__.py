@@ -6,7 +6,7 @@ from .gathered_state import Gather, gather_main_params, gather_state_dict, numbe
 from .host_copies import to_host
 from .own_parts import MAIN_PARAMS, STATE, MainParamWhenRead, OwnParts, Piece
 from .param_shard import ParamShard, begin_step, drop_remainders, end_step, take_outside_changes
-from .shard_state import (
+from .saved_state import (
     MAIN_PARAM,
     REMAINDER,
     as_saved,

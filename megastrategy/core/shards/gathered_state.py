@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..layout import Bucket, BufferLayout
 from .host_copies import to_host
 from .own_parts import Described, Keys, OwnParts, agreed_keys
-from .shard_state import MAIN_PARAM, as_saved, groups_as_saved, saved_name
+from .saved_state import MAIN_PARAM, as_saved, groups_as_saved, saved_name
 from .whole_states import gather_whole, gather_whole_everywhere
 
 

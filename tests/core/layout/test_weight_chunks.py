@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core.layout.weight_chunks import weight_chunks
+from megastrategy.core.layout.recurrent_weights import weight_chunks
 from tests.support.optimizers import LambWithMoments
 from tests.support.ranks import run_ranks
 

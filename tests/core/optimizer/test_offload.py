@@ -28,7 +28,7 @@ from megastrategy.core.layout.layout import ParamSpec
 from megastrategy.core.layout.memory import describe_setup, memory_use
 from megastrategy.core.shards import offload
 from megastrategy.core.shards import state_storage as kept_state
-from megastrategy.core.shards.shard_state import MAIN_PARAM
+from megastrategy.core.shards.saved_state import MAIN_PARAM
 from tests.support.devices import DeviceCollectives
 from tests.support.directories import saving_among_threads
 from tests.support.given import Given, Ours, adam, assert_same_file, trained

@@ -29,7 +29,7 @@ from megastrategy.core.errors import CollectiveError
 from megastrategy.core.events import Event, EventKind
 from megastrategy.core.layout import build
 from megastrategy.core.layout.layout import BufferLayout
-from megastrategy.core.shards.shard_state import REMAINDER
+from megastrategy.core.shards.saved_state import REMAINDER
 from tests.support.doubles import (
     EVERYTHING,
     REDUCTIONS,
