@@ -1,7 +1,7 @@
 """Saves and loads the optimizer of a model that several ranks share as that of one rank that has all of it.
 
 The parts of what tensor ranks have cut come together first, then what the stages have; loading goes the other way.
-Every function here hands on what it gets where a rank has the whole model. See checkpoint.tensor_ranks and stage_state.
+Every function here hands on what it gets where a rank has the whole model. See tensor_parallel and pipeline_stages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..collectives import CALL_ON_EVERY_RANK
 from ..errors import CheckpointError
@@ -91,12 +92,8 @@ def completed_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
         NotOnAllRanksError, CheckpointError: as :func:`as_on_rank_zero`.
     """
     state, extra = saved["state"], set(map(id, impl.strangers.params))
-    own = {
-        number: state[number]
-        for stored, group in (zip(saved["param_groups"], impl.inner.param_groups, strict=False) if extra else ())
-        for number, param in zip(stored["params"], group["params"], strict=False)
-        if id(param) in extra and number in state
-    }
+    params = _params_by_number(impl, saved) if extra else {}
+    own = {number: state[number] for number, param in params.items() if id(param) in extra and number in state}
     is_first = all(ranks.is_rank_zero for ranks in (*impl.engine.local_parts.model_groups, impl.engine.collectives))
     has_all = is_first or len(state) > len(own)
     return {**saved, "state": {**as_on_rank_zero(impl, state if has_all else {}, STATE), **own}}
@@ -142,19 +139,22 @@ def parts_of_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     """This rank's parts of the whole model's state: views. Collective over a pipeline's stages."""
     if stage_state.is_staged(impl):
         saved = stage_state.state_of_stage(impl, saved)
-    params = {
-        number: param
-        for stored, group in zip(saved["param_groups"], impl.inner.param_groups, strict=False)
-        for number, param in zip(stored["params"], group["params"], strict=False)
-    }
-    # Groups that do not fit are told of by what loads the parts.
-    if not (cut := impl.engine.local_parts.cut_params(params)):
+    if not (cut := impl.engine.local_parts.cut_params(_params_by_number(impl, saved))):
         return saved
     state = {
         number: {name: cut[number].cut(value) for name, value in kept.items()} if number in cut else kept
         for number, kept in saved["state"].items()
     }
     return {**saved, "state": state}
+
+
+def _params_by_number(impl: ShardedStep, saved: dict[str, Any]) -> dict[int, Parameter]:
+    """The parameters by their numbers in a saved state. What loads it says where groups do not fit."""
+    return {
+        number: param
+        for stored, group in zip(saved["param_groups"], impl.inner.param_groups, strict=False)
+        for number, param in zip(stored["params"], group["params"], strict=False)
+    }
 
 
 def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .backend import BackendCollectives
-from .comparison import check_all_agree, first_difference, if_different
+from .comparison import check_all_agree, first_difference, if_different, is_same_on_all_ranks
 from .fake import FakeCollectives
 from .gloo import GlooCollectives, HostCollectives
 from .host_staged import HostStagedCollectives
@@ -49,6 +49,7 @@ __all__ = [
     "first_difference",
     "host_collectives",
     "if_different",
+    "is_same_on_all_ranks",
     "make_collectives",
     "num_own_groups",
     "private_group",

@@ -27,14 +27,18 @@ def if_different(
     description: Mapping[str, Sequence[object]], collectives: Collectives
 ) -> list[Mapping[str, Sequence[object]]] | None:
     """Every rank's description, by rank; None, on all ranks, if they are equal. Collective."""
-    # 32 bytes first: the whole description of a large model is megabytes, and almost always the same. Ranks agree by a
-    # maximum, in log2(ranks) messages where a gather has ranks - 1: all bytes are equal where the largest of each is
-    # the smallest.
-    own = list(digest(description))
-    largest = collectives.max_of_bytes([*own, *(255 - byte for byte in own)])
-    if all(byte == 255 - other for byte, other in zip(largest[: len(own)], largest[len(own) :], strict=True)):
+    # 32 bytes first: the whole description of a large model is megabytes, and almost always the same.
+    if is_same_on_all_ranks(digest(description), collectives):
         return None
     return collectives.all_gather_objects(description)
+
+
+def is_same_on_all_ranks(data: bytes, collectives: Collectives) -> bool:
+    """Whether all ranks have the same bytes, as many on each. Collective."""
+    # By a maximum, in log2(ranks) messages where a gather has ranks - 1: all bytes are equal where the largest of each
+    # is the smallest.
+    largest = collectives.max_of_bytes([*data, *(255 - byte for byte in data)])
+    return all(byte == 255 - other for byte, other in zip(largest[: len(data)], largest[len(data) :], strict=True))
 
 
 def first_difference(descriptions: Sequence[Mapping[str, Sequence[object]]]) -> LayoutMismatchError:

@@ -456,7 +456,7 @@ class Engine:
         return sum(holder.num_steps_begun for ref in self.shard_holders if (holder := ref()) is not None)
 
     def zero_grads(self, indices: Iterable[int], *, set_to_none: bool) -> None:
-        """Drops, or zeroes, the gradients of parameters; see staged_backwards for when a pipeline's are not."""
+        """Drops, or zeroes, the gradients of parameters; see pipeline_backwards for when a pipeline's are not."""
         if self.staged is not None and self.staged.takes_zero_grad():
             return
         if set_to_none:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from ..buffers import GradBuffers
-from ..collectives import Collectives
+from ..collectives import Collectives, is_same_on_all_ranks
 from ..errors import LossTokensError
 
 _SUMS = struct.Struct("<dI")
@@ -225,10 +225,8 @@ class LossTokens:
         before, after = collectives.rank * len(sums), (collectives.size - collectives.rank - 1) * len(sums)
         # Each rank has a place of its own, where the others send zeros: one exchange, and sums in the order of ranks.
         every = bytes(collectives.max_of_bytes([*bytes(before), *sums, *bytes(after)]))
-        if tensor_ranks is not None:
-            largest = tensor_ranks.max_of_bytes([*every, *(255 - byte for byte in every)])
-            if any(sum(pair) != 255 for pair in zip(largest[: len(every)], largest[len(every) :], strict=True)):
-                raise LossTokensError(OTHER_TENSOR_RANKS)
+        if tensor_ranks is not None and not is_same_on_all_ranks(every, tensor_ranks):
+            raise LossTokensError(OTHER_TENSOR_RANKS)
         weights, numbers = zip(*_SUMS.iter_unpack(every), strict=True)
         self._correct(sum(weights), sum(numbers))
         self.remember(is_final=True)
