@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from megastrategy import DistributedDataParallel, DistributedDataParallelConfig, DistributedOptimizer
-from megastrategy.core import weigh_by_tokens
+from megastrategy.core import make_collectives, weigh_by_tokens
 from megastrategy.errors import LossTokensError
 from tests.support.doubles import RecordingCollectives
 from tests.support.ragged_tokens import batch, count, token_model
@@ -351,7 +351,9 @@ def test_two_models_of_one_loss_that_end_their_windows_apart() -> None:
 
     def run(rank: int, group: ProcessGroup) -> None:
         modules = [Dense(), Dense()]
-        models = [DistributedDataParallel(module, DistributedDataParallelConfig(), group) for module in modules]
+        # One queue for both: a group that was made by hand is no group of each model's own.
+        collectives = make_collectives(group, torch.device("cpu"))
+        models = [DistributedDataParallel(module, collectives=collectives) for module in modules]
         inputs = [[torch.full((2, 4), 1.0 + r + 0.5 * number) for r in range(2)] for number in range(3)]
         counts = [[3000 * (r + 1) + 7000 * number for r in range(2)] for number in range(3)]
 
@@ -375,6 +377,7 @@ def test_two_models_of_one_loss_that_end_their_windows_apart() -> None:
                     # The losses are not divided by the number of microbatches, and means are added up, as ever.
                     num_added = {0: 2, 1: 1}[number - 1] if model is models[0] else 3
                     torch.testing.assert_close(found, num_added * wanted, rtol=1e-5, atol=1e-7)
+        collectives.close()
 
     run_ranks(2, run)
 
