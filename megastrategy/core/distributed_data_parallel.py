@@ -305,7 +305,7 @@ class DistributedDataParallel(nn.Module):
             ``loss``: the same tensor, as it was.
 
         Raises:
-            ValueError: if it is negative, not finite, or more than one number.
+            ValueError: if the number is negative, not finite, or more than one, or the loss is not a tensor.
             LossTokensError: here if it is called too late for all ranks to know of it, and at the end of the
                 synchronised backward, on all ranks, if they did not all count every loss, or if the gradients of the
                 synchronised backward before it were neither stepped with nor dropped.
@@ -399,6 +399,8 @@ def weigh_announced(loss: Tensor, models: Sequence[DistributedDataParallel]) -> 
 
 def weigh_by_tokens(loss: Tensor, num_tokens: float | Tensor, models: Sequence[DistributedDataParallel]) -> Tensor:
     """Weighs one loss of several models; see the method of this name."""
+    if not isinstance(loss, Tensor):
+        raise ValueError(f"loss: expected the tensor whose backward comes, got {type(loss).__name__}: weigh it first")
     if loss.requires_grad:  # else it is an evaluation's
         announce_tokens(num_tokens, models)
         weigh_announced(loss, models)

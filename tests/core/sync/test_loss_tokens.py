@@ -227,6 +227,8 @@ def test_what_is_no_number_of_tokens_is_refused(wrong: Any) -> None:
         setup = Setup(group)
         with pytest.raises(ValueError, match="num_tokens: expected"):
             setup.model.weigh_by_tokens(torch.ones((), requires_grad=True), wrong)
+        with pytest.raises(ValueError, match=r"loss: expected the tensor .* got float"):
+            setup.model.weigh_by_tokens(1.0, 3)
 
     run_ranks(1, run)
 
