@@ -171,7 +171,7 @@ def _counted_grads(parts: Sequence[tuple[PreparedModel, list[Parameter]]]) -> li
     return [
         grad
         for model, params in parts
-        for grad in model.owned_grads([param for param in params if model.engine.local_parts.counts_here(param)])
+        for grad in model.owned_grads([param for param in params if model.engine.local_parts.is_counted_here(param)])
     ]
 
 

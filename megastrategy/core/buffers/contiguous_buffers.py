@@ -72,7 +72,7 @@ class ContiguousGradBuffers(GradBuffers):
         swapped = super().follow_swaps()
         for index in swapped:
             # A DTensor's own address says nothing: its gradient may have been given other memory, too.
-            if self.local_parts.of(self._get_view(index)).data_ptr() != self._slice(index).data_ptr():
+            if self.local_parts.local_view(self._get_view(index)).data_ptr() != self._slice(index).data_ptr():
                 self._bring_back(index)
         return swapped
 
@@ -82,7 +82,7 @@ class ContiguousGradBuffers(GradBuffers):
         param, moved = self.params[index], self._get_view(index)
         self.views[index] = self._view(index)
         if param.grad is moved:
-            self._slice(index).copy_(self.local_parts.of(moved).detach())
+            self._slice(index).copy_(self.local_parts.local_view(moved).detach())
             param.grad = self.views[index]
 
     def _bring_moved_back(self) -> None:
@@ -332,11 +332,11 @@ class ContiguousGradBuffers(GradBuffers):
     def _take_held(self, bucket: int) -> None:
         """Brings the bucket's gradients that are sums over tensor ranks to their views, when they are added up."""
         held = [index for index in self.layout.buckets[bucket].params if index in self._held]
-        grads = self.local_parts.grads_of([self.params[index] for index in held])
+        grads = self.local_parts.local_grads([self.params[index] for index in held])
         for index, grad in zip(held, grads, strict=True):
             if grad is not None:  # else its view is zeroed as any other's
                 self.check_param(index)
-                copy_grad_(self.local_parts.of(self._get_view(index)), grad)
+                copy_grad_(self.local_parts.local_view(self._get_view(index)), grad)
                 self._unfilled.discard(index)
                 self.params[index].grad = self.views[index]
         self._held.difference_update(held)

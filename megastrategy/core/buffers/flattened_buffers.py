@@ -36,7 +36,7 @@ class FlattenedGradBuffers(GradBuffers):
         place = self.layout.buckets[bucket]
         # Zeros: unused parameters and the space between are sent, and must add nothing.
         flat = torch.zeros(place.numel, dtype=self.layout.buffers[place.buffer].grad_dtype, device=self._device)
-        grads = self.local_parts.grads_of([self.params[index] for index in place.params])
+        grads = self.local_parts.local_grads([self.params[index] for index in place.params])
         for index, grad in zip(place.params, grads, strict=True):
             self.has_grad[index] = grad is not None
             if grad is not None:

@@ -117,7 +117,7 @@ class GradBuffers(ABC):
         first = len(self.params)
         self.layout, self._sharded = layout, layout.num_shards > 1
         self.params += params[first:]
-        self._parts += map(self.local_parts.of, params[first:])
+        self._parts += map(self.local_parts.local_view, params[first:])
         self.views += [None] * (len(params) - first)
         self.has_grad += [False] * (len(params) - first)
         self._stand_ins += [None] * (len(params) - first)
@@ -149,10 +149,10 @@ class GradBuffers(ABC):
         """
         if not self.local_parts.has_parts:
             return []
-        swapped = [i for i, param in enumerate(self.params) if self.local_parts.of(param) is not self._parts[i]]
+        swapped = [i for i, param in enumerate(self.params) if self.local_parts.local_view(param) is not self._parts[i]]
         for index in swapped:
             param = self.params[index]
-            self._parts[index] = self.local_parts.of(param)
+            self._parts[index] = self.local_parts.local_view(param)
             grad, param.grad = param.grad, None
             param.grad_dtype = self.layout.params[index].grad_dtype
             param.grad = grad
@@ -228,7 +228,7 @@ class GradBuffers(ABC):
                 if (owned := self.layout.owned_range(index, self._dp_rank)) is not None:
                     parts.append(self.reduced(self.layout.slots[index].bucket, *owned))
             elif grad is not None:
-                parts.append(self.local_parts.of(grad).detach())
+                parts.append(self.local_parts.local_view(grad).detach())
         return parts
 
     def own_bucket_of(self, param: int) -> Tensor:
@@ -239,9 +239,9 @@ class GradBuffers(ABC):
             return self.reduced(bucket.index, *self.layout.shard_range(bucket, self._dp_rank))
         grad = self.params[param].grad
         if grad is None:
-            part = self.local_parts.of(self.params[param])
+            part = self.local_parts.local_view(self.params[param])
             return torch.zeros(part.numel(), dtype=self.layout.params[param].grad_dtype, device=part.device)
-        part = self.local_parts.of(grad).detach()
+        part = self.local_parts.local_view(grad).detach()
         return part.as_strided((part.numel(),), (1,))
 
     def take_over(self, other: GradBuffers, shards: Mapping[int, Tensor]) -> None:
@@ -259,7 +259,7 @@ class GradBuffers(ABC):
         kept one goes on seeing the gradient."""
         for index, (view, kept) in enumerate(zip(self.views, other.views, strict=True)):
             if view is not None and kept is not None:
-                self.local_parts.of(kept).data = self.local_parts.of(view)
+                self.local_parts.local_view(kept).data = self.local_parts.local_view(view)
                 self.views[index] = kept
                 if self.params[index].grad is view:
                     self.params[index].grad = kept
@@ -317,7 +317,7 @@ class GradBuffers(ABC):
         # is stepped.
         grads = ((index, self.params[index].grad) for index in params)
         other = [i for i, g in grads if g is not None and not self.local_parts.is_cut_alike(self.params[i], g)]
-        for index, part in zip(other, self.local_parts.grads_of([self.params[i] for i in other]), strict=True):
+        for index, part in zip(other, self.local_parts.local_grads([self.params[i] for i in other]), strict=True):
             assert part is not None, "it has one"
             self.params[index].grad = self.local_parts.as_grad(self.params[index], part)
 
@@ -356,7 +356,7 @@ class GradBuffers(ABC):
         """Somebody keeps the view: it gets memory of its own, and the parameter another view."""
         kept = self.views[param]
         assert kept is not None, "it is kept"
-        part = self.local_parts.of(kept)
+        part = self.local_parts.local_view(kept)
         part.data = part.detach().clone()
         self.views[param] = self._view(param)
 

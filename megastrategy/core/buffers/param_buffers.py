@@ -61,7 +61,7 @@ class ParamBuffers:
         first = len(self.params)
         self.layout = layout
         self.params += params[first:]
-        self._parts += map(self._local_parts.of, params[first:])
+        self._parts += map(self._local_parts.local_view, params[first:])
         for buffer in layout.buffers[len(self.flats) :]:
             if self._room:
                 self.flats.append(self._room[len(self.flats)].view(buffer.dtype)[: buffer.numel].zero_())

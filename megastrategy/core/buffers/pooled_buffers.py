@@ -108,7 +108,7 @@ class PooledGradBuffers(GradBuffers):
     def seal(self, bucket: int) -> None:
         sealed: dict[int, Tensor] = {}
         indices = self.layout.buckets[bucket].params
-        grads = self.local_parts.grads_of([self.params[index] for index in indices])
+        grads = self.local_parts.local_grads([self.params[index] for index in indices])
         for index, grad in zip(indices, grads, strict=True):
             param = self.params[index]
             if grad is not None:
@@ -192,7 +192,7 @@ class PooledGradBuffers(GradBuffers):
     # --- between backwards -------------------------------------------------------------------------------------------
 
     def _take_written(self, param: int, grad: Tensor) -> None:
-        part, owned = self.local_parts.grad_of(self.params[param]), self.layout.owned_range(param, self._dp_rank)
+        part, owned = self.local_parts.local_grad(self.params[param]), self.layout.owned_range(param, self._dp_rank)
         assert part is not None
         if owned is not None:
             slot = self.layout.slots[param]

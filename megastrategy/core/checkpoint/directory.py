@@ -33,7 +33,7 @@ def own_share(impl: ShardedStep) -> dict[str, Any]:
     impl.split_state()
     is_first = all(ranks.is_rank_zero for ranks in (engine.collectives, *local_parts.model_groups))
     of_others = set() if is_first else {id(param) for param in impl.strangers.params}
-    of_others |= {key for key, name in own_names.items() if local_parts.name_in_whole(name) != name}
+    of_others |= {key for key, name in own_names.items() if local_parts.name_in_model(name) != name}
 
     def stepped(param: Parameter) -> Tensor | None:
         if id(param) in of_others:
@@ -48,7 +48,7 @@ def own_share(impl: ShardedStep) -> dict[str, Any]:
     to_come = {
         name: value
         for name, value in impl.main_params_to_come.items()
-        if local_parts.name_in_whole(plain := name.removesuffix(REMAINDER)) == plain
+        if local_parts.name_in_model(plain := name.removesuffix(REMAINDER)) == plain
     }
     main_params = {**state.pop("main_params", {}), **parts.placed(to_come)}
     return state | ({"main_params": main_params} if main_params else {})
@@ -62,9 +62,9 @@ def read_share(impl: ShardedStep, directory: OpenDirectory, key: str) -> Callabl
         CheckpointError: if it cannot be read, or is of another model.
     """
     local_parts = impl.engine.local_parts
-    names = {id_: local_parts.name_in_whole(name) for id_, name in impl.names_by_id().items()}
+    names = {id_: local_parts.name_in_model(name) for id_, name in impl.names_by_id().items()}
     followed = {
-        local_parts.name_in_whole(impl.layout.params[index].name): index for index in impl.followed_by_id.values()
+        local_parts.name_in_model(impl.layout.params[index].name): index for index in impl.followed_by_id.values()
     }
     own = impl.shards, impl.layout, impl.element_names, impl.whole_params, followed, _tensor_parts(impl).cut
     saved = read_optimizer(directory, key, names.values(), *own, local_parts.elsewhere)
@@ -96,4 +96,4 @@ def _tensor_parts(impl: ShardedStep) -> TensorParts:
     """The parameters of which each tensor rank has a part, by their names in the whole model."""
     local_parts = impl.engine.local_parts
     named = impl.engine.named_params().items()
-    return TensorParts(local_parts.cut_params({local_parts.name_in_whole(name): param for name, param in named}))
+    return TensorParts(local_parts.cut_params({local_parts.name_in_model(name): param for name, param in named}))

@@ -54,7 +54,7 @@ def _state_of_whole_params(impl: ShardedStep, saved: dict[str, Any]) -> dict[str
     params = {numbers[id(param)]: param for group in impl.inner.param_groups for param in group["params"]}
     # What an optimizer made of a DTensor at construction, and keeps while that is frozen, is a DTensor, too.
     state = {
-        number: {name: local_parts.of(value) for name, value in kept.items()} if number in params else kept
+        number: {name: local_parts.local_view(value) for name, value in kept.items()} if number in params else kept
         for number, kept in saved["state"].items()
     }
     ranks = local_parts.tensor_ranks
@@ -164,7 +164,7 @@ def parts_of_main_params(impl: ShardedStep, saved: dict[str, Tensor]) -> dict[st
     local_parts = impl.engine.local_parts
     if not local_parts.has_parts:
         return saved
-    cut, parts = _cut_by_saved_name(impl), {name: local_parts.of(value) for name, value in saved.items()}
+    cut, parts = _cut_by_saved_name(impl), {name: local_parts.local_view(value) for name, value in saved.items()}
     return {name: cut[name].cut(part) if name in cut else part for name, part in parts.items()}
 
 

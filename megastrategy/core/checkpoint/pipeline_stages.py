@@ -45,7 +45,7 @@ def whole_state(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     own = {
         numbers[name]: kept
         for number, kept in saved["state"].items()
-        if (name := own_names[number]) == parts.name_in_whole(name)
+        if (name := own_names[number]) == parts.name_in_model(name)
     }
     state = dict(gather_whole(own, hosts, _HOST))
     if not hosts.is_rank_zero:
@@ -118,7 +118,7 @@ def state_of_stage(impl: ShardedStep, saved: dict[str, Any]) -> dict[str, Any]:
     for own, stored in zip(impl.inner.param_groups, saved["param_groups"], strict=True):
         groups.append({**own_options(stored, own), "params": [numbers[id(param)] for param in own["params"]]})
         for param in own["params"]:
-            number = number_in_file[parts.name_in_whole(names[id(param)])]
+            number = number_in_file[parts.name_in_model(names[id(param)])]
             if number in saved["state"]:
                 state[numbers[id(param)]] = saved["state"][number]
     return {**saved, "state": state, "param_groups": groups}
@@ -167,7 +167,7 @@ def _whole_names(by_stage: list[list[list[str]]], parts: StageParts) -> list[lis
         )
     whole = []
     for members in zip(*by_stage, strict=True):
-        of_stages = [[name for name in of_stage if name == parts.name_in_whole(name)] for of_stage in members]
+        of_stages = [[name for name in of_stage if name == parts.name_in_model(name)] for of_stage in members]
         for names in of_stages:
             for one, other in itertools.pairwise(names):
                 if parts.layer_of(one) > parts.layer_of(other):
@@ -186,7 +186,7 @@ def _whole_names(by_stage: list[list[list[str]]], parts: StageParts) -> list[lis
 def _saved_in_whole(name: str, parts: StageParts) -> str:
     """The name of a main param, with what says that it is a remainder."""
     plain = name.removesuffix(REMAINDER)
-    return parts.name_in_whole(plain) + name[len(plain) :]
+    return parts.name_in_model(plain) + name[len(plain) :]
 
 
 def _check_same_groups(by_stage: Sequence[Sequence[Mapping[str, Any]]]) -> None:

@@ -226,7 +226,9 @@ class Engine:
         """Whether the module still has the parameters that the buffers were laid out for; others may have joined."""
         present = {id(param) for param in self.named_params().values()}
         return all(
-            id(param) in present and param.dtype == spec.dtype and tuple(self.local_parts.of(param).shape) == spec.shape
+            id(param) in present
+            and param.dtype == spec.dtype
+            and tuple(self.local_parts.local_view(param).shape) == spec.shape
             for param, spec in zip(self.params, self.layout.params, strict=True)
         )
 
@@ -248,7 +250,7 @@ class Engine:
             check_are_equal(self.named_params(), params, self.collectives)
         tensors = [*params, *named_buffers(self.module, self._ignored).values()]
         self.local_parts.broadcast_replicas(tensors)
-        self.collectives.broadcast_all([self.local_parts.of(tensor) for tensor in tensors])
+        self.collectives.broadcast_all([self.local_parts.local_view(tensor) for tensor in tensors])
 
     def broadcast_buffers(self) -> None:
         """The module's buffers become rank 0's, unseen by autograd. Collective."""
@@ -283,7 +285,7 @@ class Engine:
             return
         self.local_parts.broadcast_replicas(joined, joins=True)
         # Unseen by autograd: the values are those of a forward whose backward may still come.
-        self.collectives.broadcast_all([self.local_parts.of(param).data for param in joined])
+        self.collectives.broadcast_all([self.local_parts.local_view(param).data for param in joined])
         self.layout = self.layout.extended_by(layout)
         self.owners = Owners(self.layout, self.owners.rank_of)
         self.grad_buffers.extend(self.layout, self.params)
@@ -297,15 +299,15 @@ class Engine:
         known = self.index_by_id
         others = [(name, param) for name, param in self.named_params().items() if id(param) not in known]
         joining = [param for _, param in others if param.requires_grad]
-        parts, part_of = self.local_parts, self.local_parts.of
+        parts, part_of = self.local_parts, self.local_parts.local_view
         whole = [param for param in joining if part_of(param) is param]
         # Where weights happen to lie is each rank's own, and tensor ranks have one layout.
         chunks = weight_chunks(self.module, whole, self.config) if parts.tensor_ranks is None else {}
         specs = [
             dataclasses.replace(
                 param_spec(name, part_of(param), self.config, chunks.get(id(param))),
-                room=parts.room(param),
-                is_alone=parts.lies_alone(param),
+                room=parts.reserved_numel(param),
+                is_alone=parts.needs_own_bucket(param),
             )
             for name, param in others
             if param.requires_grad

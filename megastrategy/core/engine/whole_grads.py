@@ -61,11 +61,11 @@ def grad_norms(engine: Engine, norm_type: float) -> Tensor:
     if is_scattered:
         norms = norms_over_owners(own, norm_type, engine.shard_collectives)
     for index in set(every).difference(sharded):
-        if (local := engine.local_parts.grad_of(engine.params[index])) is not None:
+        if (local := engine.local_parts.local_grad(engine.params[index])) is not None:
             norms[index : index + 1] = norms_of([local], norm_type, norms.dtype)
     if (tensor_ranks := engine.local_parts.tensor_ranks) is not None:
         for index, param in enumerate(engine.params):
-            if not engine.local_parts.counts_here(param):
+            if not engine.local_parts.is_counted_here(param):
                 norms[index] = 0.0
         norms = norms_over_owners(norms, norm_type, tensor_ranks)
     return norms

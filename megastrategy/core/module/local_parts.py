@@ -91,7 +91,7 @@ class LocalParts:
     has_parts = False
     elsewhere: Collection[str] = ()
 
-    def name_in_whole(self, name: str) -> str:
+    def name_in_model(self, name: str) -> str:
         """The name that a parameter has in a model of one process: a copy's is that of the first."""
         return name
 
@@ -112,7 +112,7 @@ class LocalParts:
                 "call parallelize_module before the module is wrapped"
             )
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def local_view(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or gradient: its memory, not a copy."""
         return tensor
 
@@ -123,14 +123,14 @@ class LocalParts:
         """Shows memory of the shape of the parameter's part as a gradient of the parameter."""
         return part
 
-    def grad_of(self, param: Parameter) -> Tensor | None:
+    def local_grad(self, param: Parameter) -> Tensor | None:
         """This rank's part of ``param.grad``, cut as the parameter is; None if there is none. A view where it is cut so
         already, else collective over the tensor ranks."""
         return None if param.grad is None else param.grad.detach()
 
-    def grads_of(self, params: Sequence[Parameter]) -> list[Tensor | None]:
+    def local_grads(self, params: Sequence[Parameter]) -> list[Tensor | None]:
         """The same of several. What is a sum over the tensor ranks comes in one collective."""
-        return [self.grad_of(param) for param in params]
+        return [self.local_grad(param) for param in params]
 
     def may_be_sum(self, param: Parameter) -> bool:
         """Whether gradients of the parameter may be sums over the tensor ranks."""
@@ -144,7 +144,7 @@ class LocalParts:
         """Whether the tensor ranks have different parts of the parameter."""
         return False
 
-    def room(self, param: Tensor) -> int:
+    def reserved_numel(self, param: Tensor) -> int:
         """The elements of the largest part of the parameter that any tensor rank has; see
         [Note: one layout on all tensor ranks]."""
         return param.numel()
@@ -158,11 +158,11 @@ class LocalParts:
         """Those of the parameters that are cut, by the keys that are given."""
         return {}
 
-    def counts_here(self, param: Tensor) -> bool:
+    def is_counted_here(self, param: Tensor) -> bool:
         """Whether this rank's part is among those that a sum over all ranks takes: every element once."""
         return True
 
-    def lies_alone(self, param: Tensor) -> bool:
+    def needs_own_bucket(self, param: Tensor) -> bool:
         """Whether the parameter needs a bucket of its own."""
         return False
 

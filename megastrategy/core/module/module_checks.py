@@ -59,7 +59,7 @@ def check_no_experts(named: Mapping[str, Parameter], parts: LocalParts) -> None:
             for mark, value in given.items()
             if isinstance(value, int) and bool(value) is _MARKS_OF_EXPERTS[mark]
         ]
-        if not found or parts.of(param) is not param:
+        if not found or parts.local_view(param) is not param:
             continue
         if (group := getattr(param, "group_name", None)) is not None:
             found.append(f"group_name = {group!r}")
@@ -84,7 +84,7 @@ def check_memory_is_own(
     joining = {id(param) for param in params}
     spans: list[tuple[int, int, str, bool]] = []
     for name, whole in (*named_params(module).items(), *named_buffers(module).items()):
-        tensor = parts.of(whole)
+        tensor = parts.local_view(whole)
         if tensor.numel() > 0 and tensor.layout == torch.strided:
             # The farthest element, whatever the strides: an expanded tensor reaches less far than its numel.
             last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

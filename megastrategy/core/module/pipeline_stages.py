@@ -159,7 +159,7 @@ class StageParts(LocalParts):
         self.copied: list[Parameter] = []
         """Parameters that other stages have copies of, in one order on all ranks."""
 
-    def name_in_whole(self, name: str) -> str:
+    def name_in_model(self, name: str) -> str:
         return self._first_names.get(name, name)
 
     def layer_of(self, name: str) -> int:
@@ -216,15 +216,15 @@ class StageParts(LocalParts):
                 "would have one of its own, and they would part. Put it into one of the pipeline's layers"
             )
 
-    def counts_here(self, param: Tensor) -> bool:
-        return id(param) not in self._counted_elsewhere and super().counts_here(param)
+    def is_counted_here(self, param: Tensor) -> bool:
+        return id(param) not in self._counted_elsewhere and super().is_counted_here(param)
 
-    def lies_alone(self, param: Tensor) -> bool:
+    def needs_own_bucket(self, param: Tensor) -> bool:
         return id(param) in self._own_copies
 
     def replicas(self, named: Mapping[str, Parameter]) -> list[tuple[str, Collectives, dict[str, str]]]:
         assert self.stage_ranks is not None
-        copies = {name: self.name_in_whole(name) for name, param in named.items() if id(param) in self._own_copies}
+        copies = {name: self.name_in_model(name) for name, param in named.items() if id(param) in self._own_copies}
         return [*super().replicas(named), ("rank of the stages", self.stage_ranks, copies)]
 
     def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
@@ -232,7 +232,7 @@ class StageParts(LocalParts):
         super().broadcast_replicas(given.values(), joins=joins)
         for param in self.copied:
             if id(param) in given and not joins:  # frozen copies were equal, and stayed so
-                self._own_copies[id(param)].broadcast_all([self.of(param)])
+                self._own_copies[id(param)].broadcast_all([self.local_view(param)])
 
     def check_ranks_agree(
         self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]
@@ -244,7 +244,7 @@ class StageParts(LocalParts):
         self._stages_agreed = True
         check_all_agree({"option (name, value)": options}, self.stage_ranks)
         for param in self.copied:
-            shape = [list(param.shape), list(self.of(param).shape)]
+            shape = [list(param.shape), list(self.local_view(param).shape)]
             row = ["copy of a parameter", *shape, str(param.dtype), param.requires_grad]
             what = "copy (whole shape, shape of the part here, dtype, requires_grad)"
             check_all_agree({what: [row]}, self._own_copies[id(param)])

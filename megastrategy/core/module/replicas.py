@@ -24,7 +24,7 @@ def check_replicas(named: Mapping[str, Parameter], parts: LocalParts, collective
     """
     if collectives.size == 1 and not parts.model_groups:
         return
-    own = {name: digest_of(parts.of(param)) for name, param in named.items()}
+    own = {name: digest_of(parts.local_view(param)) for name, param in named.items()}
     found = _first_difference(collectives.all_gather_objects(own), "data-parallel rank")
     for kind, ranks, names in parts.replicas(named):
         everybody = ranks.all_gather_objects((found, {common: own[name] for name, common in names.items()}))

@@ -112,12 +112,12 @@ class DTensorParts(LocalParts):
 
     # --- parameters and gradients ------------------------------------------------------------------------------------
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def local_view(self, tensor: Tensor) -> Tensor:
         # The tensor in it, not what to_local() makes of it: its memory is moved, and its identity kept.
         return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
     def refresh(self, parts: list[Tensor], params: Sequence[Parameter]) -> None:
-        parts[:] = map(self.of, params)
+        parts[:] = map(self.local_view, params)
 
     def as_grad(self, param: Parameter, part: Tensor) -> Tensor:
         whole: Tensor = param  # torch's stubs take a Parameter for no DTensor
@@ -128,7 +128,7 @@ class DTensorParts(LocalParts):
                 part, self.mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
             )
 
-    def grad_of(self, param: Parameter) -> Tensor | None:
+    def local_grad(self, param: Parameter) -> Tensor | None:
         grad: Tensor | None = param.grad
         whole: Tensor = param
         if isinstance(whole, DTensor) and isinstance(grad, DTensor):
@@ -138,7 +138,7 @@ class DTensorParts(LocalParts):
             return grad.to_local().detach()
         return None if grad is None else grad.detach()
 
-    def grads_of(self, params: Sequence[Parameter]) -> list[Tensor | None]:
+    def local_grads(self, params: Sequence[Parameter]) -> list[Tensor | None]:
         grads: list[Any] = [param.grad for param in params]
         sums = [
             place
@@ -146,7 +146,7 @@ class DTensorParts(LocalParts):
             if self.may_be_sum(param) and isinstance(grad, DTensor) and grad.placements[0].is_partial("sum")
         ]
         if self.tensor_ranks is None or len(sums) < 2:  # torch's own redistribution of the one does as well
-            return [self.grad_of(param) for param in params]
+            return [self.local_grad(param) for param in params]
         added_up: dict[int, Tensor] = {}
         local = {place: grads[place]._local_tensor.detach() for place in sums}
         for dtype in dict.fromkeys(part.dtype for part in local.values()):
@@ -155,7 +155,7 @@ class DTensorParts(LocalParts):
             self.tensor_ranks.all_reduce(flat, 1.0).wait()
             parts = flat.split([local[place].numel() for place in places])
             added_up |= {place: part.view(local[place].shape) for place, part in zip(places, parts, strict=True)}
-        return [added_up[i] if i in added_up else self.grad_of(param) for i, param in enumerate(params)]
+        return [added_up[i] if i in added_up else self.local_grad(param) for i, param in enumerate(params)]
 
     def may_be_sum(self, param: Any) -> bool:
         return self.tensor_ranks is not None and isinstance(param, DTensor) and param.placements[0].is_replicate()
@@ -168,7 +168,7 @@ class DTensorParts(LocalParts):
     def is_cut(self, param: Tensor) -> bool:
         return self.tensor_ranks is not None and isinstance(param, DTensor) and not param.placements[0].is_replicate()
 
-    def room(self, param: Any) -> int:
+    def reserved_numel(self, param: Any) -> int:
         if self.tensor_ranks is None or not self.is_cut(param) or param.numel() == 0:
             return int(param.numel())
         rows = int(param.shape[param.placements[0].dim])
@@ -190,17 +190,17 @@ class DTensorParts(LocalParts):
         cut = CutParam(
             tuple(param.shape), dim, cut_of(param.shape[dim], self.tensor_ranks.rank, self.tensor_ranks.size)
         )
-        assert cut.part_shape == tuple(self.of(param).shape), "as DTensor cuts"
+        assert cut.part_shape == tuple(self.local_view(param).shape), "as DTensor cuts"
         return cut
 
-    def counts_here(self, param: Tensor) -> bool:
+    def is_counted_here(self, param: Tensor) -> bool:
         return self.tensor_ranks is None or self.tensor_ranks.is_rank_zero or self.is_cut(param)
 
     # --- the tensor ranks --------------------------------------------------------------------------------------------
 
     def broadcast_replicas(self, tensors: Iterable[Tensor], *, joins: bool = False) -> None:
         if self.tensor_ranks is not None:
-            self.tensor_ranks.broadcast_all([self.of(tensor) for tensor in tensors if not self.is_cut(tensor)])
+            self.tensor_ranks.broadcast_all([self.local_view(tensor) for tensor in tensors if not self.is_cut(tensor)])
 
     def check_ranks_agree(
         self, named: Mapping[str, Parameter], options: Sequence[object], places: Sequence[object]

@@ -186,7 +186,7 @@ def _call_on_main_params(impl: ShardedStep, call: Call) -> Any:
     with torch.no_grad(), impl.main_params_with_grads() as own:
         result = call(impl.inner)
         for shard in own:
-            param, part_of = engine.params[shard.param], engine.local_parts.of
+            param, part_of = engine.params[shard.param], engine.local_parts.local_view
             part = part_of(param)
             # Only what changed: copy_ moves the version, and would end graphs that are still right.
             if not torch.equal(rounded := shard.main.to(part.dtype), part):

@@ -91,7 +91,7 @@ def _shown(
     values: Mapping[str, Any], param: Parameter | None, as_grad: Callable[[Parameter, Tensor], Tensor], engine: Engine
 ) -> Mapping[str, Any]:
     """The state of a tensor-parallel parameter as DTensors, which torch's optimizers keep of one."""
-    if param is None or (part := engine.local_parts.of(param)) is param:
+    if param is None or (part := engine.local_parts.local_view(param)) is param:
         return values
     return {
         name: as_grad(param, value) if isinstance(value, Tensor) and value.shape == part.shape else value

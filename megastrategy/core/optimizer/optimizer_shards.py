@@ -193,7 +193,7 @@ class OptimizerShards(ShardHolder):
             if state and index in self.shards:
                 shard = self.shards[index]
                 # What an optimizer made of a DTensor at construction is one, too, and of the whole's shape.
-                state = {name: self.engine.local_parts.of(value) for name, value in state.items()}
+                state = {name: self.engine.local_parts.local_view(value) for name, value in state.items()}
                 self.inner.state[shard.main] = shard_state(state, self.layout.params[index], shard, self.element_names)
         to_come = self.main_params_to_come
         load_main_params(to_come, {i: self.shards[i] for i in params if i in self.shards}, self.layout)
@@ -206,7 +206,7 @@ class OptimizerShards(ShardHolder):
         specs, mains = self.layout.params, dict[int, Tensor]()
         by_bucket: dict[int, list[int]] = {}
         for index, param in params.items():
-            mains[index] = self.engine.local_parts.of(param)
+            mains[index] = self.engine.local_parts.local_view(param)
             if specs[index].has_main_param:
                 by_bucket.setdefault(self.layout.slots[index].bucket, []).append(index)
         for indices in by_bucket.values():
@@ -240,7 +240,7 @@ class OptimizerShards(ShardHolder):
         """The model's parameters (parts) in the groups that have no shards yet, by name."""
         names, followed = self.names_by_id(), {id(self.engine.params[index]) for index in self._followed}
         params = {id(param): param for group in self.inner.param_groups for param in group["params"]}
-        part_of = self.engine.local_parts.of
+        part_of = self.engine.local_parts.local_view
         return {names[key]: part_of(params[key]) for key in (params.keys() & names.keys()) - followed}
 
     def _not_followed(self) -> tuple[dict[int, Parameter], set[int]]:

@@ -88,7 +88,7 @@ class ShardedStep(OptimizerShards):
         """The reduced gradients of this optimizer's parameters that this rank answers for, by parameter: views, in the
         gradient dtype."""
         if not self.sharded:
-            params, grad_of = self.engine.params, self.engine.local_parts.grad_of
+            params, grad_of = self.engine.params, self.engine.local_parts.local_grad
             return {i: grad for i in self.param_indices() if (grad := grad_of(params[i])) is not None}
         has_grad = self.engine.grad_buffers.has_grad
         return {i: self._grad_views[i] for i in self.param_indices() if has_grad[i] and i in self._grad_views}
@@ -100,13 +100,13 @@ class ShardedStep(OptimizerShards):
         strangers = {id(param) for param in self.strangers.params}
         for param in itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups):
             index = self.index_by_id.get(id(param))
-            if id(param) in strangers or not engine.local_parts.counts_here(param):
+            if id(param) in strangers or not engine.local_parts.is_counted_here(param):
                 continue
             if self.sharded and index is not None and index in self._followed:
                 shard = self.shards.get(index)
                 owned += [] if shard is None else [shard.main if shard.weights is None else shard.weights]
             elif not self.sharded or engine.shard_collectives.rank == 0:  # every data-parallel rank has all of it
-                owned.append(engine.local_parts.of(param).detach())
+                owned.append(engine.local_parts.local_view(param).detach())
         return owned
 
     def param_norm(self, norm_type: float) -> Tensor:
@@ -140,8 +140,8 @@ class ShardedStep(OptimizerShards):
 
     def _counted(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Those of the gradients that this tensor rank counts."""
-        counts_here, params = self.engine.local_parts.counts_here, self.engine.params
-        return {index: grad for index, grad in grads.items() if counts_here(params[index])}
+        is_counted_here, params = self.engine.local_parts.is_counted_here, self.engine.params
+        return {index: grad for index, grad in grads.items() if is_counted_here(params[index])}
 
     def as_listed(self, grads: Mapping[int, Tensor]) -> list[Tensor]:
         """Gradients by parameter as torch's functions find them in the groups: as often as the parameter is there."""
@@ -289,7 +289,7 @@ class ShardedStep(OptimizerShards):
         narrow: list[Tensor] = []
         wide: list[Tensor] = []
         for shard in shards:
-            grad = self.engine.local_parts.grad_of(self.engine.params[shard.param])
+            grad = self.engine.local_parts.local_grad(self.engine.params[shard.param])
             if grad is not None and grad.dtype != shard.main.dtype:
                 narrow.append(grad)
                 wide.append(grad := torch.empty_like(shard.main))
@@ -299,7 +299,7 @@ class ShardedStep(OptimizerShards):
 
     def _part(self, shard: ParamShard) -> Tensor:
         """This rank's part of the parameter, which the model reads."""
-        return self.engine.local_parts.of(self.engine.params[shard.param])
+        return self.engine.local_parts.local_view(self.engine.params[shard.param])
 
     def _step_watched(self) -> None:
         """Calls the optimizer once, with the model's Parameters in its groups for whoever watches; see [Note: hooks and

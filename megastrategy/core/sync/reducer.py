@@ -482,7 +482,7 @@ class Reducer:
         used = self._used_locally()
         late_buckets = {self._bucket_of[index] for index in self._late}
         if self._config.check_for_nan_in_grad:
-            part_of = self.buffers.local_parts.of
+            part_of = self.buffers.local_parts.local_view
             late = {index: part_of(self.buffers.late_grad(index)) for index in self._late}
             self._nonfinite.look_at_grads(late, self.layout)
         agreement = Agreement(
