@@ -309,3 +309,23 @@ def test_engines_share_processes_as_far_as_memory_goes(
     one = Alone(0, int(4e9), int(5e9), 0.0, None, None)
     groups = cli._groups_that_fit(specs, {spec.name: [one, one] for spec in specs}, 2)
     assert (groups and [[spec.name for spec in group] for group in groups]) == expected
+
+
+@pytest.mark.fresh
+def test_the_engine_of_another_commit_trains_beside_this_one_to_the_same_bits() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.before_after",
+        "HEAD",
+        "--case",
+        "tiny",
+        "--rounds",
+        "4",
+        "--steps",
+        "1",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ratio of each round" in done.stdout
+    assert "equal to the bit" in done.stdout
